@@ -1,0 +1,30 @@
+# Everything runs from .venv in this folder; `make` builds it, `make demo` shows the product, `make test` checks it.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: all demo test lint clean
+all: $(STAMP)
+
+# torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,dev]'
+	touch $@
+
+demo: all
+	$(BIN)/tlt train recipes/quickstart.toml --run.folder runs/quickstart --run.overwrite true
+
+test: all
+	$(BIN)/python -m pytest -m "not gpu" --durations 10
+
+lint: all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv runs build src/tlt.egg-info

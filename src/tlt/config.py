@@ -1,0 +1,228 @@
+"""The whole configuration: one owner per field, unknown keys refused with the nearest name. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration the user has to mend; the message is one sentence that names the key and the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.json; relative to the recipe or to here"""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    """`auto`, `cpu`, or a CUDA device such as `cuda:0`"""
+
+
+class TaskConfig(Section):
+    name: str
+    """a reasoning-gym task, such as `chain_sum`"""
+    weight: float = Field(1.0, gt=0)
+    params: dict[str, Any] = {}
+    """the task's own parameters, as reasoning-gym names them"""
+
+
+class DataConfig(Section):
+    tasks: list[TaskConfig] = []
+    """a mixture of reasoning-gym tasks; give this or `path`"""
+    path: str | None = None
+    """a JSONL file, one prompt a line; give this or `tasks`"""
+    prompt_column: str = "question"
+    answer_column: str = "answer"
+    template: str = "{question}"
+    """the text the model sees; `{question}` stands for the prompt's text"""
+    size: int = Field(2000, gt=0)
+    """prompts generated from `tasks` (an epoch)"""
+    seed: int = Field(0, ge=0)
+    """of the generated tasks"""
+    shuffle: bool = True
+    max_prompt_tokens: int = Field(1024, gt=0)
+    """a longer prompt is refused at start"""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if bool(self.tasks) == bool(self.path):
+            raise ValueError("give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL file)")
+        if "{question}" not in self.template:
+            raise ValueError("data.template must contain {question}")
+        return self
+
+
+class RewardConfig(Section):
+    name: str = "reasoning_gym"
+    """`reasoning_gym`, `exact`, or your own `module:function` called as f(prompt, answer) -> float"""
+    answer_marker: str = ""
+    """the answer is the text after the last of these in a response; empty: the whole response"""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: int = Field(16, gt=0)
+    group_size: int = Field(8, gt=1)
+    max_new_tokens: int = Field(512, gt=0)
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop_strings: list[str] = []
+
+
+class EngineConfig(Section):
+    max_rows: int = Field(64, gt=0)
+    """requests decoded at once; the others wait"""
+    kv_memory_mb: int = Field(1024, gt=0)
+    """bound of the key-value cache; a request that does not fit waits, one that outgrows it is preempted and resumed"""
+    prefill_tokens: int = Field(2048, gt=0)
+    """tokens of one prefill pass, padding counted"""
+
+
+class SpeculationConfig(Section):
+    drafter: Literal["off", "suffix"] = "suffix"
+    depth: int = Field(6, gt=0, le=32)
+    branching: int = Field(2, gt=0, le=16)
+    verify_tokens: int = Field(8, gt=0, le=256)
+    """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
+    history_tokens: int = Field(200_000, gt=0)
+    """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
+
+
+class TrainConfig(Section):
+    steps: int = Field(100, gt=0)
+    learning_rate: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+    updates_per_step: int = Field(1, gt=0)
+    """optimizer steps on each rollout: its groups are split into this many mini-batches, in prompt order"""
+    micro_batch_tokens: int = Field(4096, gt=0)
+    """tokens of one forward and backward pass, packing gaps counted"""
+
+
+class RunConfig(Section):
+    folder: str = "runs/latest"
+    seed: int = Field(0, ge=0)
+    save_every: int = Field(0, ge=0)
+    """steps between checkpoints; 0 saves at the end only"""
+    keep: int = Field(2, gt=0)
+    """checkpoints kept, the newest ones"""
+    overwrite: bool = False
+    """start afresh in a folder that already holds a run"""
+
+
+class Config(Section):
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    train: TrainConfig = TrainConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        if self.reward.name == "reasoning_gym" and not self.data.tasks:
+            raise ValueError(
+                "reward.name = 'reasoning_gym' needs data.tasks; for your own data use 'exact' or 'module:function'"
+            )
+        if self.rollout.temperature == 0:
+            raise ValueError(
+                "rollout.temperature = 0 makes all responses of a group equal, so there is nothing to learn: give a value above 0"
+            )
+        if self.train.updates_per_step > self.rollout.prompts_per_step:
+            raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")
+        if self.model.dtype == "float64" and self.model.device.startswith("cuda"):
+            raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
+        return self
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML recipe, apply `--section.key value` overrides, validate. Raises ConfigError."""
+    path = Path(recipe)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
+        )
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for key, text in _pairs(overrides):
+        _assign(tree, key, text)
+    return parse_config(tree, source=str(path))
+
+
+def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
+    """Validate a nested dict as read from TOML or JSON. Raises ConfigError on the first fault."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_sentence(error)}") from None
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    words: list[str] = []
+    for word in overrides:
+        words += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+    if len(words) % 2:
+        raise ConfigError(f"{words[-1]} has no value: write --section.key value")
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    for flag, _ in pairs:
+        if not flag.startswith("--") or "." not in flag:
+            raise ConfigError(f"unknown option {flag}: an override is written --section.key value")
+    return [(flag[2:], value) for flag, value in pairs]
+
+
+def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *sections, key = dotted.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--{dotted}: {section} is a value, not a section")
+    node[key] = value
+
+
+def _sentence(error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1, cutoff=0.5)
+        return f"unknown key {where}" + (
+            f": did you mean {near[0]}?" if near else f"; known here: {', '.join(_fields_at(fault['loc'][:-1]))}"
+        )
+    if fault["type"] == "missing":
+        return f"{where} is missing: set it in the recipe or give --{where} VALUE"
+    message = fault["msg"].removeprefix("Value error, ")
+    return (
+        f"{where}: {message[0].lower()}{message[1:]} (got {json.dumps(fault['input'], default=str)})"
+        if where and fault["type"] != "value_error"
+        else message
+    )
+
+
+def _fields_at(location: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in location:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = TaskConfig if part == "tasks" else annotation  # type: ignore[assignment]
+    return list(model.model_fields)

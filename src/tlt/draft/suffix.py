@@ -1,0 +1,135 @@
+"""The model-free drafter: what followed earlier occurrences of the last tokens, in this response, in its siblings of the group,
+and in earlier epochs of the same prompt. Needs no training, so it works from the first step.
+
+(The idea of suffix retrieval over a prompt's own history: SuffixDecoding, arXiv 2411.04975, and the model-free drafter of TLT.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tlt.draft.drafter import Candidates, Node
+from tlt.types import Request
+
+_ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
+_ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of "something not seen after this context"
+_MATCHES = 16  # occurrences looked at, the newest first
+
+
+class _Place(NamedTuple):
+    """Index `at` in `tokens` of what followed a match; at the end of a growing list nothing has followed yet."""
+
+    tokens: list[int]
+    at: int
+
+
+class _Match(NamedTuple):
+    places: list[_Place]
+    order: int
+
+
+class _History:
+    """All sequences (prompt + response) of one prompt in one epoch, indexed by their n-grams."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, list[int]] = {}
+        self.index: dict[tuple[int, ...], list[_Place]] = {}
+
+    def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
+        for token in tokens:
+            sequence.append(token)
+            for order in _ORDERS:
+                if len(sequence) >= order:
+                    self.index.setdefault(tuple(sequence[-order:]), []).append(_Place(sequence, len(sequence)))
+
+
+class SuffixDrafter:
+    name = "suffix"
+
+    def __init__(self, history_tokens: int) -> None:
+        self.history_tokens = history_tokens
+        self.kept_tokens = 0
+        self.histories: OrderedDict[tuple[int, int], _History] = OrderedDict()  # (prompt id, epoch), the oldest first
+        self.epochs: dict[int, list[int]] = {}  # prompt id -> epochs kept, the oldest first
+        self.live: dict[tuple[int, int], int] = {}  # requests now open
+
+    def open(self, request: Request, committed: Sequence[int]) -> None:
+        key = (request.prompt.prompt_id, request.epoch)
+        self.live[key] = self.live.get(key, 0) + 1
+        if key not in self.histories:
+            self.histories[key] = _History()
+            self.epochs.setdefault(key[0], []).append(key[1])
+        history = self.histories[key]
+        if request.index not in history.sequences:
+            sequence = history.sequences[request.index] = []
+            self._extend(history, sequence, request.prompt.token_ids)
+            self._extend(history, sequence, committed)
+        self._forget()
+
+    def commit(self, request: Request, tokens: Sequence[int]) -> None:
+        history = self.histories[request.prompt.prompt_id, request.epoch]
+        self._extend(history, history.sequences[request.index], tokens)
+
+    def close(self, request: Request) -> None:
+        self.live[request.prompt.prompt_id, request.epoch] -= 1
+
+    def _extend(self, history: _History, sequence: list[int], tokens: Sequence[int]) -> None:
+        history.extend(sequence, tokens)
+        self.kept_tokens += len(tokens)
+
+    def _forget(self) -> None:
+        """Drop the oldest (prompt, epoch) that nobody decodes now, until the bound holds."""
+        for key in list(self.histories):
+            if self.kept_tokens <= self.history_tokens:
+                return
+            if self.live.get(key, 0) == 0:
+                self.kept_tokens -= sum(len(s) for s in self.histories.pop(key).sequences.values())
+                self.epochs[key[0]].remove(key[1])
+                self.live.pop(key, None)
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        found = [node.state if node.path else self._match(node) for node in nodes]
+        listed = [_followers(match) for match in found]
+        width = 1 + max((len(followers) for followers in listed), default=0)
+        ids = torch.full((len(nodes), width), -1)
+        log_q = torch.full((len(nodes), width), -math.inf)
+        states: list[list[_Match | None]] = []
+        for m, (match, followers) in enumerate(zip(found, listed, strict=True)):
+            states.append([])
+            if match is None or not followers:
+                continue
+            escape = _ESCAPE[match.order]
+            total = escape + sum(len(places) for places in followers.values())
+            # id -1 stands for all that was not seen: it is no token, but it competes with those that are
+            weights = [len(places) for places in followers.values()] + [escape]
+            ids[m, : len(weights)] = torch.tensor([*followers, -1])
+            log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])
+            states[m] = [_Match(places, match.order) for places in followers.values()] + [None]
+        return Candidates(ids, log_q, states)
+
+    def _match(self, node: Node) -> _Match | None:
+        prompt_id = node.request.prompt.prompt_id
+        sequence = self.histories[prompt_id, node.request.epoch].sequences[node.request.index]
+        for order in _ORDERS:
+            context = tuple(sequence[-order:])
+            places: list[_Place] = []
+            for epoch in reversed(self.epochs[prompt_id]):
+                hits = self.histories[prompt_id, epoch].index.get(context, ())
+                places += [place for place in hits[-_MATCHES:] if place.at < len(place.tokens)]
+            if places:
+                return _Match(places[:_MATCHES], order)
+        return None
+
+
+def _followers(match: _Match | None) -> dict[int, list[_Place]]:
+    """token -> the places behind it, where the match goes on"""
+    followers: dict[int, list[_Place]] = {}
+    for tokens, at in match.places if match else ():
+        if at < len(tokens):
+            followers.setdefault(tokens[at], []).append(_Place(tokens, at + 1))
+    return followers

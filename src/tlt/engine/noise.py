@@ -1,0 +1,58 @@
+"""Each live row's noise, computed a window of positions at a time and kept until its position is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.sampling import gumbel_noise
+
+_WINDOW_BYTES = 64 * 2**20
+_MAX_WINDOW = 64
+
+
+class NoiseWindow:
+    """A ring of W positions for each of R rows: [R, W, V]; position t lies at t mod W. Rows follow the scheduler's order."""
+
+    def __init__(self, max_rows: int, vocab_size: int, max_depth: int, device: torch.device) -> None:
+        affordable = _WINDOW_BYTES // (max_rows * vocab_size * 4)
+        self.width = max(max_depth + 1, min(_MAX_WINDOW, affordable))
+        self.vocab_size, self.device = vocab_size, device
+        self.ring = torch.zeros(0, self.width, vocab_size, device=device)
+        self.seeds: list[int] = []
+        self.ready: list[int] = []  # positions below this one are in the ring
+
+    def append(self, seed: int, position: int) -> None:
+        self.seeds.append(seed)
+        self.ready.append(position)
+        if len(self.seeds) > len(self.ring):
+            more = torch.zeros(max(8, len(self.ring)), self.width, self.vocab_size, device=self.device)
+            self.ring = torch.cat([self.ring, more])
+
+    def remove(self, row: int) -> None:
+        """The last row takes the place of the removed one."""
+        last = len(self.seeds) - 1
+        self.ring[row] = self.ring[last]
+        self.seeds[row], self.ready[row] = self.seeds[last], self.ready[last]
+        self.seeds.pop()
+        self.ready.pop()
+
+    def prepare(self, positions: Sequence[int], depth: int) -> None:
+        """Have positions[b] .. positions[b] + depth of every row; when one is short, all are filled up, in one call."""
+        if all(ready > at + depth for ready, at in zip(self.ready, positions, strict=True)):
+            return
+        fill = [(row, t) for row, at in enumerate(positions) for t in range(max(self.ready[row], at), at + self.width)]
+        rows, times = (torch.tensor(x, device=self.device) for x in zip(*fill, strict=True))
+        seeds = torch.tensor(self.seeds, dtype=torch.uint64).view(torch.int64).to(self.device)
+        self.ring[rows, times % self.width] = gumbel_noise(seeds[rows], times, self.vocab_size)
+        self.ready = [at + self.width for at in positions]
+
+    def at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Noise [..., V] of (row, position) index tensors that broadcast together."""
+        return self.ring[rows, positions % self.width]
+
+    def at_ids(self, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+        """Noise [M, K] of M (row, position) pairs, for the listed token ids; an id out of range gets some id's noise."""
+        return self.ring[rows[:, None], (positions % self.width)[:, None], ids.clamp(0, self.vocab_size - 1)]

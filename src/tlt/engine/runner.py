@@ -1,0 +1,90 @@
+"""One target pass: trees in, the target's sample at every node out; and prefill. Static shapes and graphs would live here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.draft.tree import TreeBatch
+from tlt.engine.kv_cache import KVCache
+from tlt.engine.noise import NoiseWindow
+from tlt.models.decoder import Decoder
+from tlt.sampling import Law, log_law, rank
+from tlt.types import SamplingParams
+
+
+class Sampled(NamedTuple):
+    """The target's token at each node [B][N] and its two log-probs; see `Response`."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    full_logprobs: list[list[float]]
+
+
+def law_of(params: Sequence[SamplingParams], device: torch.device) -> Law:
+    return Law(
+        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+        torch.tensor([p.top_k for p in params], device=device),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        restricted=any(p.top_k > 0 or p.top_p < 1 for p in params),
+    )
+
+
+class Runner:
+    def __init__(self, target: Decoder, cache: KVCache, prefill_tokens: int) -> None:
+        self.target, self.cache, self.prefill_tokens = target, cache, prefill_tokens
+
+    def prefill(self, first: int, contexts: Sequence[Sequence[int]]) -> None:
+        """Fill slots first.. with the keys and values of all tokens but the last of each context (the root of its first round)."""
+        start = 0
+        while start < len(contexts):
+            stop, longest = start + 1, len(contexts[start])
+            while (
+                stop < len(contexts) and (stop + 1 - start) * max(longest, len(contexts[stop])) <= self.prefill_tokens
+            ):
+                longest = max(longest, len(contexts[stop]))
+                stop += 1
+            self._prefill_rows(first + start, contexts[start:stop])
+            start = stop
+
+    def _prefill_rows(self, first: int, contexts: Sequence[Sequence[int]]) -> None:
+        longest = max(len(c) for c in contexts) - 1
+        chunk = max(1, self.prefill_tokens // len(contexts))
+        for lo in range(0, longest, chunk):
+            width = min(chunk, longest - lo)
+            part = [list(c[lo : min(lo + width, len(c) - 1)]) for c in contexts]
+            tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
+            before = self._tensor([lo] * len(contexts))
+            causal = (
+                torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(contexts), -1, -1)
+            )
+            self._pass(first, tokens, before, torch.arange(width, device=tokens.device).expand_as(tokens), causal)
+
+    def verify(
+        self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Sequence[int], law: Law
+    ) -> Sampled:
+        """Slots 0..: one pass over all trees; the target's sample at each node, under the noise of that node's position."""
+        device = self.target.device
+        trees = TreeBatch(*(t if t is None else t.to(device) for t in trees))
+        hidden = self._pass(0, trees.tokens, self._tensor(lengths), trees.depths, trees.visible)
+        log_p, log_full = log_law(self.target.logits(hidden), law)
+        rows = torch.arange(len(lengths), device=device)[:, None]
+        noise_here = noise.at(rows, self._tensor(times)[:, None] + trees.depths)
+        greedy = law.temperature == 0
+        if bool(greedy.any()):
+            noise_here = noise_here.masked_fill(greedy[:, None, None], 0.0)
+        token = rank(log_p, noise_here).index
+        logprob = log_p.gather(-1, token).masked_fill(greedy[:, None, None], 0.0)
+        picked = (x.squeeze(-1).tolist() for x in (token, logprob, log_full.gather(-1, token)))
+        return Sampled(*picked)
+
+    def _pass(self, first: int, tokens: Tensor, lengths: Tensor, depths: Tensor, visible: Tensor | None) -> Tensor:
+        layout = self.cache.store.layout(first, lengths, visible, tokens.shape[1])
+        return self.target.forward(tokens, lengths[:, None] + depths, partial(self.cache.store.attend, layout))
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, device=self.target.device)

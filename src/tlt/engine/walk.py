@@ -1,0 +1,20 @@
+"""The walk: from the root down, while the tree holds the token that the target sampled at each node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt.draft.tree import DraftTree
+
+
+def walk(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    """Nodes reached, the root first; `sampled[n]` is the target's token at node n. Commit `sampled` of each of them.
+
+    The last one's token was not drafted: it is the bonus token. Siblings are distinct and parents come before children,
+    so one look over the nodes suffices.
+    """
+    path = [0]
+    for node in range(1, len(tree.tokens)):
+        if tree.parents[node] == path[-1] and tree.tokens[node] == sampled[path[-1]]:
+            path.append(node)
+    return path

@@ -1,0 +1,173 @@
+"""The rollout decoder: Llama, Mistral, Qwen2 and Qwen3 in one forward pass, written for many small decode steps.
+
+It owns weights and arithmetic, and nothing else: keys and values live behind `attend`, batching in the engine.
+Shapes: B rows, N new tokens a row, D hidden, H query heads, K key-value heads, E head size, V vocabulary, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.models.families import DecoderOptions, ModelError
+
+
+class Attend(Protocol):
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep key and value [B, N, K, E] of the new tokens, attend query [B, N, H, E] over all kept -> [B, N, H * E]."""
+        ...
+
+
+@dataclass
+class Layer:
+    input_norm: Tensor
+    qkv: Tensor  # [(H + 2K) * E, D]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + K, E]
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor  # [2F, D]
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Decoder:
+    """The target in the engine, at `version`. Built empty; `load` takes the weights, and again after every update."""
+
+    def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
+        self.options = options
+        self.dtype = dtype
+        self.device = device
+        self.version = -1
+        self.layers: list[Layer] = []
+        self._cis = self._rotary_table()
+        self._scale = options.head_dim**-0.5
+
+    def _rotary_table(self) -> Tensor:
+        """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or wider."""
+        o = self.options
+        angle_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        angles = torch.outer(torch.arange(o.max_positions, dtype=angle_dtype), o.inv_freq.to(angle_dtype))
+        return (torch.polar(torch.ones_like(angles), angles) * o.attention_scaling).unsqueeze(1).to(self.device)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Take all weights by their Hugging Face names (fused and re-ordered copies). Raises ModelError, then keeps the old ones."""
+        loader = _Loader(state, self.options, self.dtype, self.device)
+        layers = [loader.layer(i) for i in range(self.options.num_layers)]
+        embedding = loader.take("model.embed_tokens.weight", (self.options.vocab_size, self.options.hidden_size))
+        tied = self.options.tied
+        head = embedding if tied else loader.take("lm_head.weight", tuple(embedding.shape))
+        norm = loader.take("model.norm.weight", (self.options.hidden_size,))
+        loader.check_all_taken(ignore={"lm_head.weight"} if tied else set())
+        self.layers, self.embedding, self.head, self.norm, self.version = layers, embedding, head, norm, version
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [B, N] -> hidden states after the final norm [B, N, D]."""
+        o = self.options
+        B, N = tokens.shape
+        heads = o.num_heads + o.num_kv_heads
+        x = F.embedding(tokens, self.embedding)
+        cis = self._cis[positions]  # [B, N, 1, E/2]
+        for index, layer in enumerate(self.layers):
+            h = F.rms_norm(x, layer.input_norm.shape, layer.input_norm, o.rms_norm_eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(B, N, heads + o.num_kv_heads, o.head_dim)
+            qk, v = qkv[:, :, :heads], qkv[:, :, heads:]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (o.head_dim,), None, o.rms_norm_eps) * layer.qk_norm
+            qk = _rotate(qk, cis)
+            mixed = attend(index, qk[:, :, : o.num_heads], qk[:, :, o.num_heads :], v)
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            h = F.rms_norm(x, layer.post_norm.shape, layer.post_norm, o.rms_norm_eps)
+            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return F.rms_norm(x, self.norm.shape, self.norm, o.rms_norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V] in the model's dtype."""
+        return F.linear(hidden, self.head)
+
+
+def _rotate(x: Tensor, cis: Tensor) -> Tensor:
+    """Rotary embedding of interleaved pairs, one complex product; bfloat16 is widened, having no complex type."""
+    wide = x.float() if x.dtype == torch.bfloat16 else x
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
+
+
+class _Loader:
+    """Takes tensors by name, checks shapes, and remembers what it took."""
+
+    def __init__(
+        self, state: Mapping[str, Tensor], options: DecoderOptions, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.state, self.options, self.dtype, self.device = state, options, dtype, device
+        self.taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A private copy, so that the policy's next update does not reach the engine before `load` is called again."""
+        if name not in self.state:
+            raise ModelError(f"the weights lack {name}: the checkpoint does not fit its config.json")
+        tensor = self.state[name]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}")
+        self.taken.add(name)
+        return tensor.detach().to(self.device, self.dtype, copy=True)
+
+    def check_all_taken(self, ignore: set[str]) -> None:
+        # old Llama checkpoints carry rotary.inv_freq buffers, which config.json determines
+        rest = sorted(k for k in self.state if k not in self.taken | ignore and not k.endswith("rotary_emb.inv_freq"))
+        if rest:
+            raise ModelError(
+                f"the weights hold {rest[0]}, which the rollout decoder does not know (and {len(rest) - 1} more)"
+            )
+
+    def layer(self, index: int) -> Layer:
+        o, prefix = self.options, f"model.layers.{index}."
+        D, E, F_ = o.hidden_size, o.head_dim, o.intermediate_size
+        q_size, kv_size = o.num_heads * E, o.num_kv_heads * E
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        qkv = [self._paired(prefix + f"self_attn.{n}.weight", (s, D), n != "v_proj") for n, s in sizes.items()]
+        qkv_bias = qk_norm = None
+        if o.qkv_bias:
+            qkv_bias = torch.cat(
+                [self._paired(prefix + f"self_attn.{n}.bias", (s,), n != "v_proj") for n, s in sizes.items()]
+            )
+        if o.qk_norm:
+            q, k = (self._paired(prefix + f"self_attn.{n}_norm.weight", (E,), True) for n in "qk")
+            qk_norm = torch.cat([q.expand(o.num_heads, E), k.expand(o.num_kv_heads, E)])
+        mlp = prefix + "mlp."
+        return Layer(
+            input_norm=self.take(prefix + "input_layernorm.weight", (D,)),
+            qkv=torch.cat(qkv),
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            out=self.take(prefix + "self_attn.o_proj.weight", (D, q_size)),
+            out_bias=self.take(prefix + "self_attn.o_proj.bias", (D,)) if o.out_bias else None,
+            post_norm=self.take(prefix + "post_attention_layernorm.weight", (D,)),
+            gate_up=torch.cat([self.take(mlp + f"{n}_proj.weight", (F_, D)) for n in ("gate", "up")]),
+            gate_up_bias=(
+                torch.cat([self.take(mlp + f"{n}_proj.bias", (F_,)) for n in ("gate", "up")]) if o.mlp_bias else None
+            ),
+            down=self.take(mlp + "down_proj.weight", (D, F_)),
+            down_bias=self.take(mlp + "down_proj.bias", (D,)) if o.mlp_bias else None,
+        )
+
+    def _paired(self, name: str, shape: tuple[int, ...], paired: bool) -> Tensor:
+        """Re-order each head from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1), which `_rotate` wants.
+
+        Queries and keys are re-ordered alike, so their products, and all that leaves the layer, stay the same.
+        """
+        tensor = self.take(name, shape)
+        if not paired:
+            return tensor
+        return tensor.view(-1, 2, self.options.head_dim // 2, *shape[1:]).transpose(1, 2).reshape(shape).contiguous()

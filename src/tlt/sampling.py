@@ -1,0 +1,113 @@
+"""Shared-noise sampling (design section 2): the noise, the law p, and the one function that adds the two and ranks.
+
+    token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a function and not a stream
+
+Targets and drafters alike go through `rank`, so a draft agrees with the target wherever their laws are close, and whatever a
+drafter proposes, the committed token is the target's own exact sample (Gumbel-max; drafter invariance: arXiv 2408.07978).
+Shapes: M rows or nodes, V vocabulary, K listed candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_BLOCK = 1 << 14  # counters a block: four int64 lanes of it stay in a core's L2 cache
+
+
+def request_seed(run_seed: int, domain: str, prompt_id: int, epoch: int, index: int) -> int:
+    """64-bit seed of one request. `domain` keeps training's, evaluation's and the command line's requests apart."""
+    text = f"{run_seed}/{domain}/{prompt_id}/{epoch}/{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011) on int64 tensors that hold 32-bit words and broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps mod 2^64: the bits are those of the unsigned product
+        c0, c1 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK
+        c2, c3 = ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """g(seed, position, v) for M (seed, position) pairs -> [M, V] float32. The bits depend on nothing else.
+
+    `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the place in the response.
+    u has 32 bits, so the small u of the winners are fine-grained; -log(-log1p(-u)) is taken in float64 and rounded once.
+    """
+    lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)
+    out = torch.empty(len(seeds), 4 * len(lanes), dtype=torch.float32, device=seeds.device)
+    rows = max(1, _BLOCK // len(lanes)) if seeds.device.type == "cpu" else len(seeds)
+    for lo in range(0, len(seeds), rows):
+        for lane in range(0, len(lanes), _BLOCK):
+            block = slice(lo, lo + rows), slice(lane, lane + _BLOCK)
+            out.view(len(seeds), -1, 4)[block] = _gumbel_block(seeds[block[0]], positions[block[0]], lanes[block[1]])
+    return out[:, :vocab_size]
+
+
+def _gumbel_block(seeds: Tensor, positions: Tensor, lanes: Tensor) -> Tensor:
+    key = (seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None]
+    zero = torch.zeros_like(lanes)
+    words = philox((lanes, zero, positions[:, None], zero), key)
+    u = torch.stack(words, dim=-1).double().add_(0.5).mul_(2.0**-32)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+class Law(NamedTuple):
+    """Sampling parameters of M rows as tensors [M]; `restricted` says whether any row has top-k or top-p on."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    restricted: bool
+
+
+def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    """(log p, log softmax(logits / temperature)) over [M, ..., V]; p after temperature, top-k, top-p, in that order.
+
+    Computed in float32 or wider. Tokens outside top-k / top-p have log p = -inf. Of equal logits the lower id stays; top-p
+    keeps the smallest prefix, by probability then id, whose mass reaches top_p. A temperature of 0 counts as 1 here: its
+    argmax comes from `target_noise_scale`, which takes the noise away.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    shape = (-1,) + (1,) * (logits.dim() - 1)
+    temperature = law.temperature.to(wide.dtype)
+    full = torch.log_softmax(wide / torch.where(temperature > 0, temperature, 1.0).view(shape), dim=-1)
+    if not law.restricted:
+        return full, full
+    ordered, ids = torch.sort(full, dim=-1, descending=True, stable=True)
+    vocab_size = full.shape[-1]
+    top_k = torch.where(law.top_k > 0, law.top_k, vocab_size).view(shape)
+    ordered = ordered.masked_fill(torch.arange(vocab_size, device=full.device) >= top_k, -torch.inf)
+    probabilities = torch.softmax(ordered, dim=-1)
+    before = torch.cumsum(probabilities, dim=-1) - probabilities  # mass of the tokens ranked above
+    outside = before >= law.top_p.to(wide.dtype).view(shape)
+    outside[..., 0] = False
+    ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
+    return torch.empty_like(ordered).scatter_(-1, ids, ordered), full
+
+
+class Ranking(NamedTuple):
+    """The best k of each node, best first: `scores` and `index` [..., k]; index points into the last dimension."""
+
+    scores: Tensor
+    index: Tensor
+
+
+def rank(log_probs: Tensor, noise: Tensor, k: int = 1) -> Ranking:
+    """Add the position's noise and rank; ties go to the lower index. [..., V] -> [..., k]; k=1 is the sample itself."""
+    noisy = log_probs + noise
+    if k == 1:
+        scores, index = noisy.max(dim=-1, keepdim=True)
+        return Ranking(scores, index)
+    return Ranking(*torch.topk(noisy, min(k, noisy.shape[-1]), dim=-1))

@@ -1,0 +1,112 @@
+"""The nouns that cross a border between modules. No torch here: they can be read, sent and tested without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The law a response is drawn from, and where it ends. `top_k=0` and `top_p=1.0` are off; `temperature=0` is argmax."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question: `prompt_id` is its row in its source, `data` whatever its reward needs."""
+
+    prompt_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    data: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be decoded. Its tokens are a function of (target version, prompt, seed) and of nothing else."""
+
+    prompt: Prompt
+    index: int
+    """place in the group, 0 .. G-1"""
+    epoch: int
+    seed: int
+    """64 bits, from `sampling.request_seed`"""
+    sampling: SamplingParams
+
+
+@dataclass
+class Response:
+    """What the engine gives back for a request; lists have one entry a token, the stop token included."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[float]
+    """under the law it was drawn from (after temperature, top-k, top-p)"""
+    full_logprobs: list[float]
+    """under softmax(logits / temperature) over the whole vocabulary: comparable with the trainer's"""
+    finish_reason: str
+    """`stop` or `length`"""
+    text: str = ""
+    reward: float | None = None
+
+
+@dataclass
+class Group:
+    """The G responses to one prompt, in index order."""
+
+    prompt: Prompt
+    responses: list[Response]
+
+
+@dataclass
+class RolloutStats:
+    """Counters of one rollout; accept length is tokens committed per target pass of a row, the bonus token counted."""
+
+    tokens: int = 0
+    row_passes: int = 0
+    """rows in every round, summed"""
+    rounds: int = 0
+    prefill_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    drafter_failures: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """prefill, draft, verify, commit"""
+
+    @property
+    def accept_length(self) -> float:
+        return self.tokens / self.row_passes if self.row_passes else 1.0
+
+
+@dataclass
+class TrainBatch:
+    """What the update sees, in prompt order whatever the order of arrival."""
+
+    prompt_ids: list[tuple[int, ...]]
+    response_ids: list[list[int]]
+    advantages: list[float]
+    rollout_logprobs: list[list[float]]
+    """for the mismatch metric only: they never enter the loss"""
+
+
+@dataclass
+class StepMetrics:
+    """One line of metrics.jsonl. `seconds` are the driver's wall clock, disjoint, and sum to `seconds['total']`."""
+
+    step: int
+    reward: float
+    lengths: dict[str, float]
+    accept_length: float
+    tokens: int
+    tokens_per_second: float
+    seconds: dict[str, float]
+    update: dict[str, float]
+    rollout: dict[str, float]
