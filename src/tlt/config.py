@@ -107,7 +107,7 @@ class TrainConfig(Section):
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.2, gt=0)
     updates_per_step: int = Field(1, gt=0)
-    """optimizer steps on each rollout: its groups are split into this many mini-batches, in prompt order"""
+    """optimizer steps on each rollout: its responses, in prompt order, are split into this many mini-batches"""
     micro_batch_tokens: int = Field(4096, gt=0)
     """tokens of one forward and backward pass, packing gaps counted"""
 
@@ -163,7 +163,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, text in _pairs(overrides):
         _assign(tree, key, text)
-    return parse_config(tree, source=str(path))
+    return _resolve_paths(parse_config(tree, source=str(path)), path.parent)
+
+
+def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
+    """A relative model.path or data.path is looked up beside the recipe first, then from the working directory."""
+
+    def resolve(path: str) -> str:
+        beside = recipe_folder / path
+        return str(beside) if not Path(path).is_absolute() and beside.exists() else path
+
+    model = config.model.model_copy(update={"path": resolve(config.model.path)})
+    data = config.data.model_copy(update={"path": resolve(config.data.path)}) if config.data.path else config.data
+    return config.model_copy(update={"model": model, "data": data})
 
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:

@@ -1,0 +1,138 @@
+"""tlt train | generate | verify | bench: parse and validate first, import torch after."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tlt import __version__
+from tlt.config import ConfigError, load_config, parse_config
+
+_OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10 (see src/tlt/config.py)."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted."""
+    arguments, overrides = _parser().parse_known_args(argv)
+    try:
+        code = arguments.command(arguments, overrides)
+    except ValueError as error:
+        print(f"tlt: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("tlt: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tlt", description="Faster RL training of reasoning LLMs, with not one token changed.")
+    parser.add_argument("--version", action="version", version=f"tlt {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a policy by a recipe", epilog=_OVERRIDES)
+    train.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.folder")
+    train.set_defaults(command=_train)
+
+    generate = commands.add_parser("generate", help="answer prompts with a model folder")
+    generate.add_argument("model", help="folder of a Hugging Face checkpoint")
+    generate.add_argument("--prompt", action="append", required=True, help="give it again for more prompts")
+    generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
+    generate.add_argument("--max-new-tokens", type=int, default=512)
+    generate.add_argument("--temperature", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
+    generate.add_argument("--device", default="auto")
+    generate.add_argument("--drafter", default="suffix", choices=["off", "suffix"])
+    generate.set_defaults(command=_generate)
+
+    verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
+    verify.add_argument("recipe")
+    verify.add_argument("--steps", type=int, default=2)
+    verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
+    verify.add_argument("--full", action="store_true", help="all prompts of a step, not at most 8")
+    verify.add_argument("--json", type=Path, help="write the result to this file")
+    verify.set_defaults(command=_verify)
+
+    bench = commands.add_parser("bench", help="measure", epilog=_OVERRIDES)
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+    rollout = kinds.add_parser("rollout", help="tokens per second by batch size and strategy, beside the peers installed")
+    rollout.add_argument("recipe")
+    rollout.add_argument("--batches", default="1,8,32", help="requests decoded at once, comma-separated")
+    rollout.add_argument("--repeats", type=int, default=3)
+    rollout.add_argument("--peers", default="auto", choices=["auto", "none"])
+    rollout.add_argument("--json", type=Path, help="write the result to this file")
+    rollout.set_defaults(command=_bench_rollout)
+    return parser
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    config = load_config(arguments.recipe, overrides)
+    from rich.console import Console
+
+    from tlt.display import Display
+    from tlt.run import train
+
+    console = Console()
+    summary = train(config, arguments.resume, Display(console))
+    console.print(
+        f"{summary['steps']} steps: mean reward {summary['reward_first_tenth']:.3f} in the first tenth, "
+        f"{summary['reward_last_tenth']:.3f} in the last; {summary['seconds']['total']:.0f} s, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}",
+        highlight=False,
+    )
+    console.print(f"everything is in {config.run.folder}: summary.json, metrics.jsonl, tensorboard, checkpoints", highlight=False)
+    return 0
+
+
+def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"unknown option {overrides[0]}: see tlt generate --help")
+    config = parse_config(
+        {
+            "model": {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device},
+            "data": {"path": "-"},
+            "reward": {"name": "exact"},
+            "rollout": {
+                "max_new_tokens": arguments.max_new_tokens,
+                "temperature": arguments.temperature,
+                "top_k": arguments.top_k,
+                "top_p": arguments.top_p,
+            },
+            "speculation": {"drafter": arguments.drafter},
+        }
+    )
+    from tlt.generate import generate
+
+    generate(config, arguments.prompt, arguments.samples, arguments.seed)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    config = load_config(arguments.recipe, overrides)
+    from tlt.fidelity import verify
+
+    return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
+
+
+def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    config = load_config(arguments.recipe, overrides)
+    from tlt.bench.rollout import bench_rollout
+
+    bench_rollout(config, _batches(arguments.batches), arguments.repeats, arguments.peers == "auto", arguments.json)
+    return 0
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        batches = [int(word) for word in text.split(",")]
+    except ValueError:
+        batches = []
+    if not batches or min(batches) < 1:
+        raise ConfigError(f"--batches {text!r} is not a list of whole numbers above 0, such as 1,8,32")
+    return batches

@@ -1,0 +1,1 @@
+"""Where rollouts run: one worker in this process."""

@@ -1,0 +1,87 @@
+"""One worker, in this process: a target, its engine and its drafter behind the loop's `Rollout` protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from tlt.config import Config, ModelConfig, SpeculationConfig
+from tlt.draft.drafter import Drafter
+from tlt.draft.suffix import SuffixDrafter
+from tlt.draft.tree import Strategy
+from tlt.engine.engine import PLAIN, Engine
+from tlt.models.decoder import Decoder
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.types import Request, Response, RolloutStats
+
+
+class LocalRollout:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def load(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.engine.target.load(state, version)
+
+    def generate(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> tuple[list[Response], RolloutStats]:
+        responses = []
+        for response in self.engine.generate(requests):
+            responses.append(response)
+            on_response(response)
+        return responses, self.engine.stats
+
+
+def make_engine(config: Config, target: Decoder, tokenizer: Any) -> Engine:
+    drafter, strategy = make_drafter(config.speculation)
+    return Engine(target, config.engine, drafter, strategy, detokenizer(tokenizer))
+
+
+def make_drafter(config: SpeculationConfig) -> tuple[Drafter | None, Strategy]:
+    if config.drafter == "off":
+        return None, PLAIN
+    return SuffixDrafter(config.history_tokens), Strategy(config.depth, config.branching, config.verify_tokens)
+
+
+def make_target(config: ModelConfig) -> Decoder:
+    """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
+    return Decoder(decoder_options(read_config(config.path)), torch_dtype(config), torch_device(config))
+
+
+def torch_dtype(config: ModelConfig) -> torch.dtype:
+    return getattr(torch, config.dtype)
+
+
+def torch_device(config: ModelConfig) -> torch.device:
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if config.dtype == "float64" and config.device == "auto":
+        name = "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model.device = {config.device!r}, but this machine has no CUDA device: set it to 'cpu'")
+    return torch.device(name)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The folder's own tokenizer; no remote code. Raises ModelError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from None
+
+
+def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every end-of-sequence token that the folder names: in config.json, generation_config.json and the tokenizer."""
+    named = [tokenizer.eos_token_id]
+    for file in ("config.json", "generation_config.json"):
+        path = Path(folder) / file
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        named += ids if isinstance(ids, list) else [ids]
+    return tuple(sorted({i for i in named if i is not None}))

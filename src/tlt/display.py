@@ -1,0 +1,118 @@
+"""What a person sees while a run goes on: a live panel in a terminal, a line a step anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlt.config import Config
+from tlt.loop import StepResult
+from tlt.types import Response, StepMetrics
+
+_SHOWN_STEPS = 10
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASES = {"rollout": "green", "reward": "yellow", "update": "blue", "sync": "magenta", "save": "cyan", "other": "white"}
+
+
+class Display:
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.history: list[StepMetrics] = []
+        self._live: Live | None = None
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="dim", highlight=False)
+
+    @contextmanager
+    def live(self, config: Config, first: int) -> Iterator[None]:
+        """Show the run until the block ends."""
+        self.config, self.first, self.started = config, first, time.perf_counter()
+        self.now = ("starting", first, 0, 0)
+        if not self.console.is_terminal:
+            yield
+            return
+        with Live(self, console=self.console, refresh_per_second=4) as self._live:
+            yield
+        self._live = None
+
+    # -- events (the loop's Watcher) --------------------------------------------------------------------------------------
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        self.now = (name, step, 0, total)
+
+    def response(self, response: Response) -> None:
+        name, step, done, total = self.now
+        self.now = (name, step, done + 1, total)
+
+    def step(self, result: StepResult) -> None:
+        self.history.append(result.metrics)
+        if self._live is None:
+            self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
+
+    # -- pictures -----------------------------------------------------------------------------------------------------
+
+    def __rich__(self) -> RenderableType:
+        name, step, done, total = self.now
+        steps = self.config.train.steps
+        head = Table.grid(padding=(0, 1))
+        head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=40), self._time_left())
+        head.add_row(name, f"{done}/{total}" if total else "", ProgressBar(max(1, total), done, width=40), "")
+        parts: list[RenderableType] = [head]
+        if self.history:
+            parts += [self._rewards(), self._table(), self._where_time_went()]
+        return Panel(Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right")
+
+    def _time_left(self) -> str:
+        done = len(self.history)
+        if not done:
+            return ""
+        left = (time.perf_counter() - self.started) / done * (self.config.train.steps - self.first - done)
+        return f"{timedelta(seconds=round(left))} left"
+
+    def _rewards(self) -> Text:
+        rewards = [m.reward for m in self.history][-60:]
+        low, high = min(rewards), max(rewards)
+        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return Text.assemble(
+            "reward ", ("".join(_BARS[round((r - low) * scale)] for r in rewards), "green"), f"  {low:.2f} .. {high:.2f}"
+        )
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for column in ("step", "reward", "median", "p99", "longest", "tokens/s", "accept length", "mismatch", "seconds"):
+            table.add_column(column, justify="right")
+        for m in self.history[-_SHOWN_STEPS:]:
+            table.add_row(
+                str(m.step + 1),
+                f"{m.reward:.3f}",
+                *(f"{m.lengths[key]:.0f}" for key in ("median", "p99", "max")),
+                f"{m.tokens_per_second:,.0f}",
+                f"{m.accept_length:.2f}",
+                f"{m.update['mismatch_mean']:.1e}",
+                f"{m.seconds['total']:.1f}",
+            )
+        return table
+
+    def _where_time_went(self) -> Text:
+        spent = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
+        total = sum(spent.values()) or 1.0
+        bar = [("━" * round(40 * seconds / total), _PHASES[name]) for name, seconds in spent.items()]
+        legend = [(f"  {name} {seconds / total:.0%}", _PHASES[name]) for name, seconds in spent.items() if seconds / total >= 0.005]
+        return Text.assemble("time   ", *bar, *legend)
+
+    def _line(self, m: StepMetrics) -> str:
+        spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
+        return (
+            f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  length {m.lengths['median']:.0f} median "
+            f"{m.lengths['max']:.0f} longest  {m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
+            f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}"
+        )

@@ -1,0 +1,42 @@
+"""`tlt generate`: answer prompts with a model folder, through the same engine that training uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from tlt.cluster.local import load_tokenizer, make_engine, make_target
+from tlt.config import Config
+from tlt.models.weights import read_safetensors
+from tlt.run import sampling_params
+from tlt.sampling import request_seed
+from tlt.types import Prompt, Request
+
+
+def generate(config: Config, prompts: Sequence[str], samples: int, seed: int) -> None:
+    """Print `samples` responses to each prompt, each as it finishes, and the speed at the end."""
+    console = Console(highlight=False)
+    tokenizer = load_tokenizer(config.model.path)
+    target = make_target(config.model)
+    target.load(read_safetensors(config.model.path), version=0)
+    engine = make_engine(config, target, tokenizer)
+    params = sampling_params(config, tokenizer)
+    asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(prompts)]
+    requests = [
+        Request(prompt, index, 0, request_seed(seed, "generate", prompt.prompt_id, 0, index), params)
+        for prompt in asked
+        for index in range(samples)
+    ]
+    start = time.perf_counter()
+    for response in engine.generate(requests):
+        console.rule(f"prompt {response.request.prompt.prompt_id}, response {response.request.index}", align="left")
+        console.print(response.text, markup=False)
+    seconds = time.perf_counter() - start
+    stats = engine.stats
+    console.rule(style="dim")
+    console.print(
+        f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s), accept length {stats.accept_length:.2f}",
+        style="dim",
+    )

