@@ -24,7 +24,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Save after `step` steps; `write` puts the big files into the folder it is given. Older ones than `keep` go last."""
+    """Save after `step` steps; `write` fills the folder it is given. All but the newest `keep` go last."""
     root.mkdir(parents=True, exist_ok=True)
     final, draft = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
     shutil.rmtree(draft, ignore_errors=True)
@@ -53,7 +53,9 @@ def latest(root: Path) -> Checkpoint:
             return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
         damaged.append(f"{folder.name} ({fault})")
     found = f"; damaged: {', '.join(damaged)}" if damaged else ""
-    raise CheckpointError(f"there is no whole checkpoint in {root}{found}: start without --resume in another run.folder")
+    raise CheckpointError(
+        f"there is no whole checkpoint in {root}{found}: start without --resume in another run.folder"
+    )
 
 
 def _folders(root: Path) -> list[Path]:
@@ -63,7 +65,9 @@ def _folders(root: Path) -> list[Path]:
 def _fault(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return next((f"{name} is damaged" for name, digest in manifest.items() if _sha256(folder / name) != digest), None)
+        return next(
+            (f"{name} is damaged" for name, digest in manifest.items() if _sha256(folder / name) != digest), None
+        )
     except (OSError, ValueError) as error:
         return str(error)
 

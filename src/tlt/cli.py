@@ -10,7 +10,7 @@ from pathlib import Path
 from tlt import __version__
 from tlt.config import ConfigError, load_config, parse_config
 
-_OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10 (see src/tlt/config.py)."
+_OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tlt", description="Faster RL training of reasoning LLMs, with not one token changed.")
+    parser = argparse.ArgumentParser(
+        prog="tlt", description="Faster RL training of reasoning LLMs, with not one token changed."
+    )
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -61,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure", epilog=_OVERRIDES)
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
-    rollout = kinds.add_parser("rollout", help="tokens per second by batch size and strategy, beside the peers installed")
+    rollout = kinds.add_parser(
+        "rollout", help="tokens per second by batch size and strategy, beside the peers installed"
+    )
     rollout.add_argument("recipe")
     rollout.add_argument("--batches", default="1,8,32", help="requests decoded at once, comma-separated")
     rollout.add_argument("--repeats", type=int, default=3)
@@ -86,7 +90,9 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}",
         highlight=False,
     )
-    console.print(f"everything is in {config.run.folder}: summary.json, metrics.jsonl, tensorboard, checkpoints", highlight=False)
+    console.print(
+        f"everything is in {config.run.folder}: summary.json, metrics.jsonl, tensorboard, checkpoints", highlight=False
+    )
     return 0
 
 

@@ -1,4 +1,7 @@
-"""The whole configuration: one owner per field, unknown keys refused with the nearest name. Imports neither torch nor transformers."""
+"""The whole configuration: one owner per field, unknown keys refused with the nearest name.
+
+Imports neither torch nor transformers, so that a fault is found in a fraction of a second.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str
-    """folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.json; relative to the recipe or to here"""
+    """folder of a Hugging Face checkpoint, looked up beside the recipe first, then from the working directory"""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     device: str = "auto"
     """`auto`, `cpu`, or a CUDA device such as `cuda:0`"""
@@ -31,7 +34,7 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     name: str
     """a reasoning-gym task, such as `chain_sum`"""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     params: dict[str, Any] = {}
     """the task's own parameters, as reasoning-gym names them"""
 
@@ -45,12 +48,12 @@ class DataConfig(Section):
     answer_column: str = "answer"
     template: str = "{question}"
     """the text the model sees; `{question}` stands for the prompt's text"""
-    size: int = Field(2000, gt=0)
+    size: int = Field(default=2000, gt=0)
     """prompts generated from `tasks` (an epoch)"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """of the generated tasks"""
     shuffle: bool = True
-    max_prompt_tokens: int = Field(1024, gt=0)
+    max_prompt_tokens: int = Field(default=1024, gt=0)
     """a longer prompt is refused at start"""
 
     @model_validator(mode="after")
@@ -70,54 +73,54 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    prompts_per_step: int = Field(16, gt=0)
-    group_size: int = Field(8, gt=1)
-    max_new_tokens: int = Field(512, gt=0)
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    prompts_per_step: int = Field(default=16, gt=0)
+    group_size: int = Field(default=8, gt=1)
+    max_new_tokens: int = Field(default=512, gt=0)
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     stop_strings: list[str] = []
 
 
 class EngineConfig(Section):
-    max_rows: int = Field(64, gt=0)
+    max_rows: int = Field(default=64, gt=0)
     """requests decoded at once; the others wait"""
-    kv_memory_mb: int = Field(1024, gt=0)
+    kv_memory_mb: int = Field(default=1024, gt=0)
     """bound of the key-value cache; a request that does not fit waits, one that outgrows it is preempted and resumed"""
-    prefill_tokens: int = Field(2048, gt=0)
+    prefill_tokens: int = Field(default=2048, gt=0)
     """tokens of one prefill pass, padding counted"""
 
 
 class SpeculationConfig(Section):
     drafter: Literal["off", "suffix"] = "suffix"
-    depth: int = Field(6, gt=0, le=32)
-    branching: int = Field(2, gt=0, le=16)
-    verify_tokens: int = Field(8, gt=0, le=256)
+    depth: int = Field(default=6, gt=0, le=32)
+    branching: int = Field(default=2, gt=0, le=16)
+    verify_tokens: int = Field(default=8, gt=0, le=256)
     """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
-    history_tokens: int = Field(200_000, gt=0)
+    history_tokens: int = Field(default=200_000, gt=0)
     """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
 
 
 class TrainConfig(Section):
-    steps: int = Field(100, gt=0)
-    learning_rate: float = Field(1e-4, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, gt=0)
-    clip_high: float = Field(0.2, gt=0)
-    updates_per_step: int = Field(1, gt=0)
+    steps: int = Field(default=100, gt=0)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    updates_per_step: int = Field(default=1, gt=0)
     """optimizer steps on each rollout: its responses, in prompt order, are split into this many mini-batches"""
-    micro_batch_tokens: int = Field(4096, gt=0)
+    micro_batch_tokens: int = Field(default=4096, gt=0)
     """tokens of one forward and backward pass, packing gaps counted"""
 
 
 class RunConfig(Section):
     folder: str = "runs/latest"
-    seed: int = Field(0, ge=0)
-    save_every: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
+    save_every: int = Field(default=0, ge=0)
     """steps between checkpoints; 0 saves at the end only"""
-    keep: int = Field(2, gt=0)
+    keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
@@ -141,7 +144,8 @@ class Config(Section):
             )
         if self.rollout.temperature == 0:
             raise ValueError(
-                "rollout.temperature = 0 makes all responses of a group equal, so there is nothing to learn: give a value above 0"
+                "rollout.temperature = 0 makes all responses of a group equal, so there is nothing to learn: "
+                "give a value above 0"
             )
         if self.train.updates_per_step > self.rollout.prompts_per_step:
             raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")

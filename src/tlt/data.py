@@ -30,8 +30,8 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
             raise DataError(f"prompt {row} is empty: every prompt needs at least one token")
         if len(token_ids) > config.max_prompt_tokens:
             raise DataError(
-                f"prompt {row} has {len(token_ids)} tokens, more than data.max_prompt_tokens = {config.max_prompt_tokens}: "
-                "shorten it or raise the limit"
+                f"prompt {row} has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens}: shorten it or raise the limit"
             )
         prompts.append(Prompt(row, text, token_ids, data))
     return prompts
@@ -81,7 +81,8 @@ def _jsonl_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Cursor:
-    """Hands out each row once an epoch, in an order that is a function of (seed, epoch); a batch may span two epochs."""
+    """Hands out each row once an epoch, in an order that is a function of (seed, epoch); a batch may span two
+    epochs."""
 
     size: int
     seed: int

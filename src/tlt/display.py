@@ -20,7 +20,14 @@ from tlt.types import Response, StepMetrics
 
 _SHOWN_STEPS = 10
 _BARS = "▁▂▃▄▅▆▇█"
-_PHASES = {"rollout": "green", "reward": "yellow", "update": "blue", "sync": "magenta", "save": "cyan", "other": "white"}
+_PHASES = {
+    "rollout": "green",
+    "reward": "yellow",
+    "update": "blue",
+    "sync": "magenta",
+    "save": "cyan",
+    "other": "white",
+}
 
 
 class Display:
@@ -44,7 +51,8 @@ class Display:
             yield
         self._live = None
 
-    # -- events (the loop's Watcher) --------------------------------------------------------------------------------------
+    # -- events (the loop's Watcher)
+    # --------------------------------------------------------------------------------------
 
     def phase(self, step: int, name: str, total: int) -> None:
         self.now = (name, step, 0, total)
@@ -69,7 +77,9 @@ class Display:
         parts: list[RenderableType] = [head]
         if self.history:
             parts += [self._rewards(), self._table(), self._where_time_went()]
-        return Panel(Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right")
+        return Panel(
+            Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
+        )
 
     def _time_left(self) -> str:
         done = len(self.history)
@@ -83,12 +93,24 @@ class Display:
         low, high = min(rewards), max(rewards)
         scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
         return Text.assemble(
-            "reward ", ("".join(_BARS[round((r - low) * scale)] for r in rewards), "green"), f"  {low:.2f} .. {high:.2f}"
+            "reward ",
+            ("".join(_BARS[round((r - low) * scale)] for r in rewards), "green"),
+            f"  {low:.2f} .. {high:.2f}",
         )
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for column in ("step", "reward", "median", "p99", "longest", "tokens/s", "accept length", "mismatch", "seconds"):
+        for column in (
+            "step",
+            "reward",
+            "median",
+            "p99",
+            "longest",
+            "tokens/s",
+            "accept length",
+            "mismatch",
+            "seconds",
+        ):
             table.add_column(column, justify="right")
         for m in self.history[-_SHOWN_STEPS:]:
             table.add_row(
@@ -106,13 +128,18 @@ class Display:
         spent = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
         total = sum(spent.values()) or 1.0
         bar = [("━" * round(40 * seconds / total), _PHASES[name]) for name, seconds in spent.items()]
-        legend = [(f"  {name} {seconds / total:.0%}", _PHASES[name]) for name, seconds in spent.items() if seconds / total >= 0.005]
+        legend = [
+            (f"  {name} {seconds / total:.0%}", _PHASES[name])
+            for name, seconds in spent.items()
+            if seconds / total >= 0.005
+        ]
         return Text.assemble("time   ", *bar, *legend)
 
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
         return (
-            f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  length {m.lengths['median']:.0f} median "
-            f"{m.lengths['max']:.0f} longest  {m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
+            f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  "
+            f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest  "
+            f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}"
         )

@@ -35,8 +35,6 @@ def generate(config: Config, prompts: Sequence[str], samples: int, seed: int) ->
         console.print(response.text, markup=False)
     seconds = time.perf_counter() - start
     stats = engine.stats
+    speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
-    console.print(
-        f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s), accept length {stats.accept_length:.2f}",
-        style="dim",
-    )
+    console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")

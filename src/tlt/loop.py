@@ -1,10 +1,10 @@
 """The spine: rollout, reward, update, sync, step after step. The only file that holds this order.
 
-    1. take the next prompts; each asks for a group of G responses, every response with a seed of its own
-    2. rollout: the engine decodes them, speculatively or not; the tokens are the same
-    3. reward each response; advantages within each group
-    4. update the policy on the batch, in prompt order whatever the order of arrival
-    5. give the new weights to the engine, and start over
+1. take the next prompts; each asks for a group of G responses, every response with a seed of its own
+2. rollout: the engine decodes them, speculatively or not; the tokens are the same
+3. reward each response; advantages within each group
+4. update the policy on the batch, in prompt order whatever the order of arrival
+5. give the new weights to the engine, and start over
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
 
 def _requests(parts: Parts, config: Config) -> list[Request]:
     return [
-        Request(parts.prompts[row], index, epoch, request_seed(config.run.seed, "train", row, epoch, index), parts.sampling)
+        Request(
+            parts.prompts[row], index, epoch, request_seed(config.run.seed, "train", row, epoch, index), parts.sampling
+        )
         for row, epoch in parts.cursor.take(config.rollout.prompts_per_step)
         for index in range(config.rollout.group_size)
     ]

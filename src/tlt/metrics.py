@@ -27,7 +27,8 @@ def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 class MetricsWriter:
-    """One line a step in metrics.jsonl, the same numbers as TensorBoard scalars. On resume, later lines are dropped first."""
+    """One line a step in metrics.jsonl, the same numbers as TensorBoard scalars. On resume, later lines are dropped
+    first."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import: only where a run is recorded
@@ -69,7 +70,10 @@ def summarize(folder: Path, policy_sha256: str) -> dict[str, Any]:
     for line in lines:
         for key, value in line["seconds"].items():
             seconds[key] = seconds.get(key, 0.0) + value
-    tokens, passes = (sum(line[a] if b is None else line[a][b] for line in lines) for a, b in (("tokens", None), ("rollout", "row_passes")))
+    tokens, passes = (
+        sum(line[a] if b is None else line[a][b] for line in lines)
+        for a, b in (("tokens", None), ("rollout", "row_passes"))
+    )
     summary = {
         "steps": len(lines),
         "reward_first_tenth": _mean([line["reward"] for line in lines[:tenth]]),

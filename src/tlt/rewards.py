@@ -1,4 +1,5 @@
-"""Rewards: reasoning-gym's scorer, exact match, and the user's own `module:function`, all called as f(prompt, answer) -> float."""
+"""Rewards: reasoning-gym's scorer, exact match, and the user's own `module:function`, all called as f(prompt, answer)
+-> float."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import cast
 
 from tlt.config import Config
 from tlt.data import task_dataset
@@ -64,7 +66,7 @@ def _user_function(path: str) -> Reward:
         raise RewardError(f"reward.name = {path!r} cannot be imported ({error}): write 'module:function'") from None
     if not callable(found):
         raise RewardError(f"reward.name = {path!r} is not a function: write 'module:function'")
-    return found
+    return cast(Reward, found)
 
 
 def _checked(name: str, score: Reward, prompt: Prompt, answer: str) -> float:
@@ -77,5 +79,6 @@ def _checked(name: str, score: Reward, prompt: Prompt, answer: str) -> float:
             f"reward {name} failed on prompt {prompt.prompt_id} ({type(error).__name__}: {error}), answer {answer[:80]!r}"
         ) from error
     if not math.isfinite(reward):
-        raise RewardError(f"reward {name} gave {reward} on prompt {prompt.prompt_id}, answer {answer[:80]!r}: return a finite number")
+        said = f"reward {name} gave {reward} on prompt {prompt.prompt_id}, answer {answer[:80]!r}"
+        raise RewardError(f"{said}: return a finite number")
     return reward

@@ -29,7 +29,8 @@ from tlt.types import SamplingParams
 
 
 def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
-    """Run or go on with a run; returns its summary. Raises a ValueError of one sentence for anything the user can mend."""
+    """Run or go on with a run; returns its summary. Raises a ValueError of one sentence for anything the user can
+    mend."""
     folder = _claim_folder(config, resume)
     found = checkpoint.latest(folder / "checkpoints") if resume else None
     display.note(f"loading {config.model.path}")
@@ -84,7 +85,9 @@ def _claim_folder(config: Config, resume: bool) -> Path:
     folder = Path(config.run.folder)
     used = (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
     if used and not resume and not config.run.overwrite:
-        raise ConfigError(f"{folder} already holds a run: go on with --resume, or give --run.overwrite true or another --run.folder")
+        raise ConfigError(
+            f"{folder} already holds a run: go on with --resume, or give --run.overwrite true or another --run.folder"
+        )
     if used and not resume:
         for name in ("metrics.jsonl", "summary.json"):
             (folder / name).unlink(missing_ok=True)
@@ -101,4 +104,3 @@ def _save(config: Config, done: int, parts: Parts, policy: Policy, tokenizer: An
 
     state = {"step": done, "cursor": asdict(parts.cursor)}
     checkpoint.save(Path(config.run.folder) / "checkpoints", done, state, write, config.run.keep)
-

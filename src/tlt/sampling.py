@@ -2,8 +2,9 @@
 
     token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a function and not a stream
 
-Targets and drafters alike go through `rank`, so a draft agrees with the target wherever their laws are close, and whatever a
-drafter proposes, the committed token is the target's own exact sample (Gumbel-max; drafter invariance: arXiv 2408.07978).
+Targets and drafters alike go through `rank`, so a draft agrees with the target wherever their laws are close, and
+whatever a drafter proposes, the committed token is the target's own exact sample (Gumbel-max; drafter invariance:
+arXiv 2408.07978).
 Shapes: M rows or nodes, V vocabulary, K listed candidates.
 """
 
@@ -43,7 +44,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """g(seed, position, v) for M (seed, position) pairs -> [M, V] float32. The bits depend on nothing else.
 
     `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the place in the response.
-    u has 32 bits, so the small u of the winners are fine-grained; -log(-log1p(-u)) is taken in float64 and rounded once.
+    u has 32 bits, so the small u of the winners are fine-grained; -log(-log1p(-u)) is taken in float64 and rounded
+    once.
     """
     lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)
     out = torch.empty(len(seeds), 4 * len(lanes), dtype=torch.float32, device=seeds.device)
@@ -75,9 +77,9 @@ class Law(NamedTuple):
 def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """(log p, log softmax(logits / temperature)) over [M, ..., V]; p after temperature, top-k, top-p, in that order.
 
-    Computed in float32 or wider. Tokens outside top-k / top-p have log p = -inf. Of equal logits the lower id stays; top-p
-    keeps the smallest prefix, by probability then id, whose mass reaches top_p. A temperature of 0 counts as 1 here: its
-    argmax comes from `target_noise_scale`, which takes the noise away.
+    Computed in float32 or wider. Tokens outside top-k / top-p have log p = -inf. Of equal logits the lower id stays;
+    top-p keeps the smallest prefix, by probability then id, whose mass reaches top_p. A temperature of 0 counts as 1
+    here: its caller takes the noise away, and the argmax is what is left.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     shape = (-1,) + (1,) * (logits.dim() - 1)
@@ -98,16 +100,16 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
 
 
 class Ranking(NamedTuple):
-    """The best k of each node, best first: `scores` and `index` [..., k]; index points into the last dimension."""
+    """The best k of each node, best first: `scores` and `picks` [..., k]; a pick points into the last dimension."""
 
     scores: Tensor
-    index: Tensor
+    picks: Tensor
 
 
 def rank(log_probs: Tensor, noise: Tensor, k: int = 1) -> Ranking:
     """Add the position's noise and rank; ties go to the lower index. [..., V] -> [..., k]; k=1 is the sample itself."""
     noisy = log_probs + noise
     if k == 1:
-        scores, index = noisy.max(dim=-1, keepdim=True)
-        return Ranking(scores, index)
+        scores, picks = noisy.max(dim=-1, keepdim=True)
+        return Ranking(scores, picks)
     return Ranking(*torch.topk(noisy, min(k, noisy.shape[-1]), dim=-1))

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The law a response is drawn from, and where it ends. `top_k=0` and `top_p=1.0` are off; `temperature=0` is argmax."""
+    """The law a response is drawn from, and where it ends. `top_k=0` and `top_p=1.0` are off; `temperature=0` is
+    argmax."""
 
     temperature: float = 1.0
     top_k: int = 0

@@ -1,4 +1,4 @@
-"""The rollout decoder against transformers' full forward pass, on tiny random checkpoints of every family and rope kind."""
+"""The rollout decoder against transformers' full forward pass: random checkpoints of every family and rope kind."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def checkpoint(folder: Path, variant: str, max_shard_size: str = "1GB") -> nn.Mo
     model = AutoModelForCausalLM.from_config(FAMILIES[variant.split()[0]](**(changes | VARIANTS[variant]))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
@@ -89,6 +89,25 @@ def reference(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     """Logits [T, V] of a full forward pass without a cache."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+
+def widen(model: nn.Module) -> nn.Module:
+    """transformers takes norms and rotary angles in float32 even under float64; this reference of it does not."""
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+    def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * self.inv_freq.double()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(norm, module)
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = partial(rotary, module)
+    return model
 
 
 class RecordingDecoder(Decoder):
@@ -151,7 +170,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    return {torch.float32: 1e-4, torch.float64: 1e-6}[dtype]
+    return {torch.float32: 1e-4, torch.float64: 1e-11}[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -159,11 +178,14 @@ def tolerance(dtype: torch.dtype) -> float:
 def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
     tmp_path: Path, variant: str, dtype: torch.dtype
 ) -> None:
-    model = checkpoint(tmp_path, variant).to(dtype)
+    model = checkpoint(tmp_path, variant)
+    model = widen(model.double()) if dtype == torch.float64 else model
     texts = [some_tokens(length + 3, length) for length in (1, 19, 6)]
     rows = Rows(tmp_path, dtype, [text[:-2] for text in texts])
     want = [reference(model, text) for text in texts]
-    assert max(float(w.abs().max()) for w in want) > 1, "logits must be large enough for the tolerance to mean something"
+    assert max(float(w.abs().max()) for w in want) > 1, (
+        "logits must be large enough for the tolerance to mean something"
+    )
     for step in (-3, -2):
         got = rows.logits([DraftTree([text[step]]) for text in texts])
         torch.testing.assert_close(got[:, 0], torch.stack([w[step] for w in want]), atol=tolerance(dtype), rtol=0)
@@ -181,7 +203,7 @@ def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
 
 @each_family
 def test_a_committed_branch_leaves_nothing_of_the_others_behind(tmp_path: Path, variant: str) -> None:
-    model = checkpoint(tmp_path, variant).double()
+    model = widen(checkpoint(tmp_path, variant).double())
     texts = [some_tokens(5, 1), some_tokens(11, 2)]
     rows = Rows(tmp_path, torch.float64, texts)
     for turn in range(3):
@@ -193,7 +215,7 @@ def test_a_committed_branch_leaves_nothing_of_the_others_behind(tmp_path: Path, 
             texts[row] += [*(tree.tokens[n] for n in path[1:]), turn]
         got = rows.logits([DraftTree([text[-1]]) for text in texts])
         want = torch.stack([reference(model, text)[-1] for text in texts])
-        torch.testing.assert_close(got[:, 0], want, atol=1e-6, rtol=0)
+        torch.testing.assert_close(got[:, 0], want, atol=1e-11, rtol=0)
 
 
 @each_family
@@ -232,31 +254,13 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(tmp_path: Path, vari
 # -- float64 never narrows ---------------------------------------------------------------------------------------------
 
 
-def widen(model: nn.Module) -> nn.Module:
-    """transformers takes norms and rotary angles in float32 even under float64; this reference does not."""
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
-
-    def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * self.inv_freq.double()
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(norm, module)
-        elif type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = partial(rotary, module)
-    return model
-
-
 @every_variant
-def test_float64_equals_a_reference_that_stays_wide_to_rounding(tmp_path: Path, variant: str) -> None:
-    model = widen(checkpoint(tmp_path, variant).double())
-    text = some_tokens(50, 7)
+def test_float64_equals_transformers_as_it_is_up_to_its_own_narrowing(tmp_path: Path, variant: str) -> None:
+    model = checkpoint(tmp_path, variant).double()
+    text = some_tokens(16, 7)
     got = Rows(tmp_path, torch.float64, [text]).logits([DraftTree([text[-1]])])
-    torch.testing.assert_close(got[0, 0], reference(model, text)[-1], atol=1e-11, rtol=0)
+    want = reference(model, text)[-1]
+    assert float((got[0, 0] - want).abs().max()) < 1e-6 * float(want.abs().max())
 
 
 class NoNarrowTensors(TorchDispatchMode):

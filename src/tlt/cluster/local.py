@@ -28,7 +28,9 @@ class LocalRollout:
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         self.engine.target.load(state, version)
 
-    def generate(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> tuple[list[Response], RolloutStats]:
+    def generate(
+        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+    ) -> tuple[list[Response], RolloutStats]:
         responses = []
         for response in self.engine.generate(requests):
             responses.append(response)

@@ -1,1 +1,2 @@
-"""Drafters: what guesses the next tokens. They are outside the trusted base: whatever they propose, no token changes."""
+"""Drafters: what guesses the next tokens. They are outside the trusted base: whatever they propose, no token
+changes."""

@@ -13,7 +13,8 @@ from tlt.types import Request
 
 @dataclass
 class Node:
-    """A node of a draft tree about to be expanded: the tokens from the root (the last committed one, not listed) down to it."""
+    """A node of a draft tree about to be expanded: the tokens from the root (the last committed one, not listed) down
+    to it."""
 
     request: Request
     committed: Sequence[int]

@@ -1,7 +1,8 @@
-"""The model-free drafter: what followed earlier occurrences of the last tokens, in this response, in its siblings of the group,
-and in earlier epochs of the same prompt. Needs no training, so it works from the first step.
+"""The model-free drafter: what followed earlier occurrences of the last tokens, in this response, in its siblings of
+the group, and in earlier epochs of the same prompt. Needs no training, so it works from the first step.
 
-(The idea of suffix retrieval over a prompt's own history: SuffixDecoding, arXiv 2411.04975, and the model-free drafter of TLT.)
+(The idea of suffix retrieval over a prompt's own history: SuffixDecoding, arXiv 2411.04975, and the model-free
+drafter of TLT.)
 """
 
 from __future__ import annotations

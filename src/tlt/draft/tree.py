@@ -1,7 +1,9 @@
-"""Shared-noise draft trees: grow level by level, keep what is likely to be reached, and stack a batch for one target pass.
+"""Shared-noise draft trees: grow level by level, keep what is likely to be reached, and stack a batch for one target
+pass.
 
-The children of a node are the drafter's best tokens after the noise of that position is added (the same noise the target
-will add). A chain is a tree with one branch. Nodes are numbered so that a parent comes before its children; node 0 is the root.
+The children of a node are the drafter's best tokens after the noise of that position is added (the same noise the
+target will add). A chain is a tree with one branch. Nodes are numbered so that a parent comes before its children;
+node 0 is the root.
 Shapes: B rows, N nodes a row (the largest tree; the others are padded), M nodes of a level.
 """
 
@@ -31,7 +33,8 @@ class Strategy(NamedTuple):
 
 @dataclass
 class DraftTree:
-    """One row's tree; lists are indexed by node. `chance` is the estimated chance that the target's walk reaches the node."""
+    """One row's tree; lists are indexed by node. `chance` is the estimated chance that the target's walk reaches the
+    node."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [0])
@@ -60,7 +63,8 @@ class DraftTree:
 
 
 class TreeBatch(NamedTuple):
-    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None if N = 1)."""
+    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None if N
+    = 1)."""
 
     tokens: Tensor
     depths: Tensor
@@ -68,7 +72,8 @@ class TreeBatch(NamedTuple):
 
 
 NoiseOf = Callable[[Sequence[int], Sequence[int], Tensor | None], Tensor]
-"""(rows, depths, ids or None) -> noise [M, K] at each row's next position + depth, for the listed ids or the whole vocabulary"""
+"""(rows, depths, ids or None) -> noise [M, K] at each row's next position + depth, for the listed ids or the whole
+vocabulary"""
 
 
 def grow(
@@ -82,14 +87,21 @@ def grow(
     trees = [DraftTree([committed[-1] if committed else request.prompt.token_ids[-1]]) for request, committed in rows]
     frontier = [(row, 0, Node(request, committed, ())) for row, (request, committed) in enumerate(rows)]
     for depth in range(strategy.depth):
-        # the last token of a response is never worth drafting: the pass before it gives it as the bonus token
-        frontier = [f for f in frontier if len(f[2].committed) + depth + 1 < f[2].request.sampling.max_new_tokens]
+        frontier = [entry for entry in frontier if _goes_on(entry[2])]
         if not frontier:
             break
         candidates = drafter.predict([node for _, _, node in frontier])
         grown = _expand(trees, frontier, candidates, strategy.branching, noise_of, depth, vocab_size)
         frontier = _likeliest(trees, grown, strategy)
     return [tree.keep_best(strategy.verify_tokens) for tree in trees]
+
+
+def _goes_on(node: Node) -> bool:
+    """Nothing follows a stop token; and the last token of a response needs no draft, the pass before gives it as its
+    bonus."""
+    params = node.request.sampling
+    ended = bool(node.path) and node.path[-1] in params.stop_token_ids
+    return not ended and len(node.committed) + len(node.path) + 1 < params.max_new_tokens
 
 
 _Frontier = list[tuple[int, int, Node]]  # (row, node number, node)
@@ -107,10 +119,10 @@ def _expand(
     """Add the best children of each frontier node to its tree; what a drafter may not propose is passed over here."""
     noise = noise_of([row for row, _, _ in frontier], [depth] * len(frontier), candidates.ids)
     best = rank(candidates.log_q, noise, k=branching + 1)
-    ids = best.index if candidates.ids is None else candidates.ids.gather(-1, best.index)
+    ids = best.picks if candidates.ids is None else candidates.ids.gather(-1, best.picks)
     grown: _Frontier = []
     for m, (scores, tokens, picks) in enumerate(
-        zip(best.scores.tolist(), ids.tolist(), best.index.tolist(), strict=True)
+        zip(best.scores.tolist(), ids.tolist(), best.picks.tolist(), strict=True)
     ):
         row, number, node = frontier[m]
         taken: set[int] = set()
@@ -130,8 +142,8 @@ def _expand(
 def agreement(place: int, behind: float, gap: float) -> float:
     """Chance that the target takes this child: from its place among siblings and the gaps of the noisy scores.
 
-    `behind` is its distance from the best sibling, `gap` its lead over the next. Given the noise, these say how likely the
-    target's slightly different law turns the order; log q itself says almost nothing more.
+    `behind` is its distance from the best sibling, `gap` its lead over the next. Given the noise, these say how
+    likely the target's slightly different law turns the order; log q itself says almost nothing more.
     """
     lead = gap if place == 0 else -behind
     return 1.0 / (1.0 + math.exp(-1.2 * min(lead, 20.0) - 0.3)) if place == 0 else 0.5 * math.exp(lead) / (1 + place)

@@ -1,1 +1,2 @@
-"""The rollout engine: rounds of draft, verify and commit over a continuously refilled batch. Start reading at engine.py."""
+"""The rollout engine: rounds of draft, verify and commit over a continuously refilled batch. Start reading at
+engine.py."""

@@ -1,7 +1,8 @@
 """Attention over cached keys and values, and the layout they lie in: one contiguous slot a row.
 
-Keys are kept transposed, so that scores are one batched matmul without a copy. Position p of a sequence lies at index p of its
-slot. A pass appends its N new nodes behind the committed ones; which of them a node may see is the tree's business (`TreeMask`).
+Keys are kept transposed, so that scores are one batched matmul without a copy. Position p of a sequence lies at index
+p of its slot. A pass appends its N new nodes behind the committed ones; which of them a node may see is the tree's
+business (`TreeMask`).
 Shapes: R slots, B rows of this pass, N new nodes a row, T tokens, H query heads, K key-value heads, E head size.
 """
 
@@ -70,7 +71,8 @@ class SlotStore:
             values[row, :, target] = values[row, :, source]
 
     def layout(self, first: int, lengths: Tensor, visible: Tensor | None, new: int) -> PassLayout:
-        """`lengths` [B] committed tokens of slots first..; `visible` [B, N, N]: node n sees new node m (None: a single node).
+        """`lengths` [B] committed tokens of slots first..; `visible` [B, N, N]: node n sees new node m (None: a
+        single node).
 
         Every node sees all committed tokens of its own slot.
         """

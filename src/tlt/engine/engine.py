@@ -1,6 +1,7 @@
 """The rollout engine. A round: admit, draft, verify, commit.
 
-It promises design rule 1: a response is a function of (target version, prompt, seed), whatever was drafted, batched or preempted.
+It promises design rule 1: a response is a function of (target version, prompt, seed), whatever was drafted, batched
+or preempted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PLAIN = Strategy(depth=0, branching=1, verify_tokens=1)
 
 
 class Engine:
-    """`drafter` None, or a strategy of one token to verify, is plain decoding. `detokenize` is needed for stop strings."""
+    """`drafter` None, or a strategy of one token to verify, is plain decoding. `detokenize` is needed for stop
+    strings."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class Engine:
         self.stats = RolloutStats()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never run."""
+        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
+        run."""
         self.stats = RolloutStats(seconds={"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0})
         self.scheduler = Scheduler(self.cache, self.config.max_rows, self.strategy.verify_tokens)
         self.noise = NoiseWindow(
@@ -109,7 +112,8 @@ class Engine:
             self.cache.store.copy_slot(source[row.request.prompt.token_ids], slot, row.kv_length)
 
     def _make_room(self) -> None:
-        """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back later."""
+        """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
+        later."""
         for row in self.scheduler.make_room(self.strategy.verify_tokens):
             self.stats.preemptions += 1
             self._law = None
@@ -172,7 +176,8 @@ class Engine:
         return [self._finish(slot, reason) for slot, reason in reversed(finished)]
 
     def _append(self, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
-        """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it does."""
+        """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
+        does."""
         params = row.request.sampling
         for node in path:
             token = sampled.tokens[slot][node]

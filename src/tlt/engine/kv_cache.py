@@ -1,7 +1,8 @@
 """The key-value cache's accounts: how many slots of how many tokens there are, under a bound in bytes.
 
-Slots [0, live) belong to the live rows, in their order; a slot's committed tokens are [0, length), what lies behind is free.
-All slots have one capacity, which grows with the longest row; when the bound does not allow that, the scheduler preempts.
+Slots [0, live) belong to the live rows, in their order; a slot's committed tokens are [0, length), what lies behind
+is free. All slots have one capacity, which grows with the longest row; when the bound does not allow that, the
+scheduler preempts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ _MAX_WINDOW = 64
 
 
 class NoiseWindow:
-    """A ring of W positions for each of R rows: [R, W, V]; position t lies at t mod W. Rows follow the scheduler's order."""
+    """A ring of W positions for each of R rows: [R, W, V]; position t lies at t mod W. Rows follow the scheduler's
+    order."""
 
     def __init__(self, max_rows: int, vocab_size: int, max_depth: int, device: torch.device) -> None:
         affordable = _WINDOW_BYTES // (max_rows * vocab_size * 4)
@@ -54,5 +55,6 @@ class NoiseWindow:
         return self.ring[rows, positions % self.width]
 
     def at_ids(self, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        """Noise [M, K] of M (row, position) pairs, for the listed token ids; an id out of range gets some id's noise."""
+        """Noise [M, K] of M (row, position) pairs, for the listed token ids; an id out of range gets some id's
+        noise."""
         return self.ring[rows[:, None], (positions % self.width)[:, None], ids.clamp(0, self.vocab_size - 1)]

@@ -1,4 +1,5 @@
-"""One target pass: trees in, the target's sample at every node out; and prefill. Static shapes and graphs would live here alone."""
+"""One target pass: trees in, the target's sample at every node out; and prefill. Static shapes and graphs would live
+here alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Runner:
         self.target, self.cache, self.prefill_tokens = target, cache, prefill_tokens
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]]) -> None:
-        """Fill slots first.. with the keys and values of all tokens but the last of each context (the root of its first round)."""
+        """Fill slots first.. with the keys and values of all tokens but the last of each context (the root of its
+        first round)."""
         start = 0
         while start < len(contexts):
             stop, longest = start + 1, len(contexts[start])
@@ -67,9 +69,9 @@ class Runner:
     def verify(
         self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Sequence[int], law: Law
     ) -> Sampled:
-        """Slots 0..: one pass over all trees; the target's sample at each node, under the noise of that node's position."""
+        """Slots 0..: one pass over all trees; the target's sample at each node, under the noise of that node's
+        position."""
         device = self.target.device
-        trees = TreeBatch(*(t if t is None else t.to(device) for t in trees))
         hidden = self._pass(0, trees.tokens, self._tensor(lengths), trees.depths, trees.visible)
         log_p, log_full = log_law(self.target.logits(hidden), law)
         rows = torch.arange(len(lengths), device=device)[:, None]
@@ -77,7 +79,7 @@ class Runner:
         greedy = law.temperature == 0
         if bool(greedy.any()):
             noise_here = noise_here.masked_fill(greedy[:, None, None], 0.0)
-        token = rank(log_p, noise_here).index
+        token = rank(log_p, noise_here).picks
         logprob = log_p.gather(-1, token).masked_fill(greedy[:, None, None], 0.0)
         picked = (x.squeeze(-1).tolist() for x in (token, logprob, log_full.gather(-1, token)))
         return Sampled(*picked)

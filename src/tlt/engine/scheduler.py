@@ -14,7 +14,8 @@ _HEADROOM = 32  # tokens that rows must be able to grow by before one more is wo
 
 @dataclass
 class Sequence:
-    """A request and its tokens so far. Its cache holds all of them but the last: that one is the root of the next round."""
+    """A request and its tokens so far. Its cache holds all of them but the last: that one is the root of the next
+    round."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -56,13 +57,13 @@ class Scheduler:
             raise ValueError(f"prompt {request.prompt.prompt_id} is empty: give it at least one token")
         if longest > self.cache.max_tokens:
             raise ValueError(
-                f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but the model is good for "
-                f"{self.cache.max_tokens}: lower rollout.max_new_tokens"
+                f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but the model is good "
+                f"for {self.cache.max_tokens}: lower rollout.max_new_tokens"
             )
         if not self.cache.fits(1, longest + self.headroom):
             raise ValueError(
-                f"one sequence of {longest} tokens does not fit the key-value cache of {self.cache.bound_tokens} tokens: "
-                "raise engine.kv_memory_mb or lower rollout.max_new_tokens"
+                f"one sequence of {longest} tokens does not fit the key-value cache of {self.cache.bound_tokens} "
+                "tokens: raise engine.kv_memory_mb or lower rollout.max_new_tokens"
             )
 
     def admit(self) -> list[Sequence]:
@@ -82,7 +83,8 @@ class Scheduler:
         self.cache.reserve(len(self.live), self._longest() + self.headroom)
 
     def make_room(self, new: int) -> list[Sequence]:
-        """Have the cache hold `new` more tokens of every row; where its bound forbids that, the youngest rows leave and wait.
+        """Have the cache hold `new` more tokens of every row; where its bound forbids that, the youngest rows leave
+        and wait.
 
         Returns those that left, in the order of leaving; each was the last row at that moment.
         """

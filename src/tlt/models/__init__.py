@@ -1,1 +1,2 @@
-"""The rollout decoder: one Llama/Qwen-family decoder, its options read from a Hugging Face config, its weights taken by name."""
+"""The rollout decoder: one Llama/Qwen-family decoder, its options read from a Hugging Face config, its weights taken
+by name."""

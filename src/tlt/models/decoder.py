@@ -1,7 +1,8 @@
 """The rollout decoder: Llama, Mistral, Qwen2 and Qwen3 in one forward pass, written for many small decode steps.
 
 It owns weights and arithmetic, and nothing else: keys and values live behind `attend`, batching in the engine.
-Shapes: B rows, N new tokens a row, D hidden, H query heads, K key-value heads, E head size, V vocabulary, F feed-forward.
+Shapes: B rows, N new tokens a row, D hidden, H query heads, K key-value heads, E head size, V vocabulary, F
+feed-forward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tlt.models.families import DecoderOptions, ModelError
 
 class Attend(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep key and value [B, N, K, E] of the new tokens, attend query [B, N, H, E] over all kept -> [B, N, H * E]."""
+        """Keep key and value [B, N, K, E] of the new tokens, attend query [B, N, H, E] over all kept -> [B, N, H *
+        E]."""
         ...
 
 
@@ -51,7 +53,8 @@ class Decoder:
         self._scale = options.head_dim**-0.5
 
     def _rotary_table(self) -> Tensor:
-        """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or wider."""
+        """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or
+        wider."""
         o = self.options
         angle_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         angles = torch.outer(torch.arange(o.max_positions, dtype=angle_dtype), o.inv_freq.to(angle_dtype))
@@ -59,7 +62,8 @@ class Decoder:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take all weights by their Hugging Face names (fused and re-ordered copies). Raises ModelError, then keeps the old ones."""
+        """Take all weights by their Hugging Face names (fused and re-ordered copies). Raises ModelError, then keeps
+        the old ones."""
         loader = _Loader(state, self.options, self.dtype, self.device)
         layers = [loader.layer(i) for i in range(self.options.num_layers)]
         embedding = loader.take("model.embed_tokens.weight", (self.options.vocab_size, self.options.hidden_size))

@@ -90,7 +90,8 @@ def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
 
 
 def _max_positions(config: Any) -> int:
-    """The longest sequence whose cached keys stay valid: past it these ropes change frequency, and a window cuts the context."""
+    """The longest sequence whose cached keys stay valid: past it these ropes change frequency, and a window cuts the
+    context."""
     rope = config.rope_parameters or {}
     limits = [config.max_position_embeddings]
     if rope.get("rope_type") == "longrope":  # "dynamic" keeps its frequencies up to max_position_embeddings

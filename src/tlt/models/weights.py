@@ -1,4 +1,5 @@
-"""Weights by name, under the names Hugging Face gives them: safetensors files in, a policy's state dict in, one digest."""
+"""Weights by name, under the names Hugging Face gives them: safetensors files in, a policy's state dict in, one
+digest."""
 
 from __future__ import annotations
 

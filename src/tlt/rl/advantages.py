@@ -9,7 +9,8 @@ _EPSILON = 1e-6
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + 1e-6), the deviation with n - 1 as torch.std has it.
+    """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + 1e-6), the deviation with n - 1 as torch.std
+    has it.
 
     [1, 0, 0, 1] -> mean 0.5, deviation 0.57735 -> [0.866, -0.866, -0.866, 0.866]. A group of equal rewards gives zeros.
     """

@@ -26,7 +26,8 @@ class MicroBatch(NamedTuple):
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
     """Micro-batches of rows of sequence numbers: the longest first, rows as long as the longest, gaps filled first-fit.
 
-    Rows of equal-ish length keep attention (quadratic in L) and gaps small. A sequence beyond the budget gets a row alone.
+    Rows of equal-ish length keep attention (quadratic in L) and gaps small. A sequence beyond the budget gets a row
+    alone.
     """
     left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches = []
@@ -48,13 +49,18 @@ def plan(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
 
 
 def pack(
-    rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device
+    rows: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    device: torch.device,
 ) -> MicroBatch:
     """Lay out one planned micro-batch; `rows` hold sequence numbers, a sequence is its prompt and its response."""
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     position_ids = torch.zeros_like(input_ids)
-    segment = torch.arange(1, width + 1).neg().repeat(len(rows), 1)  # gaps: each its own segment, so no row of the mask is empty
+    segment = (
+        torch.arange(1, width + 1).neg().repeat(len(rows), 1)
+    )  # gaps: each its own segment, so no row of the mask is empty
     predicts = torch.zeros_like(input_ids, dtype=torch.bool)
     targets: list[int] = []
     for r, row in enumerate(rows):

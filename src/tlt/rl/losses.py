@@ -26,7 +26,8 @@ class LossOutputs(NamedTuple):
 
 
 def clipped_policy_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
-    """The clipped surrogate of PPO as GRPO uses it (arXiv 1707.06347, 2402.03300): -min(r A, clip(r, 1 - low, 1 + high) A).
+    """The clipped surrogate of PPO as GRPO uses it (arXiv 1707.06347, 2402.03300): -min(r A, clip(r, 1 - low, 1 +
+    high) A).
 
     r = exp(policy - old). For A = 1, r = 1.5, high = 0.2 a token gives -1.2 and no gradient; for A = -1 it gives 1.5.
     """

@@ -21,13 +21,16 @@ from tlt.types import TrainBatch
 class Policy:
     """Masters are float32 (float64 if asked); dtype bfloat16 means autocast over them."""
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device, config: TrainConfig, temperature: float) -> None:
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, device: torch.device, config: TrainConfig, temperature: float
+    ) -> None:
         self.config, self.device, self.temperature = config, device, temperature
         self.autocast = dtype == torch.bfloat16
         masters = torch.float32 if self.autocast else dtype
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=masters, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
-        ).to(device)
+        )
+        self.model.to(device)
         self.model.eval()  # no dropout: old and new log-probs must come from the same function
         self.model.config.use_cache = False
         self.optimizer = torch.optim.AdamW(
@@ -45,7 +48,9 @@ class Policy:
         old = self._old_logprobs(batch) if parts > 1 else None
         borders = [round(count * k / parts) for k in range(parts + 1)]
         reports = [self._optimizer_step(batch, range(lo, hi), old) for lo, hi in pairwise(borders) if hi > lo]
-        metrics = {key: sum(r[key] for r in reports) / len(reports) for key in ("loss", "entropy", "clipped", "grad_norm")}
+        metrics = {
+            key: sum(r[key] for r in reports) / len(reports) for key in ("loss", "entropy", "clipped", "grad_norm")
+        }
         gaps = torch.cat([r["gaps"] for r in reports])
         metrics["mismatch_mean"] = gaps.mean().item()
         metrics["mismatch_p999"] = torch.quantile(gaps, 0.999).item()
@@ -82,7 +87,9 @@ class Policy:
         found: dict[int, Tensor] = {}
         for micro in self._micro_batches(batch, range(len(batch.response_ids))):
             logprobs, _ = self._logprobs(micro)
-            found |= zip(micro.sequences, logprobs.split([len(batch.response_ids[i]) for i in micro.sequences]), strict=True)
+            found |= zip(
+                micro.sequences, logprobs.split([len(batch.response_ids[i]) for i in micro.sequences]), strict=True
+            )
         return [found[i] for i in range(len(found))]
 
     def _micro_batches(self, batch: TrainBatch, members: range) -> Iterator[MicroBatch]:

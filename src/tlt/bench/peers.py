@@ -1,0 +1,65 @@
+"""Plain decoding of the engines a user would otherwise pick, on prompts and lengths that are the same for all.
+
+Each peer is a function that decodes once and returns nothing; one that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tlt.config import ModelConfig
+
+Decode = Callable[[], Any]
+
+
+def peers(
+    config: ModelConfig, device: torch.device, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, Decode]:
+    """name -> decode `new_tokens` for every prompt (all of one length), at temperature 1, with no early stop."""
+    found = dict(_transformers(config, device, prompts, new_tokens))
+    if importlib.util.find_spec("vllm"):
+        found["vllm"] = _vllm(config, prompts, new_tokens)
+    return found
+
+
+def _transformers(
+    config: ModelConfig, device: torch.device, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, Decode]:
+    model: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=config.dtype, local_files_only=True)
+    model.to(device).eval()
+    ids = torch.tensor(prompts, device=device)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
+    law = GenerationConfig(**sampling, max_new_tokens=new_tokens, pad_token_id=0)
+
+    @torch.inference_mode()
+    def generate() -> None:
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=law)
+        assert out.shape[1] == ids.shape[1] + new_tokens
+
+    @torch.inference_mode()
+    def generate_batch() -> None:
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        # the default cache takes most of the free memory, which costs seconds: give it what these prompts need
+        tokens = len(prompts) * (ids.shape[1] + new_tokens + 64)
+        cache = ContinuousBatchingConfig(
+            block_size=32, num_blocks=tokens // 32 + 8, max_batch_tokens=max(256, tokens // 4)
+        )
+        out = model.generate_batch([list(p) for p in prompts], generation_config=law, continuous_batching_config=cache)
+        assert all(len(o.generated_tokens) == new_tokens for o in out.values())
+
+    return {"transformers.generate": generate, "transformers.generate_batch": generate_batch}
+
+
+def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decode:
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    length = len(prompts[0]) + new_tokens + 16
+    engine = LLM(config.path, dtype=config.dtype, max_model_len=length, max_num_seqs=len(prompts), seed=0)
+    law = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    return lambda: engine.generate([{"prompt_token_ids": list(p)} for p in prompts], law, use_tqdm=False)

@@ -1,0 +1,394 @@
+"""`tlt verify`: train the same steps with every kind of drafter and show that nothing changed.
+
+Each step of each mode starts from the plain run's state of that step, so a fork never spreads; where every step ends
+in the plain run's sha256, the runs are equal from end to end by induction. The reference is transformers-free float64
+arithmetic for forks, and an oracle drafter (the target itself), whose every token must be accepted: a miss is a bug
+that nothing else shows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from tlt.cluster.local import LocalRollout, detokenizer, load_tokenizer, make_target
+from tlt.config import Config, SpeculationConfig
+from tlt.data import Cursor
+from tlt.draft.drafter import Candidates, Drafter, Node
+from tlt.draft.suffix import SuffixDrafter
+from tlt.draft.tree import Strategy
+from tlt.engine.engine import PLAIN, Engine
+from tlt.engine.runner import law_of
+from tlt.loop import Parts, StepResult, one_step
+from tlt.metrics import provenance, write_json
+from tlt.models.decoder import Decoder
+from tlt.models.weights import sha256
+from tlt.rl.policy import Policy
+from tlt.run import make_parts, make_policy
+from tlt.sampling import gumbel_noise, log_law
+from tlt.types import Request, Response
+
+EXPLAINED_GAP = 1e-4
+_MOST_PROMPTS = 8  # a step, unless --full
+_ALLOWED_FORKS = 1e-5  # explained forks a token, float32
+
+
+# -- drafters that try to break it -------------------------------------------------------------------------------------
+
+
+class _Stateless:
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+
+    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
+
+    def close(self, request: Request) -> None: ...
+
+
+class RandomDrafter(_Stateless):
+    """Guesses that know nothing."""
+
+    name = "random"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.generator = vocab_size, torch.Generator().manual_seed(0)
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        shape = (len(nodes), 8)
+        ids = torch.randint(self.vocab_size, shape, generator=self.generator)
+        return Candidates(ids, torch.randn(shape, generator=self.generator))
+
+
+class AdversarialDrafter(_Stateless):
+    """In turn: sure of one wrong-looking token, duplicates, tokens out of the vocabulary, NaN and infinite scores."""
+
+    name = "adversarial"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.calls = vocab_size, 0
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        self.calls += 1
+        some = (self.calls * 7919) % self.vocab_size
+        ids, log_q = [
+            ([some, some, some], [50.0, 50.0, 50.0]),
+            ([self.vocab_size, -7, some], [9.0, 9.0, 0.0]),
+            ([some, (some + 1) % self.vocab_size, 0], [math.nan, 0.0, 0.0]),
+            ([some, 0, 1], [math.inf, -math.inf, 0.0]),
+            ([some, (some + 1) % self.vocab_size, 2], [90.0, 80.0, -90.0]),
+        ][self.calls % 5]
+        return Candidates(torch.tensor([ids] * len(nodes)), torch.tensor([log_q] * len(nodes)))
+
+
+class OracleDrafter(_Stateless):
+    """The target itself, computed without engine or cache: each node's whole context in one causal pass."""
+
+    name = "oracle"
+
+    def __init__(self, target: Decoder) -> None:
+        self.target = target
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        contexts = [[*node.request.prompt.token_ids, *node.committed, *node.path] for node in nodes]
+        law = law_of([node.request.sampling for node in nodes], self.target.device)
+        return Candidates(None, log_law(last_logits(self.target, contexts), law)[0])
+
+
+def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
+    """Logits [M, V] after each context, by plain causal attention over right-padded rows."""
+    options, width = target.options, max(len(c) for c in contexts)
+    tokens = torch.tensor([[*c, *[0] * (width - len(c))] for c in contexts], device=target.device)
+    causal = torch.ones(width, width, dtype=torch.bool, device=target.device).tril()
+    share = options.num_heads // options.num_kv_heads
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (x.repeat_interleave(share, dim=2).transpose(1, 2) for x in (key, value))
+        scores = query.transpose(1, 2) @ key.transpose(2, 3) * options.head_dim**-0.5
+        weights = torch.softmax(scores.masked_fill(~causal, -math.inf), dim=-1)
+        return (weights @ value).transpose(1, 2).flatten(2)
+
+    hidden = target.forward(tokens, torch.arange(width, device=target.device).expand_as(tokens), attend)
+    last = torch.tensor([len(c) - 1 for c in contexts], device=target.device)
+    return target.logits(hidden[torch.arange(len(contexts), device=target.device), last])
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModeRun:
+    mode: str
+    policy_sha256: str = ""
+    tokens_different: int = 0
+    steps_equal: bool = True
+    rewards: list[float] = field(default_factory=list)
+    accept_length: float = 1.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Fork:
+    mode: str
+    step: int
+    prompt: int
+    index: int
+    position: int
+    gap: float
+
+
+class _Silent:
+    def phase(self, step: int, name: str, total: int) -> None: ...
+
+    def response(self, response: Response) -> None: ...
+
+
+def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
+    """Print the verdict, write it to `json_file`, and say whether all of it holds."""
+    console = Console(highlight=False)
+    config = _verify_config(config, dtype, full)
+    tokenizer = load_tokenizer(config.model.path)
+    policy = make_policy(config)
+    parts = make_parts(config, tokenizer, policy)
+    modes = _modes(config, parts.rollout.engine.target.options.vocab_size)  # type: ignore[attr-defined]
+    target = parts.rollout.engine.target  # type: ignore[attr-defined]
+    engines = {name: Engine(target, config.engine, *mode, detokenizer(tokenizer)) for name, mode in modes.items()}
+    runs = {name: ModeRun(name) for name in modes}
+    forks: list[Fork] = []
+    tokens = 0
+    with console.status("") as status:
+        for step in range(steps):
+            status.update(f"step {step + 1}/{steps}")
+            tokens += _verify_step(config, step, policy, parts, engines, runs, forks, status)
+        status.update("oracle drafter")
+        oracle = _oracle_checks(config, policy, parts)
+    unexplained = [fork for fork in forks if not fork.gap < EXPLAINED_GAP]
+    exact = dtype == "float64"
+    agree = (
+        (all(run.steps_equal for run in runs.values()) if exact else not unexplained)
+        and (exact or dtype == "bfloat16" or len(forks) <= max(1, tokens * _ALLOWED_FORKS))
+        and all(check["drafted"] == check["accepted"] > 0 for check in oracle)
+    )
+    _print(console, runs, forks, oracle, agree, tokens, dtype)
+    if json_file:
+        result = {
+            "agree": agree,
+            "dtype": dtype,
+            "steps": steps,
+            "tokens": tokens,
+            "runs": [asdict(r) for r in runs.values()],
+        }
+        write_json(json_file, {**result, "forks": [asdict(f) for f in forks], "oracle": oracle, **provenance()})
+    return agree
+
+
+def _verify_config(config: Config, dtype: str, full: bool) -> Config:
+    prompts = config.rollout.prompts_per_step if full else min(_MOST_PROMPTS, config.rollout.prompts_per_step)
+    device = "cpu" if dtype == "float64" else config.model.device
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"dtype": dtype, "device": device}),
+            "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
+            "speculation": SpeculationConfig(drafter="off"),
+        }
+    )
+
+
+def _modes(config: Config, vocab_size: int) -> dict[str, tuple[Drafter | None, Strategy]]:
+    history = config.speculation.history_tokens
+    return {
+        "suffix": (SuffixDrafter(history), Strategy(depth=6, branching=2, verify_tokens=8)),
+        "suffix, other depth and branching": (SuffixDrafter(history), Strategy(depth=3, branching=4, verify_tokens=12)),
+        "random drafter": (RandomDrafter(vocab_size), Strategy(depth=3, branching=3, verify_tokens=8)),
+        "adversarial drafter": (AdversarialDrafter(vocab_size), Strategy(depth=3, branching=3, verify_tokens=8)),
+        "plain": (None, PLAIN),  # last, so that its state is what the next step starts from
+    }
+
+
+def _verify_step(
+    config: Config,
+    step: int,
+    policy: Policy,
+    parts: Parts,
+    engines: dict[str, Engine],
+    runs: dict[str, ModeRun],
+    forks: list[Fork],
+    status: Any,
+) -> int:
+    """All modes from the same state; the policy is left where the plain run ends. Returns the plain run's tokens."""
+    before = _Snapshot.take(policy)
+    start = asdict(parts.cursor)
+    results: dict[str, StepResult] = {}
+    for name, engine in engines.items():
+        status.update(f"step {step + 1}: {name}")
+        before.restore(policy)
+        began = time.perf_counter()
+        mode = replace(parts, rollout=LocalRollout(engine), cursor=Cursor(**start))
+        mode.rollout.load(policy.state_dict(), step)
+        results[name] = one_step(mode, config, _Silent(), step)
+        engine.cache.release()
+        run, metrics = runs[name], results[name].metrics
+        run.seconds += time.perf_counter() - began
+        run.rewards.append(metrics.reward)
+        run.accept_length = metrics.accept_length
+        run.policy_sha256 = sha256(policy.state_dict())
+        parts.cursor = mode.cursor
+    plain = runs["plain"]
+    reference: Decoder | None = None
+    for name, result in results.items():
+        runs[name].steps_equal &= runs[name].policy_sha256 == plain.policy_sha256
+        for ours, theirs in _pairs(results["plain"], result):
+            if ours.token_ids != theirs.token_ids:
+                reference = reference or _float64_target(config, before.weights)
+                runs[name].tokens_different += _different(ours.token_ids, theirs.token_ids)
+                forks.append(_fork(name, step, ours, theirs, reference))
+    return results["plain"].metrics.tokens
+
+
+@dataclass
+class _Snapshot:
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+    @classmethod
+    def take(cls, policy: Policy) -> _Snapshot:
+        return cls(
+            {name: tensor.clone() for name, tensor in policy.state_dict().items()},
+            {name: tensor.clone() for name, tensor in policy.optimizer_state().items()},
+        )
+
+    def restore(self, policy: Policy) -> None:
+        policy.model.load_state_dict(self.weights)
+        policy.load_optimizer_state(self.optimizer)
+
+
+def _pairs(plain: StepResult, other: StepResult) -> list[tuple[Response, Response]]:
+    return [
+        pair
+        for ours, theirs in zip(plain.groups, other.groups, strict=True)
+        for pair in zip(ours.responses, theirs.responses, strict=True)
+    ]
+
+
+def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    return sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def _float64_target(config: Config, weights: dict[str, Tensor]) -> Decoder:
+    target = make_target(config.model.model_copy(update={"dtype": "float64", "device": "cpu"}))
+    target.load(weights, version=0)
+    return target
+
+
+def _fork(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
+    """The first differing token, and how close the two tokens' noisy scores are when the row is recomputed in
+    float64."""
+    pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
+    position, tokens = next(((t, pair) for t, pair in pairs if pair[0] != pair[1]), (0, None))
+    request = plain.request
+    gap = math.inf if tokens is None else _gap(reference, request, plain.token_ids[:position], *tokens)
+    return Fork(mode, step, request.prompt.prompt_id, request.index, position, gap)
+
+
+def _gap(reference: Decoder, request: Request, prefix: Sequence[int], a: int, b: int) -> float:
+    logits = last_logits(reference, [[*request.prompt.token_ids, *prefix]])
+    law = law_of([request.sampling], reference.device)
+    log_p, full = (x[0] for x in log_law(logits, law))
+    seed = torch.tensor([request.seed], dtype=torch.uint64).view(torch.int64)
+    noise = gumbel_noise(seed, torch.tensor([len(prefix)]), len(log_p))[0]
+    scores = log_p + noise.double()
+    if torch.isfinite(scores[a]) and torch.isfinite(scores[b]):
+        return (scores[a] - scores[b]).abs().item()
+    return min(_distance_to_cut(log_p, full, token) for token in (a, b))
+
+
+def _distance_to_cut(log_p: Tensor, full: Tensor, token: int) -> float:
+    """How far a token's log-probability is from the nearest one on the other side of the top-k / top-p cut."""
+    inside = torch.isfinite(log_p)
+    others = full[~inside] if inside[token] else full[inside]
+    return (others - full[token]).abs().min().item() if len(others) else math.inf
+
+
+# -- oracle ------------------------------------------------------------------------------------------------------------
+
+_ORACLE_LAWS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
+_ORACLE_TOKENS, _ORACLE_ROWS, _ORACLE_DEPTH = 48, 4, 3
+
+
+def _oracle_checks(config: Config, policy: Policy, parts: Parts) -> list[dict[str, Any]]:
+    """In float64, whatever the dtype of the runs: only there must the draft's every token be accepted."""
+    target = _float64_target(config, dict(policy.state_dict()))
+    checks = []
+    for temperature, top_k, top_p in _ORACLE_LAWS:
+        params = replace(
+            parts.sampling,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_new_tokens=min(_ORACLE_TOKENS, parts.sampling.max_new_tokens),
+            stop_strings=(),
+        )
+        rows = min(_ORACLE_ROWS, len(parts.prompts))
+        requests = [Request(parts.prompts[i], 0, 0, 1000 + i, params) for i in range(rows)]
+        engine = Engine(target, config.engine, OracleDrafter(target), Strategy(_ORACLE_DEPTH, 1, _ORACLE_DEPTH + 1))
+        # all rows are admitted, and outgrow the cache later: what comes back after a preemption must agree as well
+        longest = max(len(request.prompt.token_ids) for request in requests)
+        engine.cache.bound_tokens = max(rows * (longest + 36), longest + _ORACLE_TOKENS + 32)
+        for _ in engine.generate(requests):
+            pass
+        stats = engine.stats
+        law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        counts = {"drafted": stats.drafted, "accepted": stats.accepted, "preemptions": stats.preemptions}
+        checks.append(law | counts)
+    return checks
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def _print(
+    console: Console,
+    runs: dict[str, ModeRun],
+    forks: list[Fork],
+    oracle: list[dict[str, Any]],
+    agree: bool,
+    tokens: int,
+    dtype: str,
+) -> None:
+    table = Table(title=f"{tokens:,} tokens, {dtype}")
+    for column in ("mode", "policy sha256", "equal", "tokens that differ", "mean reward", "accept length", "seconds"):
+        table.add_column(column, justify="left" if column in ("mode", "policy sha256") else "right")
+    for run in runs.values():
+        reward = sum(run.rewards) / len(run.rewards)
+        equal = "yes" if run.steps_equal else "no"
+        numbers = (str(run.tokens_different), f"{reward:.4f}", f"{run.accept_length:.2f}", f"{run.seconds:.1f}")
+        table.add_row(run.mode, run.policy_sha256[:16], equal, *numbers)
+    console.print(table)
+    for check in oracle:
+        console.print(
+            f"oracle drafter, temperature {check['temperature']}, top-k {check['top_k']}, top-p {check['top_p']}: "
+            f"{check['accepted']} of {check['drafted']} drafted tokens accepted, {check['preemptions']} preemptions"
+        )
+    for fork in forks:
+        word = "explained" if fork.gap < EXPLAINED_GAP else "NOT explained"
+        console.print(
+            f"fork {word}: {fork.mode}, step {fork.step}, prompt {fork.prompt}, response {fork.index}, "
+            f"position {fork.position}, gap {fork.gap:.2e}"
+        )
+    console.print(
+        "all of it holds: not one token changed"
+        if agree and not forks
+        else "all of it holds"
+        if agree
+        else "IT DOES NOT HOLD"
+    )

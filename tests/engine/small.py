@@ -1,0 +1,468 @@
+"""A model small enough to enumerate, the law of its responses, and the checks that tell a lossless engine from one
+that is not.
+
+Nothing here trusts the engine: logits come from transformers' own model (one full pass for each context, no cache),
+the law from a plain-Python temperature / top-k / top-p, and responses decoded from both, one token at a time. What is
+taken from tlt is the noise (`gumbel_noise`, which test_sampling.py holds against a second implementation) and the
+seeds of requests. Each check raises AssertionError; test_losslessness.py holds the engine to them,
+test_planted_bugs.py holds them to bugs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tlt import sampling
+from tlt.config import EngineConfig
+from tlt.draft.drafter import Candidates, Drafter, Node
+from tlt.draft.tree import DraftTree, Strategy
+from tlt.engine.engine import PLAIN, Engine
+from tlt.engine.kv_cache import KVCache
+from tlt.engine.runner import Runner
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.sampling import gumbel_noise
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+VOCAB = 5
+LENGTH = 4  # tokens of a response whose law is enumerated: 5^4 = 625 cells
+ALPHA = 1e-6
+PROMPTS = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
+Context = tuple[int, ...]
+
+_noise = gumbel_noise  # bound here, so that a bug planted in tlt does not reach the reference
+
+
+# -- the model and its law ------------------------------------------------------------------------------------------
+
+
+class Target:
+    """A random Qwen3 whose next-token law depends strongly on the context, and the engine's decoder with the same
+    weights."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(seed)
+        self.config = Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+        self.model = Qwen3ForCausalLM(self.config).double().eval()
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                if weight.dim() == 2:
+                    weight.normal_(0.0, 1.8 * weight.shape[1] ** -0.5)
+                elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                    weight.fill_(1.5)  # sharp attention: a key at the wrong place, or of another branch, shows
+            self.model.lm_head.weight.mul_(0.7)
+        _widen(self.model)
+        self.decoder = Decoder(decoder_options(self.config), dtype, torch.device("cpu"))
+        self.decoder.load(self.model.state_dict(), version=0)
+        self._logits: dict[Context, list[float]] = {}
+        self._laws: dict[tuple[Context, SamplingParams], list[float]] = {}
+
+    @torch.no_grad()
+    def logits(self, contexts: Iterable[Context]) -> list[list[float]]:
+        """Of the token behind each context: full passes, padded at the right, where causal attention does not look."""
+        contexts = list(contexts)
+        new = [c for c in dict.fromkeys(contexts) if c not in self._logits]
+        if new:
+            longest = max(len(c) for c in new)
+            batch = torch.tensor([c + (0,) * (longest - len(c)) for c in new])
+            last = torch.tensor([len(c) - 1 for c in new])
+            rows = self.model(batch, use_cache=False).logits[torch.arange(len(new)), last]
+            self._logits.update(zip(new, rows.tolist(), strict=True))
+        return [self._logits[c] for c in contexts]
+
+    def law(self, context: Context, params: SamplingParams) -> list[float]:
+        """Probabilities of the next token."""
+        key = (context, params)
+        if key not in self._laws:
+            self._laws[key] = plain_law(self.logits([context])[0], params)
+        return self._laws[key]
+
+    def sequence_law(self, prompt: Prompt, params: SamplingParams, length: int) -> np.ndarray:
+        """Probability of every response of `length` tokens, [VOCAB] * length."""
+        law = np.ones(())
+        for t in range(length):
+            contexts = [prompt.token_ids + tokens for tokens in np.ndindex(*[VOCAB] * t)]
+            self.logits(contexts)
+            step = np.array([self.law(c, params) for c in contexts]).reshape([VOCAB] * (t + 1))
+            law = law[..., None] * step
+        return law
+
+
+def _widen(model: Qwen3ForCausalLM) -> None:
+    """transformers keeps norms and rotary angles in float32 even under float64; a reference for float64 must not."""
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3RMSNorm":
+            shape, eps = module.weight.shape, module.variance_epsilon
+            module.forward = partial(F.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
+    rotary = model.model.rotary_emb
+
+    def cos_sin(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * rotary.inv_freq.double()
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+    rotary.forward = cos_sin
+
+
+def plain_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """softmax(logits / temperature) cut by top-k, then by top-p, one token at a time."""
+    order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))
+    if params.temperature == 0:
+        return [float(v == order[0]) for v in range(len(logits))]
+    order = order[: params.top_k or None]
+    weights = [math.exp((logits[v] - logits[order[0]]) / params.temperature) for v in order]
+    total, mass, law = sum(weights), 0.0, [0.0] * len(logits)
+    for v, weight in zip(order, weights, strict=True):
+        if params.top_p < 1 and mass >= params.top_p * total:
+            break
+        law[v] = weight
+        mass += weight
+    return [p / mass for p in law]
+
+
+def make_requests(
+    prompts: Iterable[Prompt], params: Sequence[SamplingParams], group: int = 2, epochs: int = 1, run_seed: int = 0
+) -> list[Request]:
+    """Epoch by epoch, prompt by prompt, the group in order; sampling parameters are dealt out in turn."""
+    places = [(epoch, prompt, index) for epoch in range(epochs) for prompt in prompts for index in range(group)]
+    return [
+        Request(prompt, index, epoch, _seed(run_seed, prompt, epoch, index), params[i % len(params)])
+        for i, (epoch, prompt, index) in enumerate(places)
+    ]
+
+
+def _seed(run_seed: int, prompt: Prompt, epoch: int, index: int) -> int:
+    return sampling.request_seed(run_seed, "test", prompt.prompt_id, epoch, index)
+
+
+class Reference(NamedTuple):
+    """What a request must come out as."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    full_logprobs: list[float]
+    finish_reason: str
+
+
+def reference(target: Target, requests: Sequence[Request]) -> list[Reference]:
+    """argmax of log p + g, token by token, from full passes: design section 2, and no engine."""
+    out = [Reference([], [], [], "length") for _ in requests]
+    noise = [_noise_of(request) for request in requests]
+    open_ = list(range(len(requests)))
+    while open_:
+        logits = target.logits([requests[i].prompt.token_ids + tuple(out[i].token_ids) for i in open_])
+        for i, row in zip(list(open_), logits, strict=True):
+            params = requests[i].sampling
+            law = plain_law(row, params)
+            g = noise[i][len(out[i].token_ids)] if params.temperature > 0 else [0.0] * VOCAB
+            token = max(range(VOCAB), key=lambda v: _log(law[v]) + g[v])
+            full = plain_law(row, SamplingParams(temperature=params.temperature or 1.0))
+            out[i].token_ids.append(token)
+            out[i].logprobs.append(_log(law[token]))
+            out[i].full_logprobs.append(_log(full[token]))
+            if token in params.stop_token_ids:
+                out[i] = out[i]._replace(finish_reason="stop")
+            if token in params.stop_token_ids or len(out[i].token_ids) == params.max_new_tokens:
+                open_.remove(i)
+    return out
+
+
+def _noise_of(request: Request) -> list[list[float]]:
+    """[position][token]"""
+    seed = torch.tensor([request.seed], dtype=torch.uint64).view(torch.int64)
+    T = request.sampling.max_new_tokens
+    return _noise(seed.expand(T), torch.arange(T), VOCAB).double().tolist()
+
+
+def _log(p: float) -> float:
+    return math.log(p) if p > 0 else -math.inf
+
+
+# -- drafters -------------------------------------------------------------------------------------------------------
+
+
+class Stateless:
+    """A drafter that needs no news of the engine."""
+
+    name = "stateless"
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+
+    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
+
+    def close(self, request: Request) -> None: ...
+
+
+class ContextDrafter(Stateless):
+    """log q = `trust` times the target's own log p, plus noise of size `spread` that is a function of the context.
+
+    trust 1 and spread 0 is the oracle; trust 0 knows nothing; a negative trust is wrong wherever it can be. `listed`
+    > 0 gives the sparse form: that many of the likeliest tokens, the least likely first, padded by one.
+    """
+
+    name = "context"
+
+    def __init__(self, target: Target, trust: float, spread: float, seed: int = 0, listed: int = 0) -> None:
+        self.target, self.trust, self.spread, self.seed, self.listed = target, trust, spread, seed, listed
+        self._known: dict[tuple[Context, SamplingParams], list[float]] = {}
+
+    def log_q(self, context: Context, params: SamplingParams) -> list[float]:
+        key = (context, params)
+        if key not in self._known:
+            law = self.target.law(context, params)
+            shift = np.random.default_rng([self.seed, *context]).normal(size=VOCAB) * self.spread
+            self._known[key] = [
+                (self.trust * _log(p) if self.trust else 0.0) + s for p, s in zip(law, shift, strict=True)
+            ]
+        return self._known[key]
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        contexts = [(*node.request.prompt.token_ids, *node.committed, *node.path) for node in nodes]
+        self.target.logits(contexts)
+        log_q = torch.tensor(
+            [self.log_q(c, n.request.sampling) for c, n in zip(contexts, nodes, strict=True)], dtype=torch.float64
+        )
+        if not self.listed:
+            return Candidates(None, log_q)
+        best = log_q.topk(self.listed, dim=-1)
+        pad = torch.full((len(nodes), 1), -1)
+        return Candidates(
+            torch.cat([best.indices.flip(-1), pad], dim=-1),
+            torch.cat([best.values.flip(-1), torch.full(pad.shape, -math.inf, dtype=torch.float64)], dim=-1),
+        )
+
+
+def oracle(target: Target) -> ContextDrafter:
+    """The target itself, by full passes without a cache."""
+    return ContextDrafter(target, trust=1.0, spread=0.0)
+
+
+# -- running the engine ---------------------------------------------------------------------------------------------
+
+
+def build(
+    target: Target,
+    drafter: Drafter | None = None,
+    strategy: Strategy = PLAIN,
+    max_rows: int = 64,
+    bound_tokens: int | None = None,
+    prefill_tokens: int = 2048,
+) -> Engine:
+    """`bound_tokens` sets the cache's bound below what a config in MiB could say."""
+    config = EngineConfig(max_rows=max_rows, prefill_tokens=prefill_tokens)
+    engine = Engine(target.decoder, config, drafter, strategy)
+    if bound_tokens is not None:
+        engine.cache.bound_tokens = bound_tokens
+    return engine
+
+
+def decode(
+    engine: Engine,
+    requests: Sequence[Request],
+    shuffle: int | None = None,
+    after_round: Callable[[Engine], None] | None = None,
+) -> list[Response]:
+    """Responses in the order of `requests`, whatever the order they were submitted (`shuffle`: a seed) or finished
+    in."""
+    if after_round is not None:
+        _after_each_round(engine, after_round)
+    submitted = list(requests)
+    if shuffle is not None:
+        np.random.default_rng(shuffle).shuffle(submitted)  # type: ignore[arg-type]
+    done = {id(response.request): response for response in engine.generate(submitted)}
+    return [done[id(request)] for request in requests]
+
+
+def _after_each_round(engine: Engine, action: Callable[[Engine], None]) -> None:
+    one_round = engine._round
+
+    def observed() -> list[Response]:
+        responses = one_round()
+        action(engine)
+        return responses
+
+    engine._round = observed
+
+
+class Step(NamedTuple):
+    """What one round did to one row."""
+
+    request: Request
+    tree: DraftTree
+    sampled: list[int]
+    before: int
+    after: int
+
+
+def record_steps(engine: Engine) -> list[Step]:
+    """The list fills up while the engine runs."""
+    steps: list[Step] = []
+    commit = engine._commit
+
+    def observed(trees, sampled):
+        rows = list(engine.scheduler.live)
+        before = [len(row.tokens) for row in rows]
+        tokens = [list(t) for t in sampled.tokens]
+        responses = commit(trees, sampled)
+        for row, tree, picked, start in zip(rows, trees, tokens, before, strict=True):
+            steps.append(Step(row.request, tree, picked, start, len(row.tokens)))
+        return responses
+
+    engine._commit = observed
+    return steps
+
+
+def draw(engine: Engine, params: SamplingParams, epochs: int, group: int = 2, run_seed: int = 0) -> np.ndarray:
+    """Tokens [epoch, prompt, index in the group, LENGTH] of every response the engine gives to PROMPTS."""
+    requests = make_requests(PROMPTS, [params], group, epochs, run_seed)
+    tokens = [response.token_ids for response in decode(engine, requests)]
+    return np.array(tokens).reshape(epochs, len(PROMPTS), group, LENGTH)
+
+
+# -- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_law(observed: np.ndarray, law: np.ndarray, what: str) -> None:
+    """Chi-square of counts against probabilities; cells that expect fewer than 5 are pooled, impossible ones must be
+    empty."""
+    counts, expected = observed.ravel(), law.ravel() * observed.sum()
+    impossible = int(counts[expected == 0].sum())
+    assert not impossible, f"{what}: {impossible} draws of sequences that the law excludes"
+    order = np.argsort(expected)
+    small = order[np.cumsum(expected[order]) < 5.0]  # a tail that together expects fewer than 5 joins the pool as well
+    small = np.union1d(small, np.flatnonzero(expected < 5.0))
+    large = np.setdiff1d(order, small)
+    if expected[small].sum() < 5.0:
+        small, large = np.append(small, large[:1]), large[1:]
+    o, e = np.append(counts[large], counts[small].sum()), np.append(expected[large], expected[small].sum())
+    statistic = float(((o - e) ** 2 / e).sum())
+    p_value = float(stats.chi2.sf(statistic, len(e) - 1))
+    assert p_value > ALPHA, (
+        f"{what}: chi-square {statistic:.0f} with {len(e) - 1} degrees of freedom, p = {p_value:.1e}"
+    )
+
+
+def detectable_bias(cells: int, draws: int, power: float = 0.95) -> float:
+    """The total variation, spread evenly over the cells, that `check_law` finds with this power."""
+    critical = stats.chi2.isf(ALPHA, cells - 1)
+    low, high = 0.0, float(draws)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if stats.ncx2.sf(critical, cells - 1, middle) < power else (low, middle)
+    return math.sqrt(high / draws) / 2
+
+
+def count(tokens: np.ndarray) -> np.ndarray:
+    """Sequences [n, L] -> how often each came, [VOCAB] * L."""
+    counts = np.zeros([VOCAB] * tokens.shape[1], dtype=np.int64)
+    np.add.at(counts, tuple(tokens.T), 1)
+    return counts
+
+
+def check_joint(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
+    """The first 1, 2, 3 and 4 tokens of each prompt's responses follow the enumerated law."""
+    for p, prompt in enumerate(PROMPTS):
+        for length in range(1, LENGTH + 1):
+            law = target.sequence_law(prompt, params, length)
+            check_law(count(draws[:, p, :, :length].reshape(-1, length)), law, f"prompt {p}, {length} tokens")
+
+
+def check_group_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
+    """First two tokens of responses 0 and 1 of a group: the product of their laws."""
+    for p, prompt in enumerate(PROMPTS):
+        law = target.sequence_law(prompt, params, 2)
+        _check_product(draws[:, p, 0, :2], draws[:, p, 1, :2], law, law, f"prompt {p}, responses 0 and 1")
+
+
+def check_request_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
+    """First two tokens of requests with different prompts, and of one prompt in two epochs: the product of their
+    laws."""
+    laws = [target.sequence_law(prompt, params, 2) for prompt in PROMPTS]
+    _check_product(draws[:, 0, 0, :2], draws[:, 1, 0, :2], laws[0], laws[1], "prompts 0 and 1")
+    even, odd = draws[0::2, 0, 0, :2], draws[1::2, 0, 0, :2]
+    _check_product(even[: len(odd)], odd, laws[0], laws[0], "two epochs of prompt 0")
+
+
+def _check_product(one: np.ndarray, other: np.ndarray, law: np.ndarray, other_law: np.ndarray, what: str) -> None:
+    check_law(count(np.concatenate([one, other], axis=1)), np.multiply.outer(law, other_law), what)
+
+
+def check_tokens(responses: Sequence[Response], expected: Sequence[Reference]) -> None:
+    """Token for token, and ended for the same reason."""
+    for i, (response, right) in enumerate(zip(responses, expected, strict=True)):
+        got = (response.token_ids, response.finish_reason)
+        assert got == (right.token_ids, right.finish_reason), f"request {i}: {got}, but should be {right}"
+
+
+def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference], tolerance: float = 1e-9) -> None:
+    """Both log-probs of every token."""
+    for i, (response, right) in enumerate(zip(responses, expected, strict=True)):
+        for name in ("logprobs", "full_logprobs"):
+            got, want = np.array(getattr(response, name)), np.array(getattr(right, name))
+            assert got.shape == want.shape, f"request {i}: {len(got)} {name}, but {len(want)} tokens"
+            assert np.allclose(got, want, rtol=0, atol=tolerance), (
+                f"request {i}, {name}: off by {abs(got - want).max()}"
+            )
+
+
+def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
+    """Keys and values [0, kv_length) of every live row are those of a fresh prefill of its context."""
+    live = engine.scheduler.live
+    if not live:
+        return
+    longest = max(row.kv_length for row in live)
+    fresh = KVCache(engine.target.options, engine.target.dtype, engine.target.device, 1024)
+    fresh.reserve(len(live), longest + 1)
+    Runner(engine.target, fresh, prefill_tokens=10**6).prefill(0, [row.context for row in live])
+    for layer in range(engine.target.options.num_layers):
+        for slot, row in enumerate(live):
+            T = row.kv_length
+            for name, axis in (("keys", 2), ("values", 1)):
+                got = getattr(engine.cache.store, name)[layer][slot].narrow(axis, 0, T)
+                want = getattr(fresh.store, name)[layer][slot].narrow(axis, 0, T)
+                assert torch.allclose(got, want, rtol=0, atol=tolerance), f"layer {layer}, slot {slot}: {name} differ"
+
+
+def check_oracle(steps: Sequence[Step], strategy: Strategy) -> None:
+    """The drafter is the target: the first child is the target's token at every node, and a chain is taken whole."""
+    for step in steps:
+        node, reached = 0, 0
+        while (child := _first_child(step.tree, node)) is not None:
+            drafted, picked = step.tree.tokens[child], step.sampled[node]
+            where = f"position {step.before + reached} (depth {reached + 1})"
+            assert drafted == picked, f"{where}: drafted {drafted}, but the target took {picked}"
+            node, reached = child, reached + 1
+        taken = step.after - step.before
+        assert taken == reached + 1, (
+            f"position {step.before}: {taken} tokens committed of {reached} drafted and the bonus"
+        )
+        if strategy.branching == 1:
+            room = step.request.sampling.max_new_tokens - step.before
+            assert taken == min(strategy.depth + 1, room), (
+                f"position {step.before}: a chain of {strategy.depth} gave {taken}"
+            )
+
+
+def _first_child(tree: DraftTree, node: int) -> int | None:
+    return next((n for n in range(1, len(tree.tokens)) if tree.parents[n] == node), None)

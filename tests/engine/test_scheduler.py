@@ -1,0 +1,187 @@
+"""Admission, growth, preemption and finishing in any order: the bound holds, and no request is lost, doubled or
+overtaken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tlt.engine.kv_cache import KVCache
+from tlt.engine.scheduler import Scheduler
+from tlt.engine.scheduler import Sequence as Row
+from tlt.models.families import DecoderOptions
+from tlt.types import Prompt, Request, SamplingParams
+
+
+def cache_of(bound_tokens: int, max_positions: int = 4096) -> KVCache:
+    options = DecoderOptions(
+        vocab_size=7,
+        hidden_size=2,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        intermediate_size=2,
+        rms_norm_eps=1e-6,
+        qk_norm=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        tied=True,
+        max_positions=max_positions,
+        inv_freq=torch.ones(1),
+        attention_scaling=1.0,
+    )
+    cache = KVCache(options, torch.float64, torch.device("cpu"), memory_mb=1)
+    cache.bound_tokens = bound_tokens
+    return cache
+
+
+def request(number: int, prompt_tokens: int, new_tokens: int) -> Request:
+    prompt = Prompt(number, "", (1,) * prompt_tokens)
+    return Request(prompt, 0, 0, number, SamplingParams(max_new_tokens=new_tokens))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Plays the engine: every token gets a number of its own in the cache, so that a mixed-up slot is seen."""
+
+    @initialize(bound=st.integers(60, 500), max_rows=st.integers(1, 6), verify_tokens=st.integers(1, 12))
+    def start(self, bound: int, max_rows: int, verify_tokens: int) -> None:
+        self.cache = cache_of(bound)
+        self.verify_tokens = verify_tokens
+        self.scheduler = Scheduler(self.cache, max_rows, verify_tokens)
+        self.submitted: list[int] = []
+        self.finished: list[int] = []
+        self.first_admissions: list[int] = []
+
+    def fill(self, slot: int, start: int, stop: int) -> None:
+        number = self.scheduler.live[slot].request.seed
+        self.cache.store.keys[0][slot, 0, 0, start:stop] = 1000.0 * number + torch.arange(start, stop)
+
+    @rule(sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=5))
+    def submit(self, sizes: list[tuple[int, int]]) -> None:
+        first = 1 + len(self.submitted)
+        headroom = self.scheduler.headroom
+        sizes = [(p, n) for p, n in sizes if p + n + headroom <= self.cache.bound_tokens]
+        self.scheduler.submit([request(first + i, p, n) for i, (p, n) in enumerate(sizes)])
+        self.submitted += range(first, first + len(sizes))
+
+    @precondition(lambda self: self.scheduler.waiting or self.scheduler.live)
+    @rule(growth=st.lists(st.integers(1, 12), min_size=6, max_size=6))
+    def one_round(self, growth: list[int]) -> None:
+        line = list(self.scheduler.waiting)
+        standing = list(self.scheduler.live)
+        admitted = self.scheduler.admit()
+        assert admitted == line[: len(admitted)], "admission is in order"
+        assert self.scheduler.live == standing + admitted
+        if admitted:
+            self.first_admissions += [row.request.seed for row in admitted if not row.tokens]
+            self.scheduler.reserve()
+            for slot in range(len(standing), len(self.scheduler.live)):
+                self.fill(slot, 0, self.scheduler.live[slot].kv_length)
+        before = list(self.scheduler.live)
+        left = self.scheduler.make_room(self.verify_tokens)
+        assert self.scheduler.live == before[: len(before) - len(left)], "the last rows leave"
+        assert list(self.scheduler.waiting)[: len(left)] == left[::-1], "those that left stand first in line, in order"
+        assert self.scheduler.live, "something always runs"
+        self.decode(growth)
+
+    def decode(self, growth: Sequence[int]) -> None:
+        finished = []
+        for slot, row in enumerate(self.scheduler.live):
+            new = min(growth[slot], self.verify_tokens, row.request.sampling.max_new_tokens - len(row.tokens))
+            self.fill(slot, row.kv_length, row.kv_length + new)
+            row.tokens += [0] * new
+            if len(row.tokens) == row.request.sampling.max_new_tokens:
+                finished.append(slot)
+        for slot in reversed(finished):
+            self.finish(slot)
+
+    def finish(self, slot: int) -> None:
+        self.finished.append(self.scheduler.live[slot].request.seed)
+        self.scheduler.remove(slot)
+
+    @precondition(lambda self: self.scheduler.live)
+    @rule(data=st.data())
+    def stop_early(self, data: st.DataObject) -> None:
+        self.finish(data.draw(st.integers(0, len(self.scheduler.live) - 1)))
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            while self.scheduler.waiting or self.scheduler.live:
+                self.one_round([self.verify_tokens] * 6)
+            self.nothing_is_lost_or_doubled()
+            assert sorted(self.finished) == self.submitted
+
+    @invariant()
+    def the_bounds_hold(self) -> None:
+        store = self.cache.store
+        assert store.slots * store.tokens <= self.cache.bound_tokens
+        assert len(self.scheduler.live) <= min(self.scheduler.max_rows, max(store.slots, 0))
+        assert all(row.kv_length <= store.tokens for row in self.scheduler.live)
+
+    @invariant()
+    def slots_and_rows_agree(self) -> None:
+        for slot, row in enumerate(self.scheduler.live):
+            held = self.cache.store.keys[0][slot, 0, 0, : row.kv_length]
+            assert held.tolist() == [1000.0 * row.request.seed + place for place in range(row.kv_length)]
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        everywhere = [row.request.seed for row in (*self.scheduler.waiting, *self.scheduler.live)] + self.finished
+        assert sorted(everywhere) == self.submitted
+
+    @invariant()
+    def nobody_is_overtaken(self) -> None:
+        # a fresh request waits behind those that were preempted, so it may be admitted twice without a token
+        first_time = list(dict.fromkeys(self.first_admissions))
+        assert first_time == sorted(first_time)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "new_tokens", "says"),
+    [(0, 5, "prompt 3 is empty"), (50, 51, "prompt 3 .* 101 tokens"), (20, 50, r"engine\.kv_memory_mb")],
+    ids=["empty", "past the model's positions", "past the cache"],
+)
+def test_a_request_that_can_never_run_is_refused_before_any_is_queued(
+    prompt_tokens: int, new_tokens: int, says: str
+) -> None:
+    scheduler = Scheduler(cache_of(100, max_positions=100), max_rows=2, verify_tokens=1)
+    with pytest.raises(ValueError, match=says) as caught:
+        scheduler.submit([request(1, 3, 3), request(3, prompt_tokens, new_tokens)])
+    assert "\n" not in str(caught.value)
+    assert not scheduler.waiting
+
+
+def test_the_largest_request_that_fits_runs_to_its_end() -> None:
+    scheduler = Scheduler(cache_of(100), max_rows=2, verify_tokens=4)
+    scheduler.submit([request(1, 8, 100 - 8 - scheduler.headroom)])
+    (row,) = scheduler.admit()
+    scheduler.reserve()
+    while len(row.tokens) < row.request.sampling.max_new_tokens:
+        assert scheduler.make_room(4) == []
+        row.tokens.append(0)
+
+
+def test_a_long_request_at_the_head_of_the_line_is_not_overtaken_by_short_ones() -> None:
+    scheduler = Scheduler(cache_of(200), max_rows=4, verify_tokens=1)
+    scheduler.submit([request(1, 10, 10), request(2, 100, 10), request(3, 1, 10)])
+    assert [row.request.seed for row in scheduler.admit()] == [1]
+    scheduler.remove(0)
+    assert [row.request.seed for row in scheduler.admit()] == [2]
+
+
+def test_a_rows_cache_holds_all_of_its_tokens_but_the_last() -> None:
+    row = Row(request(1, 3, 10))
+    assert (row.kv_length, row.root, row.context) == (2, 1, (1, 1, 1))
+    row.tokens += [5, 6]
+    assert (row.kv_length, row.root, row.context) == (4, 6, (1, 1, 1, 5, 6))

@@ -1,0 +1,179 @@
+"""Weights by name: the digest of a state dict, and the engine's private copy."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt.engine.attention import SlotStore
+from tlt.models.decoder import Decoder
+from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.weights import read_safetensors, sha256
+
+CPU = torch.device("cpu")
+OPTIONS = DecoderOptions(
+    vocab_size=11,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=6,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    tied=False,
+    max_positions=16,
+    inv_freq=torch.tensor([1.0, 0.1]),
+    attention_scaling=1.0,
+)
+
+
+def policy_state() -> dict[str, Tensor]:
+    """Every tensor the options above ask for, random."""
+    layer, generator = "model.layers.0.", torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (11, 8),
+        "lm_head.weight": (11, 8),
+        "model.norm.weight": (8,),
+        layer + "input_layernorm.weight": (8,),
+        layer + "post_attention_layernorm.weight": (8,),
+        layer + "self_attn.q_norm.weight": (4,),
+        layer + "self_attn.k_norm.weight": (4,),
+    }
+    for name, rows, columns in (("q", 8, 8), ("k", 4, 8), ("v", 4, 8), ("o", 8, 8)):
+        shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, columns)
+        shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+    for name, rows, columns in (("gate", 6, 8), ("up", 6, 8), ("down", 8, 6)):
+        shapes[f"{layer}mlp.{name}_proj.weight"] = (rows, columns)
+        shapes[f"{layer}mlp.{name}_proj.bias"] = (rows,)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def logits(decoder: Decoder) -> Tensor:
+    store = SlotStore(decoder.options, decoder.dtype, CPU)
+    store.resize(1, 4)
+    layout = store.layout(0, torch.tensor([0]), torch.ones(3, 3, dtype=torch.bool).tril()[None], 3)
+    positions = torch.arange(3)[None]
+    return decoder.logits(decoder.forward(torch.tensor([[1, 2, 3]]), positions, partial(store.attend, layout)))
+
+
+# -- the digest --------------------------------------------------------------------------------------------------------
+
+
+def test_the_digest_does_not_depend_on_the_order_of_the_dict_or_on_strides() -> None:
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    assert sha256(state) == sha256(dict(reversed(state.items())))
+    assert sha256(state) == sha256({"a": torch.arange(6.0).view(2, 3).T.contiguous().T, "b": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"renamed": torch.arange(6.0)},
+        {"a": torch.arange(6.0).double()},
+        {"a": torch.arange(6.0).view(2, 3)},
+        {"a": torch.arange(6.0).view(torch.int32)},
+        {"a": torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.000001])},
+        {"a": torch.tensor([-0.0, 1.0, 2.0, 3.0, 4.0, 5.0])},
+        {"a": torch.arange(6.0), "b": torch.zeros(0)},
+        {},
+    ],
+    ids=["name", "dtype", "shape", "dtype with the same bytes", "one value", "one sign bit", "one more", "none"],
+)
+def test_the_digest_depends_on(other: dict[str, Tensor]) -> None:
+    assert sha256(other) != sha256({"a": torch.arange(6.0)})
+
+
+def test_the_digest_counts_tied_tensors_once_and_only_those() -> None:
+    table = torch.randn(4, 3)
+    tied = {"embed": table, "head": table}
+    assert sha256(tied) == sha256({"embed": table})
+    assert sha256({"embed": table, "head": table.clone()}) != sha256(tied)
+
+
+def test_the_digest_tells_a_square_matrix_from_its_transpose_in_the_same_memory() -> None:
+    square = torch.arange(9.0).view(3, 3)
+    shared, apart = {"a": square, "b": square.T}, {"a": square, "b": square.T.clone()}
+    assert sha256(shared) == sha256(apart)
+
+
+def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of_names() -> None:
+    spelled = (
+        b"n torch.int64 []" + bytes([3, 0, 0, 0, 0, 0, 0, 0]) + b"w torch.bfloat16 [2]" + bytes.fromhex("803f00c0")
+    )
+    state = {"w": torch.tensor([1.0, -2.0], dtype=torch.bfloat16), "n": torch.tensor(3)}
+    assert sha256(state) == hashlib.sha256(spelled).hexdigest()
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load() -> None:
+    state = policy_state()
+    decoder = Decoder(OPTIONS, torch.float64, CPU)
+    decoder.load(state, version=1)
+    before = logits(decoder)
+    for tensor in state.values():
+        tensor.add_(0.5)
+    torch.testing.assert_close(logits(decoder), before, rtol=0, atol=0)
+    decoder.load(state, version=2)
+    assert decoder.version == 2
+    assert float((logits(decoder) - before).abs().max()) > 0.01
+
+
+def test_every_weight_is_used() -> None:
+    state = policy_state()
+    decoder = Decoder(OPTIONS, torch.float64, CPU)
+    decoder.load(state, version=0)
+    before = logits(decoder)
+    for name, tensor in state.items():
+        # a table's or a key bias's common shift may cancel: change one entry that the three tokens read
+        changed = tensor.clone()
+        changed[(1,) * tensor.dim()] += 1.0
+        decoder.load(state | {name: changed}, version=0)
+        assert float((logits(decoder) - before).abs().max()) > 1e-6, name
+
+
+def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
+    state = policy_state()
+    decoder = Decoder(OPTIONS, torch.float64, CPU)
+    decoder.load(state, version=1)
+    before = logits(decoder)
+    broken = {name: tensor + 1 for name, tensor in state.items() if name != "model.norm.weight"}
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        decoder.load(broken, version=2)
+    assert decoder.version == 1
+    torch.testing.assert_close(logits(decoder), before, rtol=0, atol=0)
+
+
+def test_the_decoder_takes_its_own_dtype_whatever_the_policy_has() -> None:
+    state = policy_state()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        decoder = Decoder(OPTIONS, dtype, CPU)
+        decoder.load({name: tensor.float() for name, tensor in state.items()}, version=0)
+        assert logits(decoder).dtype == dtype
+
+
+def test_a_tied_head_follows_the_embedding_and_ignores_a_stored_head() -> None:
+    state = policy_state()
+    tied = Decoder(replace(OPTIONS, tied=True), torch.float64, CPU)
+    untied = Decoder(OPTIONS, torch.float64, CPU)
+    tied.load(state, version=0)
+    untied.load(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, version=0)
+    torch.testing.assert_close(logits(tied), logits(untied), rtol=0, atol=0)
+
+
+def test_reading_gives_the_tensors_that_were_saved_bit_for_bit(tmp_path: Path) -> None:
+    state = policy_state() | {"half": torch.randn(3).bfloat16()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert sha256(read_safetensors(tmp_path)) == sha256(state)
