@@ -76,7 +76,8 @@ def _checked(name: str, score: Reward, prompt: Prompt, answer: str) -> float:
         raise
     except Exception as error:
         raise RewardError(
-            f"reward {name} failed on prompt {prompt.prompt_id} ({type(error).__name__}: {error}), answer {answer[:80]!r}"
+            f"reward {name} failed on prompt {prompt.prompt_id} ({type(error).__name__}: {error}); "
+            f"the answer was {answer[:80]!r}"
         ) from error
     if not math.isfinite(reward):
         said = f"reward {name} gave {reward} on prompt {prompt.prompt_id}, answer {answer[:80]!r}"

@@ -1,4 +1,4 @@
-"""Admission, growth, preemption and finishing in any order: the bound holds, and no request is lost, doubled or
+"""Admission, growth, preemption and finishing in any order: the bound holds, no request is lost, doubled or overtaken."""
 overtaken."""
 
 from __future__ import annotations

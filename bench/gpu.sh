@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# One command for a machine with a CUDA device: the tests under tests/gpu, then the rollout bench. Needs no install:
+# PYTHON (default python3) must have torch, transformers, pydantic, rich, tensorboard and pytest.
+#   bench/gpu.sh [OUTPUT_FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${1:-bench/results}
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH=src HF_HUB_OFFLINE=1
+mkdir -p "$OUT"
+"$PYTHON" -m pytest -m gpu tests/gpu
+for dtype in float32 bfloat16; do
+    timeout 240 "$PYTHON" -m tlt bench rollout bench/prompts.toml --batches 1,8,32 --repeats 3 \
+        --model.dtype "$dtype" --model.device cuda --json "$OUT/gpu_rollout_$dtype.json"
+done

@@ -1,0 +1,3 @@
+from tlt.cli import main
+
+main()

@@ -1,0 +1,265 @@
+"""The model-free drafter: where it finds matches, what it offers, and what it forgets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tlt.draft.drafter import Node
+from tlt.draft.suffix import SuffixDrafter
+from tlt.types import Prompt, Request, SamplingParams
+
+LOTS = 10_000
+
+
+def request(prompt: Sequence[int] = (90, 91, 92), prompt_id: int = 0, epoch: int = 0, index: int = 0) -> Request:
+    return Request(Prompt(prompt_id, "", tuple(prompt)), index, epoch, 0, SamplingParams())
+
+
+def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:
+    """A response that was decoded to its end."""
+    drafter.open(request, [])
+    for token in tokens:
+        drafter.commit(request, [token])
+    drafter.close(request)
+
+
+def offers(drafter: SuffixDrafter, request: Request, committed: Sequence[int] = ()) -> dict[int, float]:
+    """token -> q at the root, the escape left out."""
+    out = drafter.predict([Node(request, committed, ())])
+    assert out.ids is not None
+    pairs = zip(out.ids[0].tolist(), out.log_q[0].exp().tolist(), strict=True)
+    return {token: q for token, q in pairs if token >= 0 and q > 0}
+
+
+def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
+    """The likeliest candidates, level after level."""
+    path: tuple[int, ...] = ()
+    state = None
+    for _ in range(depth):
+        out = drafter.predict([Node(request, [], path, state)])
+        assert out.ids is not None
+        assert out.states is not None
+        listed = [k for k, token in enumerate(out.ids[0].tolist()) if token >= 0]
+        if not listed:
+            break
+        best = max(listed, key=lambda k: float(out.log_q[0, k]))  # noqa: B023
+        state = out.states[0][best]
+        path = (*path, int(out.ids[0, best]))
+    return list(path)
+
+
+# -- where matches are found -------------------------------------------------------------------------------------------
+
+
+def test_a_match_within_the_response() -> None:
+    drafter, live = SuffixDrafter(LOTS), request()
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2, 3, 4, 5, 9, 1, 2])
+    assert chain(drafter, live, 3) == [3, 4, 5]
+
+
+def test_a_match_within_the_prompt() -> None:
+    drafter, live = SuffixDrafter(LOTS), request(prompt=(1, 2, 3, 4, 9))
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2])
+    assert chain(drafter, live, 2) == [3, 4]
+
+
+def test_a_match_in_a_sibling_that_is_still_growing() -> None:
+    drafter, live, sibling = SuffixDrafter(LOTS), request(), request(index=1)
+    drafter.open(sibling, [])
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2])
+    assert offers(drafter, live) == {}
+    drafter.commit(sibling, [1, 2, 3])
+    assert chain(drafter, live, 5) == [3]
+    drafter.commit(sibling, [4])
+    assert chain(drafter, live, 5) == [3, 4]
+
+
+def test_a_match_in_an_earlier_epoch_of_the_same_prompt() -> None:
+    drafter, live = SuffixDrafter(LOTS), request(epoch=1)
+    decoded(drafter, request(epoch=0, index=3), [1, 2, 3, 4])
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2])
+    assert chain(drafter, live, 2) == [3, 4]
+
+
+def test_no_match_from_another_prompt() -> None:
+    drafter, live = SuffixDrafter(LOTS), request(prompt_id=1)
+    decoded(drafter, request(prompt_id=0), [1, 2, 3, 4])
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2])
+    assert offers(drafter, live) == {}
+
+
+def test_a_long_match_beats_a_short_one() -> None:
+    drafter, live = SuffixDrafter(LOTS), request()
+    decoded(drafter, request(index=1), [1, 2, 3, 4, 50, 8, 8, 3, 4, 60, 8, 3, 4, 60])
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2, 3, 4])
+    assert set(offers(drafter, live)) == {50}
+
+
+def test_the_newest_epoch_comes_first_when_there_are_more_matches_than_are_looked_at() -> None:
+    drafter, live = SuffixDrafter(LOTS), request(epoch=2)
+    decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
+    decoded(drafter, request(epoch=1), [1, 2, 40] * 40)
+    drafter.open(live, [])
+    drafter.commit(live, [7, 1, 2])
+    assert set(offers(drafter, live)) == {40}
+
+
+# -- what is offered ---------------------------------------------------------------------------------------------------
+
+
+def test_counts_and_escape_make_the_law() -> None:
+    """After the pair (1, 2): 3 twice, 4 once, and 1.5 for all that was not seen."""
+    drafter, live = SuffixDrafter(LOTS), request()
+    decoded(drafter, request(index=1), [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3])
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2])
+    assert offers(drafter, live) == pytest.approx({3: 2 / 4.5, 4: 1 / 4.5})
+
+
+def test_a_short_text_is_not_taken_for_a_long_match() -> None:
+    """Two tokens are all there is: they count as a match of two, with its escape of 1.5, and not of eight."""
+    drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
+    decoded(drafter, request(prompt=(5,), index=1), [1, 2])
+    drafter.open(live, [])
+    drafter.commit(live, [1])
+    assert offers(drafter, live) == pytest.approx({2: 1 / 2.5})
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4),
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    own=st.lists(st.integers(0, 3), max_size=12),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_offer_is_a_law_with_the_escape_and_names_only_what_followed(
+    texts: list[list[int]], prompt: list[int], own: list[int]
+) -> None:
+    drafter = SuffixDrafter(LOTS)
+    for index, text in enumerate(texts):
+        decoded(drafter, request(prompt, index=index), text)
+    live = request(prompt, index=99)
+    drafter.open(live, [])
+    drafter.commit(live, own)
+    seen = [tuple(prompt) + tuple(text) for text in (*texts, own)]
+    nodes = [Node(live, own, ())]
+    for _ in range(4):
+        out = drafter.predict(nodes)
+        assert out.ids is not None
+        assert out.states is not None
+        assert len(out.states) == len(nodes)
+        deeper = []
+        for node, ids, log_q, states in zip(nodes, out.ids.tolist(), out.log_q, out.states, strict=True):
+            listed = int((log_q > -math.inf).sum())
+            assert len(set(ids[:listed])) == listed == len(states)
+            if listed:
+                assert float(log_q.exp().sum()) == pytest.approx(1.0, abs=1e-5)
+            for token, state in zip(ids, states, strict=False):
+                if token >= 0:
+                    tail = (*prompt, *own)[-2:] + (*node.path, token)
+                    assert any(tail == text[i : i + len(tail)] for text in seen for i in range(len(text)))
+                    deeper.append(Node(live, own, (*node.path, token), state))
+        if not deeper:
+            break
+        nodes = deeper
+
+
+@pytest.mark.parametrize("committed", [[], [1], [1, 2]])
+def test_a_prompt_of_one_token_and_nothing_seen_offer_nothing(committed: list[int]) -> None:
+    drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
+    drafter.open(live, committed)
+    assert offers(drafter, live) == {}
+
+
+def test_a_batch_of_rows_is_each_row_alone() -> None:
+    drafter, rows = SuffixDrafter(LOTS), [request(index=i) for i in range(3)]
+    for row, tokens in zip(rows, ([1, 2, 3, 1, 2], [7], [4, 5, 4, 5, 4]), strict=True):
+        drafter.open(row, [])
+        drafter.commit(row, tokens)
+    out = drafter.predict([Node(row, [], ()) for row in rows])
+    assert out.ids is not None
+    for m, row in enumerate(rows):
+        together = {t: q for t, q in zip(out.ids[m].tolist(), out.log_q[m].exp().tolist(), strict=True) if t >= 0}
+        assert together == pytest.approx(offers(drafter, row))
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_old_epochs_age_out_and_the_bound_holds() -> None:
+    drafter = SuffixDrafter(history_tokens=100)
+    for epoch in range(10):
+        decoded(drafter, request(epoch=epoch), [epoch + 10, 2, 3, epoch] * 7)
+    live = request(epoch=10)
+    drafter.open(live, [])
+    assert drafter.kept_tokens <= 100
+    assert drafter.kept_tokens == sum(len(s) for h in drafter.histories.values() for s in h.sequences.values())
+    drafter.commit(live, [2, 3])
+    assert set(offers(drafter, live)) == {9, 8, 7}
+
+
+def test_a_forgotten_prompt_leaves_nothing_behind() -> None:
+    drafter = SuffixDrafter(history_tokens=50)
+    for prompt_id in range(200):
+        decoded(drafter, request(prompt_id=prompt_id), [1, 2, 3] * 10)
+    assert len(drafter.histories) <= 3
+    assert len(drafter.live) <= 3
+    assert len(drafter.epochs) <= 3
+
+
+def test_open_requests_are_never_forgotten() -> None:
+    drafter = SuffixDrafter(history_tokens=10)
+    rows = [request(prompt_id=i) for i in range(5)]
+    for row in rows:
+        drafter.open(row, [])
+        drafter.commit(row, [1, 2, 3, 4, 1, 2])
+    for row in rows:
+        assert chain(drafter, row, 2) == [3, 4]
+        drafter.commit(row, [3])
+    for row in rows:
+        drafter.close(row)
+    drafter.open(request(prompt_id=9), [])
+    assert drafter.kept_tokens <= 10
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_request_comes_back_after_a_preemption(forgotten: bool) -> None:
+    drafter, live, other = SuffixDrafter(history_tokens=30), request(), request(prompt_id=1)
+    drafter.open(live, [])
+    drafter.commit(live, [1, 2, 3, 4])
+    drafter.close(live)
+    if forgotten:
+        decoded(drafter, other, [7] * 40)
+        drafter.open(other, [])
+        assert (0, 0) not in drafter.histories
+    drafter.open(live, [1, 2, 3, 4])
+    drafter.commit(live, [8, 1, 2])
+    assert chain(drafter, live, 4) == [3, 4, 8, 1]
+
+
+def test_a_request_decoded_anew_starts_from_what_it_has_now() -> None:
+    """A rollout that was given up, or the same requests under a new target version: same prompt, epoch and index."""
+    drafter, live = SuffixDrafter(LOTS), request(prompt=(5, 6))
+    decoded(drafter, live, [1, 2, 3, 4])
+    decoded(drafter, request(prompt=(5, 6), index=1), [7, 8])
+    drafter.open(live, [])
+    assert 7 in offers(drafter, live)
+
+
+def test_tensors_have_the_dtypes_the_tree_expects() -> None:
+    drafter, live = SuffixDrafter(LOTS), request()
+    drafter.open(live, [1, 2, 3, 1, 2])
+    out = drafter.predict([Node(live, [1, 2, 3, 1, 2], ())])
+    assert out.ids is not None
+    assert (out.ids.dtype, out.log_q.dtype) == (torch.int64, torch.float32)

@@ -1,0 +1,229 @@
+"""Draft trees: what grows, what is kept, and what a target pass is told to see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from tlt.draft.drafter import Candidates, Node
+from tlt.draft.tree import DraftTree, Strategy, agreement, grow, stack
+from tlt.types import Prompt, Request, SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB = 7
+STRATEGIES = st.builds(Strategy, st.integers(1, 5), st.integers(1, 4), st.integers(2, 12))
+
+
+def request(new_tokens: int = 50) -> Request:
+    return Request(Prompt(0, "", (3, 1)), 0, 0, 0, SamplingParams(max_new_tokens=new_tokens))
+
+
+def noise_of(rows: Sequence[int], depths: Sequence[int], ids: Tensor | None) -> Tensor:
+    """A number for each (row, depth, id), finite for any id, as the engine's is."""
+    token = torch.arange(VOCAB) if ids is None else ids.clamp(0, VOCAB - 1)
+    place = torch.tensor([[31 * row + 17 * depth] for row, depth in zip(rows, depths, strict=True)])
+    return torch.sin(place * 1.7 + token * 2.3) * 3
+
+
+class TableDrafter:
+    """log q of a node is a function of its row's path; `states` carry the path, to check that they reach the child."""
+
+    name = "table"
+
+    def __init__(self, seed: int, listed: bool, garbage: bool = False) -> None:
+        self.seed, self.listed, self.garbage = seed, listed, garbage
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
+    def close(self, request: Request) -> None: ...
+
+    def row(self, node: Node) -> tuple[list[int], list[float]]:
+        """ids and log q offered at a node."""
+        generator = torch.Generator().manual_seed(hash((self.seed, node.path)) % 2**31)
+        ids = torch.randperm(VOCAB, generator=generator)[:5].tolist() if self.listed else list(range(VOCAB))
+        scores = torch.randn(len(ids), generator=generator).tolist()
+        if self.garbage:
+            for k, kind in enumerate(torch.randint(8, (len(ids),), generator=generator).tolist()):
+                scores[k] = {0: math.nan, 1: -math.inf, 2: math.inf}.get(kind, scores[k])
+                ids[k] = {3: -1, 4: VOCAB, 5: 10**9, 6: ids[0]}.get(kind, ids[k]) if self.listed else ids[k]
+        return ids, scores
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        assert all(node.state in (None, node.path) for node in nodes)
+        offers = [self.row(node) for node in nodes]
+        states = [[(*node.path, token) for token in ids] for node, (ids, _) in zip(nodes, offers, strict=True)]
+        ids = torch.tensor([ids for ids, _ in offers]) if self.listed else None
+        return Candidates(ids, torch.tensor([scores for _, scores in offers]), states)
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree.tokens)):
+        out.append((*out[tree.parents[node]], tree.tokens[node]))
+    return out
+
+
+def check_sound(tree: DraftTree, strategy: Strategy) -> None:
+    count = len(tree.tokens)
+    assert len(tree.parents) == len(tree.depths) == len(tree.chance) == count
+    assert count <= strategy.verify_tokens
+    assert (tree.parents[0], tree.depths[0]) == (0, 0)
+    for node in range(1, count):
+        parent = tree.parents[node]
+        assert parent < node, "parents stand before their children"
+        assert tree.depths[node] == tree.depths[parent] + 1 <= strategy.depth
+        assert 0 <= tree.chance[node] <= tree.chance[parent]
+        assert 0 <= tree.tokens[node] < VOCAB
+        assert isinstance(tree.tokens[node], int)
+    assert len(set(paths(tree))) == count, "siblings are distinct"
+    for node in range(count):
+        assert tree.parents[1:].count(node) <= strategy.branching
+
+
+# -- growing -----------------------------------------------------------------------------------------------------------
+
+
+@given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_grown_tree_is_sound_whatever_the_drafter_offers(
+    strategy: Strategy, seed: int, listed: bool, garbage: bool
+) -> None:
+    rows = [(request(), [4]), (request(), []), (request(), [2, 6])]
+    grown = grow(TableDrafter(seed, listed, garbage), rows, strategy, noise_of, VOCAB)
+    assert [tree.tokens[0] for tree in grown] == [4, 1, 6], "the root is the last token committed, or the prompt's last"
+    for tree in grown:
+        check_sound(tree, strategy)
+
+
+@given(seed=st.integers(0, 10**6), listed=st.booleans(), branching=st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_children_are_the_noisy_top_k(seed: int, listed: bool, branching: int) -> None:
+    drafter, everything = TableDrafter(seed, listed), Strategy(3, branching, 1000)
+    committed = [5]
+    (tree,) = grow(drafter, [(request(), committed)], everything, noise_of, VOCAB)
+    where = paths(tree)
+    expanded = {tree.parents[node] for node in range(1, len(tree.tokens))}
+    assert 0 in expanded
+    for node in expanded:
+        ids, scores = drafter.row(Node(request(), committed, where[node]))
+        noise = noise_of([0], [tree.depths[node]], None)[0]
+        ranked = sorted(ids, key=lambda token: -(scores[ids.index(token)] + float(noise[token])))  # noqa: B023
+        assert [t for t, p in zip(tree.tokens[1:], tree.parents[1:], strict=True) if p == node] == ranked[:branching]
+
+
+@given(seed=st.integers(0, 10**6), strategy=STRATEGIES)
+@settings(max_examples=60, deadline=None)
+def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy) -> None:
+    drafter = TableDrafter(seed, listed=True)
+    row = (request(), [5, 2])
+    (alone,) = grow(drafter, [row], strategy, noise_of, VOCAB)
+    beside = grow(drafter, [row, (request(), [1]), (request(3), [])], strategy, noise_of, VOCAB)
+    assert beside[0] == alone
+
+
+def test_a_listing_and_the_whole_vocabulary_give_the_same_tree() -> None:
+    class Listing(TableDrafter):
+        def predict(self, nodes: Sequence[Node]) -> Candidates:
+            whole = super().predict(nodes)
+            return whole._replace(ids=torch.arange(VOCAB).expand(len(nodes), VOCAB))
+
+    strategy, rows = Strategy(4, 3, 20), [(request(), [5])]
+    whole = grow(TableDrafter(3, listed=False), rows, strategy, noise_of, VOCAB)
+    assert grow(Listing(3, listed=False), rows, strategy, noise_of, VOCAB) == whole
+
+
+@pytest.mark.parametrize(("new_tokens", "deepest"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
+def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepest: int) -> None:
+    """Of `new_tokens`, one is committed and the last one is the bonus token at best."""
+    (tree,) = grow(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy(5, 2, 50), noise_of, VOCAB)
+    assert max(tree.depths) == deepest
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float) -> None:
+    class Garbage(TableDrafter):
+        def predict(self, nodes: Sequence[Node]) -> Candidates:
+            return Candidates(None, torch.full((len(nodes), VOCAB), bad))
+
+    (tree,) = grow(Garbage(0, False), [(request(), [5])], Strategy(3, 2, 8), noise_of, VOCAB)
+    assert tree == DraftTree([5])
+
+
+def test_one_bad_row_does_not_stop_another() -> None:
+    class HalfBad(TableDrafter):
+        def predict(self, nodes: Sequence[Node]) -> Candidates:
+            scores = torch.zeros(len(nodes), VOCAB)
+            scores[[node.committed == [1] for node in nodes]] = math.nan
+            return Candidates(None, scores)
+
+    bad, good = grow(HalfBad(0, False), [(request(), [1]), (request(), [2])], Strategy(2, 2, 8), noise_of, VOCAB)
+    assert len(bad.tokens) == 1
+    assert len(good.tokens) > 2
+
+
+# -- chances and what is kept ------------------------------------------------------------------------------------------
+
+
+@given(scores=st.lists(st.floats(-50, 50), min_size=2, max_size=6))
+def test_chances_are_chances_and_fall_with_the_place(scores: list[float]) -> None:
+    scores = sorted(scores, reverse=True)
+    gaps = [a - b for a, b in zip(scores, [*scores[1:], -math.inf], strict=True)]
+    chances = [agreement(k, scores[0] - score, gap) for k, (score, gap) in enumerate(zip(scores, gaps, strict=True))]
+    assert all(0 <= chance <= 1 for chance in chances)
+    assert chances == sorted(chances, reverse=True)
+
+
+@st.composite
+def random_trees(draw: st.DrawFn) -> DraftTree:
+    tree = DraftTree([0])
+    for node in range(1, draw(st.integers(1, 14))):
+        # 1.0 and 0.0 make ties between a parent and its child
+        tree.add(draw(st.integers(0, node - 1)), node, draw(st.sampled_from([1.0, 0.5, 0.3, 1e-200, 0.0])))
+    return tree
+
+
+@given(tree=random_trees(), count=st.integers(1, 15))
+@settings(max_examples=300, deadline=None)
+def test_what_is_kept_is_the_likeliest_and_still_a_tree(tree: DraftTree, count: int) -> None:
+    kept = tree.keep_best(count)
+    assert len(kept.tokens) == min(count, len(tree.tokens))
+    assert sorted(kept.chance, reverse=True) == sorted(tree.chance, reverse=True)[: len(kept.tokens)]
+    # tokens are the old node numbers, so parents can be compared: each kept node hangs where it hung
+    for node in range(1, len(kept.tokens)):
+        old = kept.tokens[node]
+        assert kept.tokens[kept.parents[node]] == tree.parents[old]
+        assert (kept.depths[node], kept.chance[node]) == (tree.depths[old], tree.chance[old])
+        assert kept.parents[node] < node
+
+
+# -- stacking ----------------------------------------------------------------------------------------------------------
+
+
+def sees(tree: DraftTree, node: int) -> set[int]:
+    """The node and its ancestors, the slow way."""
+    return {0} if node == 0 else {node} | sees(tree, tree.parents[node])
+
+
+@given(trees=st.lists(random_trees(), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_a_node_sees_its_ancestors_and_itself_and_padding_only_itself(trees: list[DraftTree]) -> None:
+    batch = stack(trees, CPU)
+    width = max(len(tree.tokens) for tree in trees)
+    assert batch.tokens.shape == batch.depths.shape == (len(trees), width)
+    if width == 1:
+        assert batch.visible is None
+        return
+    assert batch.visible is not None
+    for row, tree in enumerate(trees):
+        count = len(tree.tokens)
+        assert batch.tokens[row].tolist() == tree.tokens + [0] * (width - count)
+        assert batch.depths[row].tolist() == tree.depths + [0] * (width - count)
+        for node in range(width):
+            visible = set(batch.visible[row, node].nonzero().flatten().tolist())
+            assert visible == (sees(tree, node) if node < count else {node})

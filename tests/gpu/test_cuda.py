@@ -1,0 +1,89 @@
+"""On a CUDA device: the noise has the CPU's bits, the decoder agrees with transformers, speculation changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tlt.config import EngineConfig
+from tlt.draft.suffix import SuffixDrafter
+from tlt.draft.tree import Strategy
+from tlt.engine.engine import PLAIN, Engine
+from tlt.fidelity import RandomDrafter, last_logits
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.sampling import gumbel_noise, request_seed
+from tlt.types import Prompt, Request, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).eval().cuda()
+
+
+def decoder(model: Any, dtype: torch.dtype) -> Decoder:
+    target = Decoder(decoder_options(model.config), dtype, torch.device("cuda"))
+    target.load(model.state_dict(), version=0)
+    return target
+
+
+def requests(max_new_tokens: int, count: int = 24) -> list[Request]:
+    params = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(7,))
+    prompts = [Prompt(i, "", tuple((11 * i + j * j) % VOCAB for j in range(10 + i))) for i in range(count // 4)]
+    return [Request(p, k, 0, request_seed(0, "gpu", p.prompt_id, 0, k), params) for p in prompts for k in range(4)]
+
+
+def tokens(engine: Engine, asked: Sequence[Request]) -> dict[int, list[int]]:
+    return {response.request.seed: response.token_ids for response in engine.generate(asked)}
+
+
+def test_noise_has_the_same_bits_as_on_the_cpu() -> None:
+    seeds, positions = torch.randint(-(2**62), 2**62, (64,)), torch.arange(64)
+    on_gpu = gumbel_noise(seeds.cuda(), positions.cuda(), 16_384).cpu()
+    assert torch.equal(on_gpu, gumbel_noise(seeds, positions, 16_384))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-6), (torch.bfloat16, 0.1)])
+def test_logits_agree_with_transformers(model: Any, dtype: torch.dtype, tolerance: float) -> None:
+    contexts = [[(3 * i + j * j) % VOCAB for j in range(40)] for i in range(4)]
+    ours = last_logits(decoder(model, dtype), contexts)
+    with torch.inference_mode():
+        theirs = model(torch.tensor(contexts, device="cuda")).logits[:, -1]
+    assert (ours.float() - theirs.float()).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("drafter", [SuffixDrafter(100_000), RandomDrafter(VOCAB)], ids=lambda d: d.name)
+def test_speculation_changes_no_token_in_float64(model: Any, drafter: Any) -> None:
+    target, asked, config = decoder(model, torch.float64), requests(80), EngineConfig(max_rows=16)
+    plain = tokens(Engine(target, config), asked)
+    engine = Engine(target, config, drafter, Strategy(depth=4, branching=2, verify_tokens=8))
+    assert tokens(engine, asked) == plain
+    assert engine.stats.drafted > 0
+
+
+def test_a_small_cache_preempts_and_changes_nothing(model: Any) -> None:
+    target, asked = decoder(model, torch.float64), requests(80)
+    roomy = tokens(Engine(target, EngineConfig(), None, PLAIN), asked)
+    tight = Engine(target, EngineConfig(), None, PLAIN)
+    tight.cache.bound_tokens = 300
+    assert tokens(tight, asked) == roomy
+    assert tight.stats.preemptions > 0
