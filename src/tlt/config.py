@@ -97,6 +97,8 @@ class SpeculationConfig(Section):
     branching: int = Field(default=2, gt=0, le=16)
     verify_tokens: int = Field(default=8, gt=0, le=256)
     """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
+    min_chance: float = Field(default=0.2, ge=0, lt=1)
+    """a drafted token less likely to be reached than this is not verified; the chances are counted online"""
     history_tokens: int = Field(default=200_000, gt=0)
     """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
 

@@ -104,16 +104,17 @@ class OracleDrafter(_Stateless):
 
 def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
     """Logits [M, V] after each context, by plain causal attention over right-padded rows."""
-    options, width = target.options, max(len(c) for c in contexts)
+    options, rows, width = target.options, len(contexts), max(len(c) for c in contexts)
     tokens = torch.tensor([[*c, *[0] * (width - len(c))] for c in contexts], device=target.device)
     causal = torch.ones(width, width, dtype=torch.bool, device=target.device).tril()
     share = options.num_heads // options.num_kv_heads
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = (x.repeat_interleave(share, dim=2).transpose(1, 2) for x in (key, value))
-        scores = query.transpose(1, 2) @ key.transpose(2, 3) * options.head_dim**-0.5
+        query, key, value = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (query, key, value))
+        key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * options.head_dim**-0.5
         weights = torch.softmax(scores.masked_fill(~causal, -math.inf), dim=-1)
-        return (weights @ value).transpose(1, 2).flatten(2)
+        return (weights @ value).transpose(1, 2).reshape(rows * width, -1)
 
     hidden = target.forward(tokens, torch.arange(width, device=target.device).expand_as(tokens), attend)
     last = torch.tensor([len(c) - 1 for c in contexts], device=target.device)

@@ -46,7 +46,8 @@ def make_engine(config: Config, target: Decoder, tokenizer: Any) -> Engine:
 def make_drafter(config: SpeculationConfig) -> tuple[Drafter | None, Strategy]:
     if config.drafter == "off":
         return None, PLAIN
-    return SuffixDrafter(config.history_tokens), Strategy(config.depth, config.branching, config.verify_tokens)
+    strategy = Strategy(config.depth, config.branching, config.verify_tokens, config.min_chance)
+    return SuffixDrafter(config.history_tokens), strategy
 
 
 def make_target(config: ModelConfig) -> Decoder:

@@ -31,6 +31,8 @@ class Candidates(NamedTuple):
     ids: Tensor | None
     log_q: Tensor
     states: Sequence[Sequence[Any]] | None = None
+    kinds: Sequence[int] | None = None
+    """a class of guess for each node, calibrated apart (how long the match was, say)"""
 
 
 class Drafter(Protocol):

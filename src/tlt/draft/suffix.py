@@ -111,7 +111,8 @@ class SuffixDrafter:
             ids[m, : len(weights)] = torch.tensor([*followers, -1])
             log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])
             states[m] = [_Match(places, match.order) for places in followers.values()] + [None]
-        return Candidates(ids, log_q, states)
+        kinds = [match.order if match else 0 for match in found]
+        return Candidates(ids, log_q, states, kinds)
 
     def _match(self, node: Node) -> _Match | None:
         prompt_id = node.request.prompt.prompt_id

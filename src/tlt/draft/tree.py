@@ -10,14 +10,15 @@ Shapes: B rows, N nodes a row (the largest tree; the others are padded), M nodes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.draft.calibration import Calibration, Cell, cell
 from tlt.draft.drafter import Candidates, Drafter, Node
 from tlt.sampling import rank
 from tlt.types import Request
@@ -29,6 +30,8 @@ class Strategy(NamedTuple):
     depth: int
     branching: int
     verify_tokens: int
+    min_chance: float = 0.0
+    """a node less likely to be reached than this is not verified"""
 
 
 @dataclass
@@ -40,9 +43,12 @@ class DraftTree:
     parents: list[int] = field(default_factory=lambda: [0])
     depths: list[int] = field(default_factory=lambda: [0])
     chance: list[float] = field(default_factory=lambda: [1.0])
+    cells: list[Cell | None] = field(default_factory=lambda: [None])
+    """where the calibration counts each node"""
 
-    def add(self, parent: int, token: int, chance: float) -> int:
+    def add(self, parent: int, token: int, chance: float, where: Cell | None = None) -> int:
         self.tokens.append(token)
+        self.cells.append(where)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.chance.append(self.chance[parent] * chance)
@@ -59,6 +65,7 @@ class DraftTree:
             [place[self.parents[n]] for n in kept],
             [self.depths[n] for n in kept],
             [self.chance[n] for n in kept],
+            [self.cells[n] for n in kept],
         )
 
 
@@ -82,88 +89,91 @@ def grow(
     strategy: Strategy,
     noise_of: NoiseOf,
     vocab_size: int,
+    calibration: Calibration,
 ) -> list[DraftTree]:
     """Draft a tree for each row (request, committed tokens; the prompt's last token is the root of a new response)."""
     trees = [DraftTree([committed[-1] if committed else request.prompt.token_ids[-1]]) for request, committed in rows]
-    frontier = [(row, 0, Node(request, committed, ())) for row, (request, committed) in enumerate(rows)]
+    frontier = [_Leaf(row, 0, Node(request, committed, ())) for row, (request, committed) in enumerate(rows)]
     for depth in range(strategy.depth):
-        frontier = [entry for entry in frontier if _goes_on(entry[2])]
+        frontier = [leaf for leaf in frontier if _goes_on(leaf.node)]
         if not frontier:
             break
-        candidates = drafter.predict([node for _, _, node in frontier])
-        grown = _expand(trees, frontier, candidates, strategy.branching, noise_of, depth, vocab_size)
+        candidates = drafter.predict([leaf.node for leaf in frontier])
+        noise = noise_of([leaf.row for leaf in frontier], [depth] * len(frontier), candidates.ids)
+        grown: list[_Leaf] = []
+        for leaf, proposals in zip(
+            frontier, _proposals(candidates, noise, strategy.branching, vocab_size), strict=True
+        ):
+            grown += _add_children(trees[leaf.row], leaf, proposals, strategy, calibration)
         frontier = _likeliest(trees, grown, strategy)
     return [tree.keep_best(strategy.verify_tokens) for tree in trees]
 
 
+class _Leaf(NamedTuple):
+    """A node that may be expanded: the row it belongs to and its number in that row's tree."""
+
+    row: int
+    number: int
+    node: Node
+
+
+class _Proposal(NamedTuple):
+    token: int
+    behind: float  # distance from the best sibling's noisy score
+    gap: float  # lead over the next one
+    kind: int
+    state: Any
+
+
 def _goes_on(node: Node) -> bool:
-    """Nothing follows a stop token; and the last token of a response needs no draft, the pass before gives it as its
-    bonus."""
+    """Nothing follows a stop token; and the last token of a response needs no draft: the pass before gives it."""
     params = node.request.sampling
     ended = bool(node.path) and node.path[-1] in params.stop_token_ids
     return not ended and len(node.committed) + len(node.path) + 1 < params.max_new_tokens
 
 
-_Frontier = list[tuple[int, int, Node]]  # (row, node number, node)
-
-
-def _expand(
-    trees: list[DraftTree],
-    frontier: _Frontier,
-    candidates: Candidates,
-    branching: int,
-    noise_of: NoiseOf,
-    depth: int,
-    vocab_size: int,
-) -> _Frontier:
-    """Add the best children of each frontier node to its tree; what a drafter may not propose is passed over here."""
-    noise = noise_of([row for row, _, _ in frontier], [depth] * len(frontier), candidates.ids)
+def _proposals(candidates: Candidates, noise: Tensor, branching: int, vocab_size: int) -> Iterator[list[_Proposal]]:
+    """For each node its best children, best first; what a drafter may not propose is passed over here."""
     best = rank(candidates.log_q, noise, k=branching + 1)
     ids = best.picks if candidates.ids is None else candidates.ids.gather(-1, best.picks)
-    grown: _Frontier = []
     for m, (scores, tokens, picks) in enumerate(
         zip(best.scores.tolist(), ids.tolist(), best.picks.tolist(), strict=True)
     ):
-        row, number, node = frontier[m]
-        taken: set[int] = set()
+        found: dict[int, _Proposal] = {}
         for k, (score, token, pick) in enumerate(zip(scores, tokens, picks, strict=True)):
             if k == branching or not math.isfinite(score):
                 break  # NaN and padding rank nothing behind them
-            if token in taken or not 0 <= token < vocab_size:
-                continue
-            taken.add(token)
-            gap = score - scores[k + 1] if k + 1 < len(scores) else math.inf
-            child = trees[row].add(number, token, agreement(k, scores[0] - score, gap))
-            state = candidates.states[m][pick] if candidates.states is not None else None
-            grown.append((row, child, Node(node.request, node.committed, (*node.path, token), state)))
-    return grown
+            if 0 <= token < vocab_size and token not in found:
+                gap = score - scores[k + 1] if k + 1 < len(scores) else math.inf
+                state = candidates.states[m][pick] if candidates.states is not None else None
+                kind = candidates.kinds[m] if candidates.kinds is not None else 0
+                found[token] = _Proposal(token, scores[0] - score, gap, kind, state)
+        yield list(found.values())
 
 
-def agreement(place: int, behind: float, gap: float) -> float:
-    """Chance that the target takes this child: from its place among siblings and the gaps of the noisy scores.
+def _add_children(
+    tree: DraftTree, leaf: _Leaf, proposals: Sequence[_Proposal], strategy: Strategy, calibration: Calibration
+) -> Iterator[_Leaf]:
+    parent = leaf.node
+    for place, p in enumerate(proposals):
+        where = cell(p.kind, len(parent.path), place, p.behind, p.gap)
+        chance = calibration.chance(where)
+        if tree.chance[leaf.number] * chance >= strategy.min_chance:
+            number = tree.add(leaf.number, p.token, chance, where)
+            yield _Leaf(leaf.row, number, Node(parent.request, parent.committed, (*parent.path, p.token), p.state))
 
-    `behind` is its distance from the best sibling, `gap` its lead over the next. Given the noise, these say how
-    likely the target's slightly different law turns the order; log q itself says almost nothing more.
-    """
-    lead = gap if place == 0 else -behind
-    return 1.0 / (1.0 + math.exp(-1.2 * min(lead, 20.0) - 0.3)) if place == 0 else 0.5 * math.exp(lead) / (1 + place)
 
-
-def _likeliest(trees: list[DraftTree], grown: _Frontier, strategy: Strategy) -> _Frontier:
+def _likeliest(trees: list[DraftTree], grown: Sequence[_Leaf], strategy: Strategy) -> list[_Leaf]:
     """Of each row's new nodes the `branching` likeliest go on, if they can still be among the tokens to verify."""
-    by_row: dict[int, _Frontier] = {}
-    for entry in grown:
-        by_row.setdefault(entry[0], []).append(entry)
-    kept: _Frontier = []
-    for row, entries in by_row.items():
-        tree = trees[row]
-        entries.sort(key=lambda entry: -tree.chance[entry[1]])
-        bar = (
-            sorted(tree.chance, reverse=True)[: strategy.verify_tokens][-1]
-            if len(tree.chance) >= strategy.verify_tokens
-            else 0.0
-        )
-        kept += [entry for entry in entries[: strategy.branching] if tree.chance[entry[1]] > bar or bar == 0.0]
+    by_row: dict[int, list[_Leaf]] = {}
+    for leaf in grown:
+        by_row.setdefault(leaf.row, []).append(leaf)
+    kept: list[_Leaf] = []
+    for row, leaves in by_row.items():
+        chance, full = trees[row].chance, len(trees[row].chance) >= strategy.verify_tokens
+        bar = sorted(chance, reverse=True)[strategy.verify_tokens - 1] if full else -1.0
+        leaves.sort(key=lambda leaf: -chance[leaf.number])
+        kept += [leaf for leaf in leaves[: strategy.branching] if chance[leaf.number] > bar]
     return kept
 
 

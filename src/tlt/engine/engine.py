@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from tlt.config import EngineConfig
+from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
 from tlt.draft.tree import DraftTree, Strategy, grow, stack
 from tlt.engine.kv_cache import KVCache
@@ -47,6 +48,7 @@ class Engine:
         self.strategy = strategy if self.drafter else PLAIN
         self.cache = KVCache(target.options, target.dtype, target.device, config.kv_memory_mb)
         self.runner = Runner(target, self.cache, config.prefill_tokens)
+        self.calibration = Calibration()
         self.stats = RolloutStats()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
@@ -127,7 +129,8 @@ class Engine:
         if self.drafter is not None:
             try:
                 rows = [(row.request, row.tokens) for row in live]
-                return grow(self.drafter, rows, self.strategy, self._noise_of, self.target.options.vocab_size)
+                vocab_size = self.target.options.vocab_size
+                return grow(self.drafter, rows, self.strategy, self._noise_of, vocab_size, self.calibration)
             except Exception:
                 self._drop_drafter("propose")
         return [DraftTree([row.root]) for row in live]
@@ -156,11 +159,13 @@ class Engine:
     def _commit(self, trees: Sequence[DraftTree], sampled: Sampled) -> list[Response]:
         live, stats = self.scheduler.live, self.stats
         stats.rounds += 1
+        self.calibration.next_round()
         stats.row_passes += len(live)
         moves: list[tuple[int, int, int]] = []
         finished: list[tuple[int, str]] = []
         for slot, (row, tree) in enumerate(zip(live, trees, strict=True)):
             path = walk(tree, sampled.tokens[slot])
+            self.calibration.observe(tree.cells, tree.parents, path)
             start = row.kv_length
             moves += [(slot, start + node, start + i) for i, node in enumerate(path) if node != i]
             reason = self._append(row, path, sampled, slot)

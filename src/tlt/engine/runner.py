@@ -60,11 +60,12 @@ class Runner:
             width = min(chunk, longest - lo)
             part = [list(c[lo : min(lo + width, len(c) - 1)]) for c in contexts]
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
-            before = self._tensor([lo] * len(contexts))
             causal = (
                 torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(contexts), -1, -1)
             )
-            self._pass(first, tokens, before, torch.arange(width, device=tokens.device).expand_as(tokens), causal)
+            self._pass(
+                first, tokens, [lo] * len(contexts), torch.arange(width, device=tokens.device).expand_as(tokens), causal
+            )
 
     def verify(
         self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Sequence[int], law: Law
@@ -72,7 +73,7 @@ class Runner:
         """Slots 0..: one pass over all trees; the target's sample at each node, under the noise of that node's
         position."""
         device = self.target.device
-        hidden = self._pass(0, trees.tokens, self._tensor(lengths), trees.depths, trees.visible)
+        hidden = self._pass(0, trees.tokens, lengths, trees.depths, trees.visible)
         log_p, log_full = log_law(self.target.logits(hidden), law)
         rows = torch.arange(len(lengths), device=device)[:, None]
         noise_here = noise.at(rows, self._tensor(times)[:, None] + trees.depths)
@@ -84,9 +85,12 @@ class Runner:
         picked = (x.squeeze(-1).tolist() for x in (token, logprob, log_full.gather(-1, token)))
         return Sampled(*picked)
 
-    def _pass(self, first: int, tokens: Tensor, lengths: Tensor, depths: Tensor, visible: Tensor | None) -> Tensor:
+    def _pass(
+        self, first: int, tokens: Tensor, lengths: Sequence[int], depths: Tensor, visible: Tensor | None
+    ) -> Tensor:
         layout = self.cache.store.layout(first, lengths, visible, tokens.shape[1])
-        return self.target.forward(tokens, lengths[:, None] + depths, partial(self.cache.store.attend, layout))
+        positions = self._tensor(lengths)[:, None] + depths
+        return self.target.forward(tokens, positions, partial(self.cache.store.attend, layout))
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)

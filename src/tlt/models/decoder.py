@@ -20,8 +20,8 @@ from tlt.models.families import DecoderOptions, ModelError
 
 class Attend(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep key and value [B, N, K, E] of the new tokens, attend query [B, N, H, E] over all kept -> [B, N, H *
-        E]."""
+        """Keep key and value [B * N, K, E] of the new tokens; attend query [B * N, H, E] over all kept, scaled by
+        E ** -0.5 -> [B * N, H * E]."""
         ...
 
 
@@ -50,7 +50,6 @@ class Decoder:
         self.version = -1
         self.layers: list[Layer] = []
         self._cis = self._rotary_table()
-        self._scale = options.head_dim**-0.5
 
     def _rotary_table(self) -> Tensor:
         """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or
@@ -77,23 +76,24 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [B, N] -> hidden states after the final norm [B, N, D]."""
         o = self.options
-        B, N = tokens.shape
-        heads = o.num_heads + o.num_kv_heads
-        x = F.embedding(tokens, self.embedding)
-        cis = self._cis[positions]  # [B, N, 1, E/2]
+        heads, split = o.num_heads + o.num_kv_heads, (o.num_heads + o.num_kv_heads) * o.head_dim
+        x = F.embedding(tokens.reshape(-1), self.embedding)  # [B * N, D] all the way: few and flat operations
+        cis = self._cis[positions.reshape(-1)]  # [B * N, 1, E/2]
         for index, layer in enumerate(self.layers):
             h = F.rms_norm(x, layer.input_norm.shape, layer.input_norm, o.rms_norm_eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(B, N, heads + o.num_kv_heads, o.head_dim)
-            qk, v = qkv[:, :, :heads], qkv[:, :, heads:]
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+            qk, value = qkv[:, :split].view(-1, heads, o.head_dim), qkv[:, split:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (o.head_dim,), None, o.rms_norm_eps) * layer.qk_norm
             qk = _rotate(qk, cis)
-            mixed = attend(index, qk[:, :, : o.num_heads], qk[:, :, o.num_heads :], v)
+            mixed = attend(
+                index, qk[:, : o.num_heads], qk[:, o.num_heads :], value.view(-1, o.num_kv_heads, o.head_dim)
+            )
             x = x + F.linear(mixed, layer.out, layer.out_bias)
             h = F.rms_norm(x, layer.post_norm.shape, layer.post_norm, o.rms_norm_eps)
             gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-        return F.rms_norm(x, self.norm.shape, self.norm, o.rms_norm_eps)
+        return F.rms_norm(x, self.norm.shape, self.norm, o.rms_norm_eps).view(*tokens.shape, -1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
