@@ -53,7 +53,14 @@ def exact(prompt: Prompt, answer: str) -> float:
 
 def _reasoning_gym(config: Config) -> Reward:
     dataset = task_dataset(config.data)
-    return lambda prompt, answer: dataset.score_answer(answer, prompt.data["entry"])
+
+    def score(prompt: Prompt, answer: str) -> float:
+        try:
+            return dataset.score_answer(answer, prompt.data["entry"])
+        except (ValueError, TypeError, ArithmeticError, LookupError):
+            return 0.0  # some checkers raise on an answer that they cannot parse: it is wrong
+
+    return score
 
 
 def _user_function(path: str) -> Reward:
