@@ -206,17 +206,31 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
-    try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
     *sections, key = dotted.split(".")
-    node = tree
+    node, value = tree, _typed(text, _annotation(sections, key))
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigError(f"--{dotted}: {section} is a value, not a section")
     node[key] = value
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """The text as TOML reads it; as it stands for a text field, or where TOML cannot read it (a bare word)."""
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if annotation in (str, str | None) and not isinstance(value, str) else value
+
+
+def _annotation(sections: Sequence[str], key: str) -> Any:
+    model: Any = Config
+    for name in sections:
+        field = getattr(model, "model_fields", {}).get(name)
+        model = field.annotation if field else None
+    field = getattr(model, "model_fields", {}).get(key)
+    return field.annotation if field else None
 
 
 def _sentence(error: ValidationError) -> str:

@@ -93,10 +93,13 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     ordered = ordered.masked_fill(torch.arange(vocab_size, device=full.device) >= top_k, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     before = torch.cumsum(probabilities, dim=-1) - probabilities  # mass of the tokens ranked above
-    outside = before >= law.top_p.to(wide.dtype).view(shape)
+    top_p = torch.where(law.top_p < 1, law.top_p, torch.inf)  # off: a sum rounded up to 1 must not cut the tail
+    outside = before >= top_p.to(wide.dtype).view(shape)
     outside[..., 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
-    return torch.empty_like(ordered).scatter_(-1, ids, ordered), full
+    restricted = torch.empty_like(ordered).scatter_(-1, ids, ordered)
+    # a row without top-k and top-p keeps its own bits, whatever rows stand beside it
+    return torch.where(((law.top_k > 0) | (law.top_p < 1)).view(shape), restricted, full), full
 
 
 class Ranking(NamedTuple):

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from tlt.draft.drafter import Candidates, Node
-from tlt.draft.tree import DraftTree, Strategy, agreement, grow, stack
+from tlt.draft.calibration import Calibration, cell
+from tlt.draft.drafter import Candidates, Drafter, Node
+from tlt.draft.tree import DraftTree, Strategy, grow, stack
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 7
-STRATEGIES = st.builds(Strategy, st.integers(1, 5), st.integers(1, 4), st.integers(2, 12))
+STRATEGIES = st.builds(Strategy, st.integers(1, 5), st.integers(1, 4), st.integers(2, 12), st.sampled_from([0.0, 0.2]))
 
 
 def request(new_tokens: int = 50) -> Request:
@@ -62,6 +63,15 @@ class TableDrafter:
         return Candidates(ids, torch.tensor([scores for _, scores in offers]), states)
 
 
+def trees_of(
+    drafter: Drafter,
+    rows: Sequence[tuple[Request, Sequence[int]]],
+    strategy: Strategy,
+    known: Calibration | None = None,
+) -> list[DraftTree]:
+    return grow(drafter, rows, strategy, noise_of, VOCAB, known or Calibration())
+
+
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     out: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree.tokens)):
@@ -71,14 +81,14 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 
 def check_sound(tree: DraftTree, strategy: Strategy) -> None:
     count = len(tree.tokens)
-    assert len(tree.parents) == len(tree.depths) == len(tree.chance) == count
+    assert len(tree.parents) == len(tree.depths) == len(tree.chance) == len(tree.cells) == count
     assert count <= strategy.verify_tokens
     assert (tree.parents[0], tree.depths[0]) == (0, 0)
     for node in range(1, count):
         parent = tree.parents[node]
         assert parent < node, "parents stand before their children"
         assert tree.depths[node] == tree.depths[parent] + 1 <= strategy.depth
-        assert 0 <= tree.chance[node] <= tree.chance[parent]
+        assert strategy.min_chance <= tree.chance[node] <= tree.chance[parent]
         assert 0 <= tree.tokens[node] < VOCAB
         assert isinstance(tree.tokens[node], int)
     assert len(set(paths(tree))) == count, "siblings are distinct"
@@ -95,7 +105,7 @@ def test_a_grown_tree_is_sound_whatever_the_drafter_offers(
     strategy: Strategy, seed: int, listed: bool, garbage: bool
 ) -> None:
     rows = [(request(), [4]), (request(), []), (request(), [2, 6])]
-    grown = grow(TableDrafter(seed, listed, garbage), rows, strategy, noise_of, VOCAB)
+    grown = trees_of(TableDrafter(seed, listed, garbage), rows, strategy)
     assert [tree.tokens[0] for tree in grown] == [4, 1, 6], "the root is the last token committed, or the prompt's last"
     for tree in grown:
         check_sound(tree, strategy)
@@ -106,14 +116,14 @@ def test_a_grown_tree_is_sound_whatever_the_drafter_offers(
 def test_children_are_the_noisy_top_k(seed: int, listed: bool, branching: int) -> None:
     drafter, everything = TableDrafter(seed, listed), Strategy(3, branching, 1000)
     committed = [5]
-    (tree,) = grow(drafter, [(request(), committed)], everything, noise_of, VOCAB)
+    (tree,) = trees_of(drafter, [(request(), committed)], everything)
     where = paths(tree)
     expanded = {tree.parents[node] for node in range(1, len(tree.tokens))}
     assert 0 in expanded
     for node in expanded:
         ids, scores = drafter.row(Node(request(), committed, where[node]))
         noise = noise_of([0], [tree.depths[node]], None)[0]
-        ranked = sorted(ids, key=lambda token: -(scores[ids.index(token)] + float(noise[token])))  # noqa: B023
+        ranked = sorted(ids, key=lambda token: -(scores[ids.index(token)] + float(noise[token])))
         assert [t for t, p in zip(tree.tokens[1:], tree.parents[1:], strict=True) if p == node] == ranked[:branching]
 
 
@@ -122,8 +132,8 @@ def test_children_are_the_noisy_top_k(seed: int, listed: bool, branching: int) -
 def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy) -> None:
     drafter = TableDrafter(seed, listed=True)
     row = (request(), [5, 2])
-    (alone,) = grow(drafter, [row], strategy, noise_of, VOCAB)
-    beside = grow(drafter, [row, (request(), [1]), (request(3), [])], strategy, noise_of, VOCAB)
+    (alone,) = trees_of(drafter, [row], strategy)
+    beside = trees_of(drafter, [row, (request(), [1]), (request(3), [])], strategy)
     assert beside[0] == alone
 
 
@@ -134,14 +144,14 @@ def test_a_listing_and_the_whole_vocabulary_give_the_same_tree() -> None:
             return whole._replace(ids=torch.arange(VOCAB).expand(len(nodes), VOCAB))
 
     strategy, rows = Strategy(4, 3, 20), [(request(), [5])]
-    whole = grow(TableDrafter(3, listed=False), rows, strategy, noise_of, VOCAB)
-    assert grow(Listing(3, listed=False), rows, strategy, noise_of, VOCAB) == whole
+    whole = trees_of(TableDrafter(3, listed=False), rows, strategy)
+    assert trees_of(Listing(3, listed=False), rows, strategy) == whole
 
 
 @pytest.mark.parametrize(("new_tokens", "deepest"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
 def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepest: int) -> None:
     """Of `new_tokens`, one is committed and the last one is the bonus token at best."""
-    (tree,) = grow(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy(5, 2, 50), noise_of, VOCAB)
+    (tree,) = trees_of(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy(5, 2, 50))
     assert max(tree.depths) == deepest
 
 
@@ -151,7 +161,7 @@ def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float) -> No
         def predict(self, nodes: Sequence[Node]) -> Candidates:
             return Candidates(None, torch.full((len(nodes), VOCAB), bad))
 
-    (tree,) = grow(Garbage(0, False), [(request(), [5])], Strategy(3, 2, 8), noise_of, VOCAB)
+    (tree,) = trees_of(Garbage(0, False), [(request(), [5])], Strategy(3, 2, 8))
     assert tree == DraftTree([5])
 
 
@@ -162,7 +172,7 @@ def test_one_bad_row_does_not_stop_another() -> None:
             scores[[node.committed == [1] for node in nodes]] = math.nan
             return Candidates(None, scores)
 
-    bad, good = grow(HalfBad(0, False), [(request(), [1]), (request(), [2])], Strategy(2, 2, 8), noise_of, VOCAB)
+    bad, good = trees_of(HalfBad(0, False), [(request(), [1]), (request(), [2])], Strategy(2, 2, 8))
     assert len(bad.tokens) == 1
     assert len(good.tokens) > 2
 
@@ -171,12 +181,46 @@ def test_one_bad_row_does_not_stop_another() -> None:
 
 
 @given(scores=st.lists(st.floats(-50, 50), min_size=2, max_size=6))
-def test_chances_are_chances_and_fall_with_the_place(scores: list[float]) -> None:
+@settings(deadline=None)
+def test_before_anything_is_counted_a_chance_falls_with_the_place(scores: list[float]) -> None:
     scores = sorted(scores, reverse=True)
     gaps = [a - b for a, b in zip(scores, [*scores[1:], -math.inf], strict=True)]
-    chances = [agreement(k, scores[0] - score, gap) for k, (score, gap) in enumerate(zip(scores, gaps, strict=True))]
-    assert all(0 <= chance <= 1 for chance in chances)
+    cells = [cell(0, 0, k, scores[0] - s, gap) for k, (s, gap) in enumerate(zip(scores, gaps, strict=True))]
+    chances = [Calibration().chance(where) for where in cells]
+    assert all(0 < chance < 1 for chance in chances)
     assert chances == sorted(chances, reverse=True)
+
+
+def test_a_chance_becomes_what_was_counted_of_the_nodes_whose_parent_was_reached() -> None:
+    """A root with two children, and a child of the second, which is reached half of the time and never taken."""
+    known = Calibration()
+    first, second, below = cell(0, 0, 0, 0.0, 1.0), cell(0, 0, 1, 1.0, 1.0), cell(0, 1, 0, 0.0, 1.0)
+    for turn in range(2000):
+        path = [0] if turn % 4 == 0 else [0, 1] if turn % 4 == 1 else [0, 2]
+        known.observe([None, first, second, below], [0, 0, 0, 2], path)
+    assert known.chance(first) == pytest.approx(0.25, abs=0.02)
+    assert known.chance(second) == pytest.approx(0.5, abs=0.02)
+    assert known.chance(below) < 0.02
+    assert known.counts[below][0] == 1000
+
+
+def test_what_was_counted_long_ago_fades() -> None:
+    known, where = Calibration(), cell(3, 0, 0, 0.0, 1.0)
+    for taken in (0, 1):
+        for _ in range(3000):
+            known.observe([None, where], [0, 0], [0, 1][: 1 + taken])
+            known.next_round()
+    assert known.chance(where) > 0.9
+
+
+def test_a_draft_that_was_never_taken_is_no_longer_verified() -> None:
+    drafter, strategy, known = TableDrafter(1, listed=False), Strategy(3, 2, 8, min_chance=0.2), Calibration()
+    row = (request(), [5])
+    assert len(trees_of(drafter, [row], strategy, known)[0].tokens) > 1
+    for _ in range(100):
+        (tree,) = trees_of(drafter, [row], strategy, known)
+        known.observe(tree.cells, tree.parents, [0])
+    assert trees_of(drafter, [row], strategy, known) == [DraftTree([5])]
 
 
 @st.composite
@@ -184,7 +228,8 @@ def random_trees(draw: st.DrawFn) -> DraftTree:
     tree = DraftTree([0])
     for node in range(1, draw(st.integers(1, 14))):
         # 1.0 and 0.0 make ties between a parent and its child
-        tree.add(draw(st.integers(0, node - 1)), node, draw(st.sampled_from([1.0, 0.5, 0.3, 1e-200, 0.0])))
+        chance = draw(st.sampled_from([1.0, 0.5, 0.3, 1e-200, 0.0]))
+        tree.add(draw(st.integers(0, node - 1)), node, chance, cell(node, 0, 0, 0.0, 0.0))
     return tree
 
 
@@ -199,6 +244,7 @@ def test_what_is_kept_is_the_likeliest_and_still_a_tree(tree: DraftTree, count: 
         old = kept.tokens[node]
         assert kept.tokens[kept.parents[node]] == tree.parents[old]
         assert (kept.depths[node], kept.chance[node]) == (tree.depths[old], tree.chance[old])
+        assert kept.cells[node] == tree.cells[old]
         assert kept.parents[node] < node
 
 

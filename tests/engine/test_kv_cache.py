@@ -53,7 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def store_number(self, slot: int, place: int, number: float) -> None:
         for layer in range(LAYERS):
-            self.cache.store.keys[layer][slot, :, :, place] = number + layer
+            self.cache.store.keys[layer][slot, :, place] = number + layer
             self.cache.store.values[layer][slot, :, place] = -number - layer
 
     def keep_only_allocated(self) -> None:
@@ -101,13 +101,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         """All at once: a source may be another move's target."""
-        sources = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=6, unique=True))
-        a_place = st.integers(0, self.cache.store.tokens - 1)
-        targets = data.draw(st.lists(a_place, min_size=len(sources), max_size=len(sources), unique=True))
-        rows, places = (torch.tensor(x) for x in zip(*sources, strict=True))
-        self.cache.store.move(rows, places, torch.tensor(targets))
+        a_move = st.tuples(st.sampled_from(sorted(self.model)), st.integers(0, self.cache.store.tokens - 1))
+        moves = data.draw(st.lists(a_move, min_size=1, max_size=6, unique_by=lambda move: (move[0][0], move[1])))
+        rows, sources, targets = (torch.tensor(x) for x in zip(*((s, p, t) for (s, p), t in moves), strict=True))
+        self.cache.store.move(rows, sources, targets)
         before = dict(self.model)
-        for (slot, place), target in zip(sources, targets, strict=True):
+        for (slot, place), target in moves:
             self.model[slot, target] = before[slot, place]
 
     @invariant()
@@ -118,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
     def holds_what_was_written(self) -> None:
         for (slot, place), number in self.model.items():
             for layer in range(LAYERS):
-                assert bool((self.cache.store.keys[layer][slot, :, :, place] == number + layer).all())
+                assert bool((self.cache.store.keys[layer][slot, :, place] == number + layer).all())
                 assert bool((self.cache.store.values[layer][slot, :, place] == -number - layer).all())
 
 

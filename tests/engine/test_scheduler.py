@@ -1,5 +1,4 @@
-"""Admission, growth, preemption and finishing in any order: the bound holds, no request is lost, doubled or overtaken."""
-overtaken."""
+"""Admission, growth, preemption and finishing in any order: the bound holds, no request is lost, doubled, overtaken."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def fill(self, slot: int, start: int, stop: int) -> None:
         number = self.scheduler.live[slot].request.seed
-        self.cache.store.keys[0][slot, 0, 0, start:stop] = 1000.0 * number + torch.arange(start, stop)
+        self.cache.store.keys[0][slot, 0, start:stop, 0] = 1000.0 * number + torch.arange(start, stop)
 
     @rule(sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=5))
     def submit(self, sizes: list[tuple[int, int]]) -> None:
@@ -128,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def slots_and_rows_agree(self) -> None:
         for slot, row in enumerate(self.scheduler.live):
-            held = self.cache.store.keys[0][slot, 0, 0, : row.kv_length]
+            held = self.cache.store.keys[0][slot, 0, : row.kv_length, 0]
             assert held.tolist() == [1000.0 * row.request.seed + place for place in range(row.kv_length)]
 
     @invariant()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_a_target_that_agrees_with_a_branch_is_led_down_all_of_it(tree: DraftTre
     while branch[0] != 0:
         branch.insert(0, tree.parents[branch[0]])
     sampled = [VOCAB] * len(tree.tokens)  # a token that stands nowhere in the tree
-    for above, below in zip(branch, branch[1:], strict=False):
+    for above, below in pairwise(branch):
         sampled[above] = tree.tokens[below]
     assert walk(tree, sampled) == branch
 

@@ -72,11 +72,11 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 each_family = pytest.mark.parametrize("variant", ONE_OF_EACH_FAMILY)
 
 
-def checkpoint(folder: Path, variant: str, max_shard_size: str = "1GB") -> nn.Module:
+def checkpoint(folder: Path, variant: str, max_shard_size: str = "1GB", positions: int = 128) -> nn.Module:
     """Save a tiny model whose every weight, bias and norm matters; returns transformers' own float32 model."""
     torch.manual_seed(len(variant))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    changes = {"vocab_size": VOCAB, **sizes, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    changes = {"vocab_size": VOCAB, **sizes, "num_key_value_heads": 2, "max_position_embeddings": positions}
     model = AutoModelForCausalLM.from_config(FAMILIES[variant.split()[0]](**(changes | VARIANTS[variant]))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -124,10 +124,15 @@ class Rows:
     """A batch of contexts decoded through the engine's own runner and cache."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, contexts: Sequence[Sequence[int]], prefill_tokens: int = 2048
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        contexts: Sequence[Sequence[int]],
+        prefill_tokens: int = 2048,
+        kind: type[RecordingDecoder] = RecordingDecoder,
     ) -> None:
         options = decoder_options(read_config(folder))
-        self.decoder = RecordingDecoder(options, dtype, CPU)
+        self.decoder = kind(options, dtype, CPU)
         self.decoder.load(read_safetensors(folder), version=0)
         self.cache = KVCache(options, dtype, CPU, memory_mb=64)
         self.cache.reserve(len(contexts), max(map(len, contexts)) + 40)
@@ -199,6 +204,20 @@ def test_ragged_prefill_cached_decode_and_trees_equal_a_full_forward(
             path = [tree.tokens[n] for n in path_to(tree, node)]
             one_path = reference(model, text[:-1] + path)[-1]
             torch.testing.assert_close(got[row, node], one_path, atol=tolerance(dtype), rtol=0)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[300] + [3, 9] * 6, [2, 7] * 6 + [280], [4] * 7 + [250, 5, 260] + [6] * 7], ids=str
+)
+def test_long_rows_among_many_short_ones_equal_a_full_forward(tmp_path: Path, lengths: list[int]) -> None:
+    model = widen(checkpoint(tmp_path, "qwen3", positions=512).double())
+    texts = [some_tokens(length, length + row) for row, length in enumerate(lengths)]
+    trees = [some_tree(text[-1], 1 + row % 4, row) for row, text in enumerate(texts)]
+    got = Rows(tmp_path, torch.float64, texts).logits(trees)
+    for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+        deepest = len(tree.tokens) - 1
+        path = [tree.tokens[n] for n in path_to(tree, deepest)]
+        torch.testing.assert_close(got[row, deepest], reference(model, text[:-1] + path)[-1], atol=1e-11, rtol=0)
 
 
 @each_family
@@ -274,17 +293,22 @@ class NoNarrowTensors(TorchDispatchMode):
         return out
 
 
+class WatchedDecoder(RecordingDecoder):
+    def forward(self, *args: Any) -> Tensor:
+        with NoNarrowTensors():
+            return super().forward(*args)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with NoNarrowTensors():
+            return super().logits(hidden)
+
+
 @each_family
 def test_no_intermediate_of_a_float64_pass_is_narrower(tmp_path: Path, variant: str) -> None:
     checkpoint(tmp_path, variant)
-    rows = Rows(tmp_path, torch.float64, [some_tokens(12, 1)])
-    trees = stack([some_tree(3, 6, 2)], CPU)
-    lengths = torch.tensor(rows.lengths)
-    store = rows.cache.store
-    with NoNarrowTensors():
-        layout = store.layout(0, lengths, trees.visible, 6)
-        hidden = rows.decoder.forward(trees.tokens, lengths[:, None] + trees.depths, partial(store.attend, layout))
-        rows.decoder.logits(hidden)
+    Rows(tmp_path, torch.float64, [some_tokens(12, 1)], kind=WatchedDecoder).logits([some_tree(3, 6, 2)])
+    with pytest.raises(AssertionError, match="float32"):  # the watch can fail
+        Rows(tmp_path, torch.float32, [some_tokens(12, 1)], kind=WatchedDecoder)
 
 
 @each_family

@@ -27,7 +27,12 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A sound checkpoint, for a test to spoil."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(vocab_size=13, max_position_embeddings=64, num_key_value_heads=1, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.engine.attention import SlotStore
+from tlt.draft.tree import DraftTree, stack
+from tlt.engine.kv_cache import KVCache
+from tlt.engine.noise import NoiseWindow
+from tlt.engine.runner import Runner, law_of
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.models.weights import read_safetensors, sha256
+from tlt.types import SamplingParams
 
 CPU = torch.device("cpu")
 OPTIONS = DecoderOptions(
@@ -59,12 +62,26 @@ def policy_state() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def logits(decoder: Decoder) -> Tensor:
-    store = SlotStore(decoder.options, decoder.dtype, CPU)
-    store.resize(1, 4)
-    layout = store.layout(0, torch.tensor([0]), torch.ones(3, 3, dtype=torch.bool).tril()[None], 3)
-    positions = torch.arange(3)[None]
-    return decoder.logits(decoder.forward(torch.tensor([[1, 2, 3]]), positions, partial(store.attend, layout)))
+class RecordingDecoder(Decoder):
+    """Keeps the logits of the last pass, which the engine reduces to samples."""
+
+    last: Tensor
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.last = super().logits(hidden)
+        return self.last
+
+
+def logits(decoder: RecordingDecoder) -> Tensor:
+    """Of the token behind 1, 2, 3."""
+    cache, noise = KVCache(OPTIONS, decoder.dtype, CPU, memory_mb=1), NoiseWindow(1, OPTIONS.vocab_size, 1, CPU)
+    cache.reserve(1, 8)
+    noise.append(seed=0, position=0)
+    noise.prepare([0], 0)
+    runner = Runner(decoder, cache, prefill_tokens=8)
+    runner.prefill(0, [[1, 2, 3]])
+    runner.verify(stack([DraftTree([3])], CPU), [2], noise, [0], law_of([SamplingParams()], CPU))
+    return decoder.last
 
 
 # -- the digest --------------------------------------------------------------------------------------------------------
@@ -120,7 +137,7 @@ def test_the_digest_is_over_name_dtype_shape_and_little_endian_bytes_in_order_of
 
 def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load() -> None:
     state = policy_state()
-    decoder = Decoder(OPTIONS, torch.float64, CPU)
+    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
     decoder.load(state, version=1)
     before = logits(decoder)
     for tensor in state.values():
@@ -133,7 +150,7 @@ def test_a_later_change_of_the_policy_reaches_the_engine_only_by_load() -> None:
 
 def test_every_weight_is_used() -> None:
     state = policy_state()
-    decoder = Decoder(OPTIONS, torch.float64, CPU)
+    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
     decoder.load(state, version=0)
     before = logits(decoder)
     for name, tensor in state.items():
@@ -146,7 +163,7 @@ def test_every_weight_is_used() -> None:
 
 def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
     state = policy_state()
-    decoder = Decoder(OPTIONS, torch.float64, CPU)
+    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
     decoder.load(state, version=1)
     before = logits(decoder)
     broken = {name: tensor + 1 for name, tensor in state.items() if name != "model.norm.weight"}
@@ -159,15 +176,15 @@ def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
 def test_the_decoder_takes_its_own_dtype_whatever_the_policy_has() -> None:
     state = policy_state()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        decoder = Decoder(OPTIONS, dtype, CPU)
+        decoder = RecordingDecoder(OPTIONS, dtype, CPU)
         decoder.load({name: tensor.float() for name, tensor in state.items()}, version=0)
         assert logits(decoder).dtype == dtype
 
 
 def test_a_tied_head_follows_the_embedding_and_ignores_a_stored_head() -> None:
     state = policy_state()
-    tied = Decoder(replace(OPTIONS, tied=True), torch.float64, CPU)
-    untied = Decoder(OPTIONS, torch.float64, CPU)
+    tied = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
+    untied = RecordingDecoder(OPTIONS, torch.float64, CPU)
     tied.load(state, version=0)
     untied.load(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, version=0)
     torch.testing.assert_close(logits(tied), logits(untied), rtol=0, atol=0)

@@ -40,8 +40,10 @@ class _History:
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
         self.index: dict[tuple[int, ...], list[_Place]] = {}
+        self.tokens = 0  # indexed, those of a request that was decoded anew included
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
+        self.tokens += len(tokens)
         for token in tokens:
             sequence.append(token)
             for order in _ORDERS:
@@ -66,10 +68,10 @@ class SuffixDrafter:
             self.histories[key] = _History()
             self.epochs.setdefault(key[0], []).append(key[1])
         history = self.histories[key]
-        if request.index not in history.sequences:
+        known = [*request.prompt.token_ids, *committed]
+        if history.sequences.get(request.index) != known:  # else it comes back after a preemption
             sequence = history.sequences[request.index] = []
-            self._extend(history, sequence, request.prompt.token_ids)
-            self._extend(history, sequence, committed)
+            self._extend(history, sequence, known)
         self._forget()
 
     def commit(self, request: Request, tokens: Sequence[int]) -> None:
@@ -89,8 +91,10 @@ class SuffixDrafter:
             if self.kept_tokens <= self.history_tokens:
                 return
             if self.live.get(key, 0) == 0:
-                self.kept_tokens -= sum(len(s) for s in self.histories.pop(key).sequences.values())
+                self.kept_tokens -= self.histories.pop(key).tokens
                 self.epochs[key[0]].remove(key[1])
+                if not self.epochs[key[0]]:
+                    del self.epochs[key[0]]
                 self.live.pop(key, None)
 
     def predict(self, nodes: Sequence[Node]) -> Candidates:
@@ -118,6 +122,8 @@ class SuffixDrafter:
         prompt_id = node.request.prompt.prompt_id
         sequence = self.histories[prompt_id, node.request.epoch].sequences[node.request.index]
         for order in _ORDERS:
+            if len(sequence) < order:
+                continue
             context = tuple(sequence[-order:])
             places: list[_Place] = []
             for epoch in reversed(self.epochs[prompt_id]):

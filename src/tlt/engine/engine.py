@@ -61,8 +61,12 @@ class Engine:
         )
         self.scheduler.submit(requests)
         self._law = None
-        while self.scheduler.waiting or self.scheduler.live:
-            yield from self._round()
+        try:
+            while self.scheduler.waiting or self.scheduler.live:
+                yield from self._round()
+        finally:  # the caller may leave in the middle
+            for row in self.scheduler.live:
+                self._tell("close", row.request)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -200,8 +204,8 @@ class Engine:
         stops = row.request.sampling.stop_strings
         # a token spells at least one byte, so this tail holds the whole of a stop string that the last token completes
         tail = row.tokens[-(max(len(s.encode()) for s in stops) + 4) :]
-        with_last, without = self.detokenize(tail), self.detokenize(tail[:-1])
-        return any(stop in with_last and stop not in without for stop in stops)
+        text = self.detokenize(tail)
+        return any(stop in text for stop in stops)
 
     def _finish(self, slot: int, reason: str) -> Response:
         row = self.scheduler.live[slot]

@@ -14,6 +14,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
+ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
 
 class ModelError(ValueError):
     """A model folder that cannot be used; the message names the thing and the remedy."""
@@ -59,7 +61,10 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise ModelError(
             f"{path}: config.json asks for remote code (auto_map), which tlt never runs: remove that entry"
         )
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers' own checks have many types
+        raise ModelError(f"{path / 'config.json'} does not make a model: {_last_line(error)}") from None
 
 
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
@@ -67,8 +72,8 @@ def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
     c: Any = config
     if c.hidden_act != "silu":
         raise ModelError(f"hidden_act {c.hidden_act!r} is not known to the rollout decoder; known is silu")
-    module = importlib.import_module(f"transformers.models.{c.model_type}.modeling_{c.model_type}")
-    rotary = getattr(module, f"{FAMILIES[c.model_type]}RotaryEmbedding")(c)
+    biased = c.model_type in ("llama", "qwen3") and getattr(c, "attention_bias", False)
+    rotary = _rotary_embedding(c)
     return DecoderOptions(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
@@ -79,14 +84,30 @@ def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
         intermediate_size=c.intermediate_size,
         rms_norm_eps=c.rms_norm_eps,
         qk_norm=c.model_type == "qwen3",
-        qkv_bias=c.model_type == "qwen2" or getattr(c, "attention_bias", False),
-        out_bias=getattr(c, "attention_bias", False),
-        mlp_bias=getattr(c, "mlp_bias", False),
+        qkv_bias=c.model_type == "qwen2" or biased,
+        out_bias=biased,
+        mlp_bias=c.model_type == "llama" and getattr(c, "mlp_bias", False),
         tied=c.tie_word_embeddings,
         max_positions=_max_positions(c),
         inv_freq=rotary.inv_freq.detach().to("cpu", torch.float32),
         attention_scaling=float(rotary.attention_scaling),
     )
+
+
+def _rotary_embedding(config: Any) -> Any:
+    """The family's own module from transformers, so that every kind of rope scaling is its own arithmetic."""
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind not in ROPES:
+        raise ModelError(f"rope type {kind!r} is not known to the rollout decoder; known are {', '.join(ROPES)}")
+    module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    try:
+        return getattr(module, f"{FAMILIES[config.model_type]}RotaryEmbedding")(config)
+    except Exception as error:
+        raise ModelError(f"config.json asks for a {kind} rope that cannot be built: {_last_line(error)}") from None
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 def _max_positions(config: Any) -> int:

@@ -19,14 +19,11 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint folder, single file or sharded. Raises ModelError; pickle files are never read."""
     path = Path(folder)
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+    names = _shards(index) if index.is_file() else ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
     for name in names:
         file = path / name
-        if file.resolve().parent != path.resolve() or not file.is_file():
+        if Path(name).name != name or not file.is_file():
             raise ModelError(
                 f"{path} has no weights file {name}: tlt reads safetensors only (save the model with save_pretrained)"
             )
@@ -39,13 +36,22 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(
+            {Path(name).as_posix() for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index} is not an index of safetensors files: fetch or save it again") from None
+
+
 def sha256(state: Mapping[str, Tensor]) -> str:
     """Digest over name, dtype, shape and little-endian bytes, sorted by name; tensors that share memory count once."""
     digest = hashlib.sha256()
-    seen: set[tuple[int, torch.Size]] = set()
+    seen = set()
     for name in sorted(state):
         tensor = state[name].detach()
-        place = (tensor.data_ptr(), tensor.shape)
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place in seen:
             continue
         seen.add(place)

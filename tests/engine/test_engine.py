@@ -1,0 +1,512 @@
+"""The engine as a caller sees it: what it returns, where responses end, what it counts, and what may go wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tlt.config import EngineConfig
+from tlt.draft.drafter import Candidates, Node
+from tlt.draft.suffix import SuffixDrafter
+from tlt.draft.tree import Strategy
+from tlt.engine.engine import PLAIN, Engine
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB = 300  # 256 bytes and some merges of the tokenizer below
+TREE = Strategy(depth=4, branching=2, verify_tokens=8)
+CHAIN = Strategy(depth=6, branching=1, verify_tokens=7)
+
+
+@cache
+def trained_model() -> nn.Module:
+    """transformers' own, in float64, with laws that are neither flat nor sharp."""
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        model.get_output_embeddings().weight.mul_(2.0)
+    return model
+
+
+@cache
+def target() -> Decoder:
+    model: Any = trained_model()
+    decoder = Decoder(decoder_options(model.config), torch.float64, CPU)
+    decoder.load(model.state_dict(), version=0)
+    return decoder
+
+
+def engine(drafter: Any = None, strategy: Strategy = PLAIN, detokenize: Any = None, **config: int) -> Engine:
+    return Engine(target(), EngineConfig(**config), drafter, strategy, detokenize)
+
+
+def request(prompt: Sequence[int] = (7, 8, 9), index: int = 0, prompt_id: int = 0, **params: Any) -> Request:
+    law: dict[str, Any] = {"max_new_tokens": 12} | params
+    return Request(Prompt(prompt_id, "", tuple(prompt)), index, 0, 1000 * prompt_id + index, SamplingParams(**law))
+
+
+def some_requests(count: int, **params: Any) -> list[Request]:
+    """Prompts of 1 to 6 tokens, responses of 3 to 20, two of a group each."""
+    return [
+        request([5 + n // 2] * (1 + n // 2 % 6), n % 2, n // 2, **({"max_new_tokens": 3 + 7 * n % 18} | params))
+        for n in range(count)
+    ]
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> list[Response]:
+    """Responses in the order of their requests."""
+    by_request = {id(response.request): response for response in engine.generate(requests)}
+    assert len(by_request) == len(requests)
+    return [by_request[id(request)] for request in requests]
+
+
+def tokens(responses: Sequence[Response]) -> list[list[int]]:
+    return [response.token_ids for response in responses]
+
+
+class Replay:
+    """Offers what the target is known to say, so that every draft is accepted."""
+
+    name = "replay"
+
+    def __init__(self, known: Sequence[Response]) -> None:
+        self.known = {response.request.seed: response.token_ids for response in known}
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
+    def close(self, request: Request) -> None: ...
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        next_ones = [self.known[n.request.seed][len(n.committed) + len(n.path) :][:1] or [-1] for n in nodes]
+        return Candidates(torch.tensor(next_ones), torch.zeros(len(nodes), 1))
+
+
+# -- what is sampled ---------------------------------------------------------------------------------------------------
+
+
+def slow_law(logits: Tensor, params: SamplingParams) -> list[float]:
+    """Probabilities after temperature, top-k and top-p, one plain step at a time."""
+    order = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
+    order = order[: params.top_k or None]
+    weights = {token: math.exp(float(logits[token] - logits[order[0]]) / params.temperature) for token in order}
+    total, mass, kept = sum(weights.values()), 0.0, []
+    for token in order:
+        kept.append(token)
+        mass += weights[token] / total
+        if mass >= params.top_p:
+            break
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+def reference_logits(response: Response) -> Tensor:
+    """[T, V]: transformers' logits at the places the response's tokens were drawn from."""
+    text = [*response.request.prompt.token_ids, *response.token_ids]
+    with torch.no_grad():
+        logits = trained_model()(torch.tensor([text])).logits[0]
+    return logits[len(response.request.prompt.token_ids) - 1 : -1]
+
+
+LAWS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.8, "top_p": 0.7},
+    {"temperature": 1.0, "top_k": 9, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("speculative", [False, True], ids=["plain", "trees"])
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_both_log_probs_equal_an_independent_recomputation(law: dict[str, Any], speculative: bool) -> None:
+    requests = some_requests(4, **law)
+    plain = decode(engine(), requests)
+    responses = decode(engine(Replay(plain), TREE), requests) if speculative else plain
+    for response in responses:
+        params, logits = response.request.sampling, reference_logits(response)
+        drawn = [math.log(slow_law(row, params)[t]) for row, t in zip(logits, response.token_ids, strict=True)]
+        whole = torch.log_softmax(logits / params.temperature, dim=-1)
+        full = [float(row[t]) for row, t in zip(whole, response.token_ids, strict=True)]
+        assert response.logprobs == pytest.approx(drawn, abs=1e-5)
+        assert response.full_logprobs == pytest.approx(full, abs=1e-5)
+
+
+def test_temperature_0_is_transformers_greedy_generate() -> None:
+    prompts = [(7, 8, 9), (11,), (3, 1, 4, 1, 5, 9, 2, 6)]
+    requests = [request(prompt, prompt_id=i, temperature=0.0, max_new_tokens=24) for i, prompt in enumerate(prompts)]
+    model: Any = trained_model()
+    for drafter in (None, SuffixDrafter(10_000)):
+        for response in decode(engine(drafter, TREE), requests):
+            text = torch.tensor([response.request.prompt.token_ids])
+            want = model.generate(
+                text, attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=24, pad_token_id=0
+            )
+            assert response.token_ids == want[0, text.shape[1] :].tolist()
+            assert response.logprobs == [0.0] * 24
+
+
+def test_a_top_k_of_1_is_greedy_at_any_temperature() -> None:
+    greedy = decode(engine(), some_requests(6, temperature=0.0))
+    for temperature in (0.5, 1.0, 2.0):
+        assert tokens(decode(engine(), some_requests(6, temperature=temperature, top_k=1))) == tokens(greedy)
+
+
+def test_responses_of_a_group_differ_and_the_same_request_does_not() -> None:
+    group = [request(index=i) for i in range(4)]
+    first = tokens(decode(engine(), group))
+    assert len({tuple(t) for t in first}) == 4
+    assert tokens(decode(engine(), group)) == first
+
+
+def test_a_law_does_not_depend_on_the_laws_beside_it() -> None:
+    """To the bit: whether a neighbour has top-k or top-p on is not among what a response depends on."""
+    mine = request(temperature=0.9, max_new_tokens=20)
+    others = [request(index=1, top_k=3), request(index=2, top_p=0.5), request(index=3, temperature=0.0)]
+    (alone,) = decode(engine(), [mine])
+    for other in others:
+        beside = decode(engine(), [mine, replace(other, sampling=replace(other.sampling, max_new_tokens=20))])[0]
+        assert beside.token_ids == alone.token_ids
+        assert beside.logprobs == pytest.approx(alone.logprobs, abs=1e-12)
+        assert beside.logprobs == beside.full_logprobs
+
+
+# -- where responses end -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_max_new_tokens_is_exact(strategy: Strategy) -> None:
+    for length in (1, 2, 3, 7, 8, 20):
+        requests = [request(index=i, max_new_tokens=length) for i in range(3)]
+        known = decode(engine(), [replace(r, sampling=SamplingParams(max_new_tokens=30)) for r in requests])
+        for response, whole in zip(decode(engine(Replay(known), strategy), requests), known, strict=True):
+            assert response.token_ids == whole.token_ids[:length]
+            assert len(response.logprobs) == len(response.full_logprobs) == length
+            assert response.finish_reason == "length"
+
+
+def first_time(token_ids: Sequence[int], at_least: int) -> int:
+    """An index from which on the text has a token that it had not before."""
+    return next(i for i in range(at_least, len(token_ids)) if token_ids[i] not in token_ids[:i])
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_a_stop_token_ends_the_response_and_is_its_last(strategy: Strategy) -> None:
+    (whole,) = decode(engine(), [request(max_new_tokens=20)])
+    for at_least in range(8):
+        end = first_time(whole.token_ids, at_least)
+        stops = (VOCAB - 1, whole.token_ids[end])
+        (stopped,) = decode(engine(Replay([whole]), strategy), [request(max_new_tokens=20, stop_token_ids=stops)])
+        assert stopped.token_ids == whole.token_ids[: end + 1]
+        assert len(stopped.logprobs) == end + 1
+        assert stopped.finish_reason == "stop"
+
+
+def test_a_stop_inside_an_accepted_run_drops_what_was_accepted_behind_it() -> None:
+    """A drafter that does not know of the stop token's meaning goes on, and the target agrees with it all the way."""
+    (whole,) = decode(engine(), [request(max_new_tokens=20)])
+    end = first_time(whole.token_ids, 2)
+    spelled = {t: chr(0x4E00 + t) for t in range(VOCAB)}
+    stops = (spelled[whole.token_ids[end]],)
+    speculative = engine(Replay([whole]), CHAIN, lambda ids: "".join(spelled[i] for i in ids))
+    (stopped,) = decode(speculative, [request(max_new_tokens=20, stop_strings=stops)])
+    assert stopped.token_ids == whole.token_ids[: end + 1]
+    assert stopped.finish_reason == "stop"
+    stats = speculative.stats
+    assert (stats.tokens, stats.row_passes, stats.drafted) == (end + 1, 1, 6)
+    assert stats.accepted == end + 1, "all of them were drafted: there was no bonus token"
+
+
+def test_a_stop_token_at_the_last_place_counts_as_a_stop() -> None:
+    (whole,) = decode(engine(), [request(max_new_tokens=20)])
+    end = first_time(whole.token_ids, 5)
+    stops = (whole.token_ids[end],)
+    (stopped,) = decode(engine(), [request(max_new_tokens=end + 1, stop_token_ids=stops)])
+    assert stopped.finish_reason == "stop"
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte-level, with merges for the texts below: 256 bytes, then pairs."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("<", "/"), ("a", "n"), ("an", "s"), (">", "!")]
+    vocabulary = {piece: i for i, piece in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def detokenize(ids: Sequence[int]) -> str:
+    return tokenizer().decode(list(ids), skip_special_tokens=False)
+
+
+class Scripted(Decoder):
+    """A target that says one text whatever it is asked, so that the text can be chosen."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        real = target()
+        super().__init__(real.options, torch.float64, CPU)
+        self.script = list(script)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        return positions.unsqueeze(-1).double()  # the prompt is one token: position t is asked for token t
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        script = torch.tensor(self.script + [0] * 512)
+        return nn.functional.one_hot(script[hidden.squeeze(-1).long()], VOCAB).double() * 1000
+
+
+def said(text: str, *stops: str, strategy: Strategy = PLAIN) -> tuple[str, str]:
+    """The response's text and why it ended, when the target says `text`."""
+    script = tokenizer().encode(text).ids
+    asked = request((0,), max_new_tokens=len(script), stop_strings=stops)
+    known = Response(asked, script, [], [], "length")
+    speaking = Engine(Scripted(script), EngineConfig(), Replay([known]), strategy, detokenize)
+    (response,) = decode(speaking, [asked])
+    assert response.text == detokenize(response.token_ids)
+    return response.text, response.finish_reason
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, CHAIN], ids=["plain", "chain"])
+class TestStopStrings:
+    def test_of_one_token(self, strategy: Strategy) -> None:
+        assert said("one. two. three", ".", strategy=strategy) == ("one.", "stop")
+
+    def test_across_two_tokens(self, strategy: Strategy) -> None:
+        assert tokenizer().encode("</ans>").tokens == ["</", "ans", ">"]
+        assert said("so </ans> and more", "</ans>", strategy=strategy) == ("so </ans>", "stop")
+
+    def test_that_begins_and_ends_inside_tokens(self, strategy: Strategy) -> None:
+        assert tokenizer().encode("<ans>!").tokens == ["<", "ans", ">!"]
+        assert said("x<ans>! y", "ns>", strategy=strategy) == ("x<ans>!", "stop")
+
+    def test_of_more_than_one_byte_a_letter(self, strategy: Strategy) -> None:
+        assert len(tokenizer().encode("答え").ids) == 6
+        assert said("は答えです", "答え", strategy=strategy) == ("は答え", "stop")
+
+    def test_the_first_of_several_ends_it(self, strategy: Strategy) -> None:
+        assert said("a b c d", "d", "c", "zz", strategy=strategy) == ("a b c", "stop")
+
+    def test_at_the_very_start(self, strategy: Strategy) -> None:
+        assert said("ends", "e", strategy=strategy) == ("e", "stop")
+
+    def test_after_a_near_miss(self, strategy: Strategy) -> None:
+        assert said("</an </ans </ans> x", "</ans>", strategy=strategy) == ("</an </ans </ans>", "stop")
+
+    def test_long_and_late(self, strategy: Strategy) -> None:
+        text = "word " * 30 + "a rather long string to stop at"
+        assert said(text + " and more", text[-31:], strategy=strategy) == (text, "stop")
+
+    def test_that_never_comes(self, strategy: Strategy) -> None:
+        assert said("nothing here", "</ans>", strategy=strategy) == ("nothing here", "length")
+
+
+# -- batching, prefill and memory --------------------------------------------------------------------------------------
+
+
+def test_more_requests_than_rows_decode_as_each_does_alone() -> None:
+    requests = some_requests(14)
+    alone = [decode(engine(), [request])[0] for request in requests]
+    batched = engine(max_rows=3)
+    together = decode(batched, requests)
+    assert tokens(together) == tokens(alone)
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-9)
+    stats, longest = batched.stats, max(len(t) for t in tokens(alone))
+    assert stats.row_passes <= 3 * stats.rounds
+    assert stats.rounds <= sum(len(t) for t in tokens(alone)) / 3 + longest, "a row that is free is filled at once"
+
+
+def test_responses_come_as_they_finish_and_every_request_gets_one() -> None:
+    requests = [request(index=i, max_new_tokens=length) for i, length in enumerate((9, 2, 5))]
+    order = [response.request.index for response in engine().generate(requests)]
+    assert order == [1, 2, 0]
+
+
+def test_no_requests_give_no_responses() -> None:
+    empty = engine()
+    assert list(empty.generate([])) == []
+    assert empty.stats.accept_length == 1.0
+
+
+def test_a_group_is_prefilled_once() -> None:
+    """All of the prompt but its last token, which is the root of the first round."""
+    group = [request(tuple(range(20)), index=i) for i in range(5)]
+    other = [request(tuple(range(7)), index=i, prompt_id=1) for i in range(3)]
+    one = engine()
+    decode(one, group)
+    assert one.stats.prefill_tokens == 19
+    decode(one, [*group, *other])
+    assert one.stats.prefill_tokens == 19 + 6
+    decode(one, [group[0], other[0], group[1], other[1], group[2]])
+    assert one.stats.prefill_tokens == 19 + 6
+
+
+def test_a_sibling_admitted_later_copies_the_prompt_of_one_that_still_decodes() -> None:
+    group = [request(tuple(range(20)), index=i, max_new_tokens=length) for i, length in enumerate((30, 4, 9, 4, 6))]
+    wide, narrow = engine(), engine(max_rows=2)
+    assert tokens(decode(narrow, group)) == tokens(decode(wide, group))
+    assert narrow.stats.prefill_tokens == 19
+
+
+class CountingDecoder(Decoder):
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        self.sizes = [*getattr(self, "sizes", []), tokens.numel()]
+        return super().forward(tokens, positions, attend)
+
+
+def test_prefill_passes_stay_within_their_bound() -> None:
+    requests = [request(tuple(range(3 * i + 2)), prompt_id=i) for i in range(6)]
+    want = tokens(decode(engine(), requests))
+    for prefill_tokens in (1, 5, 40):
+        counting = CountingDecoder(target().options, torch.float64, CPU)
+        counting.load(trained_model().state_dict(), version=0)
+        bounded = Engine(counting, EngineConfig(prefill_tokens=prefill_tokens))
+        assert tokens(decode(bounded, requests)) == want
+        assert max(counting.sizes) <= max(prefill_tokens, len(requests))  # a decode pass has one token a row
+
+
+@pytest.mark.parametrize("speculative", [False, True], ids=["plain", "suffix"])
+def test_a_cache_too_small_for_all_at_once_still_finishes_with_the_same_tokens(speculative: bool) -> None:
+    requests = [request([5 + n // 3] * 4, n % 3, n // 3, max_new_tokens=90 + n) for n in range(18)]
+    roomy = engine()
+    want = decode(roomy, requests)
+    tight = engine(SuffixDrafter(10_000) if speculative else None, TREE, kv_memory_mb=1)
+    assert tight.cache.bound_tokens < 18 * 100
+    got = decode(tight, requests)
+    assert tokens(got) == tokens(want)
+    assert (roomy.stats.preemptions, tight.stats.preemptions > 0) == (0, True)
+    assert tight.cache.store.slots * tight.cache.store.tokens <= tight.cache.bound_tokens
+    for one, other in zip(got, want, strict=True):
+        assert one.full_logprobs == pytest.approx(other.full_logprobs, abs=1e-9)
+
+
+def test_a_request_that_can_never_run_is_refused_and_the_engine_lives() -> None:
+    one = engine()
+    with pytest.raises(ValueError, match="512"):
+        list(one.generate([request(), request(max_new_tokens=512)]))
+    assert len(decode(one, [request()])) == 1
+
+
+def test_an_engine_that_was_left_in_the_middle_starts_afresh() -> None:
+    requests = some_requests(6)
+    want = tokens(decode(engine(), requests))
+    one = engine(SuffixDrafter(10_000), TREE, max_rows=2)
+    next(one.generate(requests))
+    assert tokens(decode(one, requests)) == want
+    assert isinstance(one.drafter, SuffixDrafter)
+    assert sum(one.drafter.live.values()) == 0, "the drafter is told that nobody decodes any more"
+
+
+# -- counters ----------------------------------------------------------------------------------------------------------
+
+
+def test_plain_decoding_counts_one_token_a_pass() -> None:
+    plain = engine()
+    responses = decode(plain, some_requests(6))
+    stats, total = plain.stats, sum(len(r.token_ids) for r in responses)
+    assert (stats.tokens, stats.row_passes, stats.drafted, stats.accepted) == (total, total, 0, 0)
+    assert stats.rounds == max(len(r.token_ids) for r in responses)
+    assert stats.accept_length == 1.0
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit"}
+    assert all(seconds >= 0 for seconds in stats.seconds.values())
+
+
+def test_a_perfect_chain_counts_depth_and_bonus() -> None:
+    (whole,) = decode(engine(), [request(max_new_tokens=21)])
+    perfect = engine(Replay([whole]), CHAIN)
+    assert tokens(decode(perfect, [request(max_new_tokens=21)])) == [whole.token_ids]
+    stats = perfect.stats
+    assert (stats.tokens, stats.row_passes, stats.rounds) == (21, 3, 3)
+    assert (stats.drafted, stats.accepted, stats.accept_length) == (18, 18, 7.0)
+
+
+def test_counters_of_trees_add_up() -> None:
+    speculative = engine(SuffixDrafter(10_000), TREE)
+    responses = decode(speculative, [request(index=i, top_k=2, max_new_tokens=40) for i in range(6)])
+    stats = speculative.stats
+    assert stats.tokens == sum(len(r.token_ids) for r in responses)
+    assert stats.tokens == stats.accepted + stats.row_passes, "each pass of a row gives one bonus token"
+    assert 0 < stats.accepted <= stats.drafted <= stats.row_passes * (TREE.verify_tokens - 1)
+    assert stats.accept_length == stats.tokens / stats.row_passes > 1
+
+
+# -- a drafter that fails ----------------------------------------------------------------------------------------------
+
+
+class Failing(SuffixDrafter):
+    """Raises at the nth call of one of its methods, or gives what no tree can be made of."""
+
+    def __init__(self, method: str, call: int, result: Any = None) -> None:
+        super().__init__(10_000)
+        sound = getattr(self, method)
+        calls = 0
+
+        def fails(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls < call:
+                return sound(*args)
+            if result is None:
+                raise RuntimeError("the drafter broke")
+            return result
+
+        setattr(self, method, fails)
+
+
+@pytest.mark.parametrize("call", [1, 5])
+@pytest.mark.parametrize("method", ["open", "commit", "close", "predict"])
+def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: str, call: int) -> None:
+    requests = some_requests(8)
+    want = tokens(decode(engine(), requests))
+    broken = engine(Failing(method, call), TREE, max_rows=4)
+    assert tokens(decode(broken, requests)) == want
+    assert broken.stats.drafter_failures == 1
+    assert broken.drafter is None
+    assert tokens(decode(broken, requests)) == want
+    assert broken.stats.drafter_failures == 0
+    assert broken.stats.accept_length == 1.0
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "nothing of the kind",
+        Candidates(None, torch.zeros(1, 3)),
+        Candidates(torch.tensor([[VOCAB, -5, 10**12]] * 8), torch.zeros(8, 3)),
+        Candidates(torch.tensor([[1, 1, 1]] * 8), torch.full((8, 3), math.nan)),
+        Candidates(torch.tensor([[1.5, 2.5]] * 8), torch.zeros(8, 2)),
+        Candidates(None, torch.zeros(8, VOCAB), states=[]),
+    ],
+    ids=["no candidates", "too few", "out of vocabulary", "not a number", "fractions", "states missing"],
+)
+def test_garbage_from_a_drafter_changes_no_token(result: Any) -> None:
+    requests = some_requests(8)
+    want = tokens(decode(engine(), requests))
+    assert tokens(decode(engine(Failing("predict", 2, result), TREE), requests)) == want

@@ -1,0 +1,135 @@
+"""The shape of the house: imports point one way, functions and files stay short, and nothing unpickles or evaluates."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "tlt"
+
+# a module may import from its own line and from the lines above it
+LAYERS = (
+    ("types", "config", "sampling", "metrics"),
+    ("models",),
+    ("draft",),
+    ("engine",),
+    ("rl", "rewards", "data", "checkpoint", "evaluate"),
+    ("loop",),
+    ("cluster", "display"),
+    ("run",),
+    ("generate", "fidelity", "bench", "simulate"),
+    ("cli", "report", "integrations", "__main__"),
+)
+LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "os.system"}
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all that is imported, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "tlt." * bool(node.level) + (node.module or "")
+            yield base
+            yield from (f"{base.rstrip('.')}.{alias.name}" for alias in node.names)
+
+
+def module_of(path: Path) -> str:
+    """The first name under tlt: `engine` for engine/walk.py, `cli` for cli.py."""
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def wrong_way(module: str, tree: ast.AST) -> list[str]:
+    """Imports of a layer below the module's own."""
+    inner = {name.split(".")[1] for name in imports(tree) if name.startswith("tlt.") and name.split(".")[1] in LAYER_OF}
+    return sorted(name for name in inner if LAYER_OF[name] > LAYER_OF[module])
+
+
+def forbidden(tree: ast.AST) -> list[str]:
+    found = [name for name in imports(tree) if name.split(".")[0] in FORBIDDEN_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            found.append(ast.unparse(node.func))
+        if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle", "shell"):
+            found += [node.arg] if ast.unparse(node.value) != "False" else []
+    return found
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+def test_every_module_has_its_place_among_the_layers() -> None:
+    unplaced = sorted({module_of(path) for path in files()} - LAYER_OF.keys() - {"__init__"})
+    assert not unplaced, f"give {', '.join(unplaced)} a line in LAYERS"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+class TestEveryFile:
+    def test_imports_point_one_way(self, path: Path) -> None:
+        if module_of(path) == "__init__":
+            assert not [name for name in imports(parse(path)) if name.startswith("tlt")], "the package itself is light"
+        else:
+            assert wrong_way(module_of(path), parse(path)) == []
+
+    def test_files_and_functions_are_short(self, path: Path) -> None:
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+        assert long_functions(parse(path)) == []
+
+    def test_nothing_unpickles_or_evaluates(self, path: Path) -> None:
+        assert forbidden(parse(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "found"),
+    [
+        ("draft", "from tlt.engine.walk import walk", ["engine"]),
+        ("draft", "import tlt.engine.walk as w", ["engine"]),
+        ("draft", "from tlt import engine", ["engine"]),
+        ("draft", "def f():\n    from ..engine import walk", ["engine"]),
+        ("models", "from tlt.draft import tree\nfrom tlt.engine import noise", ["draft", "engine"]),
+        ("engine", "from tlt.draft.tree import grow\nfrom tlt.types import Request\nimport torch", []),
+    ],
+)
+def test_the_check_of_imports_sees_every_form(module: str, code: str, found: list[str]) -> None:
+    assert wrong_way(module, ast.parse(code)) == found
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import pickle", ["pickle"]),
+        ("def f():\n    from cloudpickle import loads", ["cloudpickle", "cloudpickle.loads"]),
+        ("torch.load('x')", ["torch.load"]),
+        ("eval('1')\nexec('1')", ["eval", "exec"]),
+        ("AutoModel.from_pretrained(p, trust_remote_code=flag)", ["trust_remote_code"]),
+        ("model.eval()\nload_file('x')\nrun(shell=False)", []),
+    ],
+)
+def test_the_check_of_forbidden_things_sees_them(code: str, found: list[str]) -> None:
+    assert forbidden(ast.parse(code)) == found
+
+
+def test_the_check_of_lengths_counts_lines() -> None:
+    body = "\n".join(["    x = 1"] * MAX_FUNCTION_LINES)
+    assert long_functions(ast.parse(f"def long():\n{body}\ndef short():\n    pass")) == ["long"]

@@ -1,0 +1,242 @@
+"""The configuration: what it refuses, and that each refusal is one sentence that names the key and the remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config import Config, ConfigError, load_config, parse_config
+
+RECIPE = """
+[model]
+path = "some/model"
+
+[[data.tasks]]
+name = "chain_sum"
+weight = 2.0
+params = { min_terms = 2 }
+
+[rollout]
+group_size = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def refusal(recipe: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides)
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def tree(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {"model": {"path": "m"}, "data": {"tasks": [{"name": "chain_sum"}]}} | sections
+
+
+def test_a_recipe_is_read_and_the_rest_has_defaults(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert (config.model.path, config.rollout.group_size) == ("some/model", 4)
+    assert config.data.tasks[0].params == {"min_terms": 2}
+    assert config.rollout.prompts_per_step == Config.model_validate(tree()).rollout.prompts_per_step
+
+
+# -- unknown keys and wrong types --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("rollout.temprature", "temperature"),
+        ("rollout.groupsize", "group_size"),
+        ("speculation.verify_token", "verify_tokens"),
+        ("engine.max_row", "max_rows"),
+        ("trian.steps", "train"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(recipe: Path, key: str, near: str) -> None:
+    message = refusal(recipe, f"--{key}", "1")
+    assert "unknown key" in message
+    assert f"did you mean {near}?" in message
+
+
+def test_an_unknown_key_like_no_other_is_refused_with_all_that_are_known(recipe: Path) -> None:
+    message = refusal(recipe, "--engine.zzz", "1")
+    assert "engine.zzz" in message
+    assert "max_rows" in message
+    assert "kv_memory_mb" in message
+
+
+def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tasks\.0\.wieght: did you mean weight\?"):
+        parse_config(tree(data={"tasks": [{"name": "chain_sum", "wieght": 1.0}]}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rollout.group_size", "many"),
+        ("rollout.group_size", "2.5"),
+        ("rollout.group_size", "true"),
+        ("rollout.group_size", "1"),
+        ("rollout.top_p", "0"),
+        ("rollout.top_p", "1.5"),
+        ("rollout.temperature", "-1"),
+        ("rollout.stop_strings", "one"),
+        ("model.dtype", "float16"),
+        ("speculation.drafter", "eagle"),
+        ("speculation.depth", "0"),
+        ("engine.kv_memory_mb", "-1"),
+        ("train.learning_rate", "nan"),
+        ("run.seed", "-1"),
+        ("run.overwrite", "1"),
+        ("engine", "3"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_the_value(recipe: Path, key: str, value: str) -> None:
+    section, _, name = key.partition(".")
+    message = refusal(recipe, f"--{section}.{name}", value) if name else refusal_of({key: 3})
+    assert f"{key}: " in message
+    assert f"(got {value}" in message.replace('"', "").lower()
+
+
+def refusal_of(section: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree() | section)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["model.path", "model"])
+def test_a_missing_key_is_named(key: str) -> None:
+    changed = tree()
+    if key == "model":
+        del changed["model"]
+    else:
+        changed["model"] = {}
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        parse_config(changed)
+
+
+# -- impossible combinations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"data": {}}, "data.tasks"),
+        ({"data": {"tasks": [{"name": "a"}], "path": "b.jsonl"}}, "data.path"),
+        ({"data": {"path": "b.jsonl"}}, "reward.name = 'reasoning_gym' needs data.tasks"),
+        ({"data": {"tasks": [{"name": "a"}], "template": "no place"}}, "{question}"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
+        ({"rollout": {"prompts_per_step": 2}, "train": {"updates_per_step": 3}}, "train.updates_per_step"),
+        ({"model": {"path": "m", "dtype": "float64", "device": "cuda:0"}}, "model.device"),
+    ],
+)
+def test_an_impossible_combination_is_refused(sections: dict[str, Any], says: str) -> None:
+    assert says in refusal_of(sections)
+
+
+def test_a_file_of_prompts_with_another_reward_is_possible() -> None:
+    config = parse_config(tree(data={"path": "b.jsonl"}, reward={"name": "exact"}))
+    assert config.data.path == "b.jsonl"
+
+
+# -- overrides ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("rollout.group_size", "16", 16),
+        ("rollout.temperature", "1", 1.0),
+        ("rollout.temperature", "0.6", 0.6),
+        ("train.learning_rate", "3e-5", 3e-5),
+        ("data.shuffle", "false", False),
+        ("run.folder", "runs/a b", "runs/a b"),
+        ("run.folder", '"quoted"', "quoted"),
+        ("rollout.stop_strings", '["</answer>", "a=b"]', ["</answer>", "a=b"]),
+        ("data.template", "x={question}", "x={question}"),
+        ("model.path", "../up", "../up"),
+    ],
+)
+@pytest.mark.parametrize("joined", [True, False], ids=["--key=value", "--key value"])
+def test_an_override_is_typed(recipe: Path, key: str, text: str, value: object, joined: bool) -> None:
+    section, _, name = key.partition(".")
+    config = load_config(recipe, [f"--{key}={text}"] if joined else [f"--{key}", text])
+    got = getattr(getattr(config, section), name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize("text", ["2026-11-21", "123", "1e3", "true"])
+def test_a_string_may_look_like_another_type(recipe: Path, text: str) -> None:
+    """A folder named after a date or a number needs no quotes inside quotes."""
+    assert load_config(recipe, ["--run.folder", text]).run.folder == text
+
+
+def test_the_last_override_wins_and_a_recipe_may_lack_the_section(recipe: Path) -> None:
+    config = load_config(recipe, ["--train.steps", "3", "--rollout.group_size=8", "--train.steps=5"])
+    assert (config.train.steps, config.rollout.group_size) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["--train.steps"], "--train.steps has no value"),
+        (["--steps", "3"], "unknown option --steps"),
+        (["train.steps", "3"], "unknown option train.steps"),
+        (["--model.path.deeper", "3"], "path is a value"),
+        (["--data.tasks.name", "a"], "tasks is a value"),
+    ],
+)
+def test_a_malformed_override_is_refused(recipe: Path, overrides: list[str], says: str) -> None:
+    assert says in refusal(recipe, *overrides)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    assert "nowhere.toml" in refusal(tmp_path / "nowhere.toml")
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"[model", b"a = ", b"x = 1\nx = 2", b"\xff\xfe", b"[model]\npath = \n"])
+def test_a_broken_recipe_is_named(recipe: Path, text: bytes) -> None:
+    recipe.write_bytes(text)
+    message = refusal(recipe)
+    assert str(recipe) in message
+    assert "not valid TOML" in message
+
+
+def test_an_invalid_recipe_is_named(recipe: Path) -> None:
+    assert str(recipe) in refusal(recipe, "--rollout.group_size", "0")
+
+
+def test_a_configuration_cannot_be_changed_afterwards(recipe: Path) -> None:
+    config = load_config(recipe)
+    with pytest.raises(ValueError, match="frozen"):
+        config.rollout.group_size = 2
+
+
+def test_the_configuration_survives_a_round_trip_through_json(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+def test_the_configuration_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, tlt.config; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
