@@ -92,9 +92,10 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     top_k = torch.where(law.top_k > 0, law.top_k, vocab_size).view(shape)
     ordered = ordered.masked_fill(torch.arange(vocab_size, device=full.device) >= top_k, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
-    before = torch.cumsum(probabilities, dim=-1) - probabilities  # mass of the tokens ranked above
+    # mass of the tokens ranked above; in float64, so that a large vocabulary's many small terms do not move the cut
+    before = torch.cumsum(probabilities, dim=-1, dtype=torch.float64) - probabilities
     top_p = torch.where(law.top_p < 1, law.top_p, torch.inf)  # off: a sum rounded up to 1 must not cut the tail
-    outside = before >= top_p.to(wide.dtype).view(shape)
+    outside = before >= top_p.view(shape)
     outside[..., 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(outside, -torch.inf), dim=-1)
     restricted = torch.empty_like(ordered).scatter_(-1, ids, ordered)

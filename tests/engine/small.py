@@ -40,6 +40,11 @@ ALPHA = 1e-6
 PROMPTS = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
 Context = tuple[int, ...]
 
+
+class Violation(AssertionError):
+    """A check failed; a class of its own, so that tripping an assertion elsewhere does not count as being caught."""
+
+
 _noise = gumbel_noise  # bound here, so that a bug planted in tlt does not reach the reference
 
 
@@ -98,14 +103,17 @@ class Target:
             self._laws[key] = plain_law(self.logits([context])[0], params)
         return self._laws[key]
 
+    def step_law(self, prompt: Prompt, params: SamplingParams, t: int) -> np.ndarray:
+        """Probability of token t given every possible response before it, [VOCAB] * (t + 1)."""
+        contexts = [prompt.token_ids + tokens for tokens in np.ndindex(*[VOCAB] * t)]
+        self.logits(contexts)
+        return np.array([self.law(c, params) for c in contexts]).reshape([VOCAB] * (t + 1))
+
     def sequence_law(self, prompt: Prompt, params: SamplingParams, length: int) -> np.ndarray:
         """Probability of every response of `length` tokens, [VOCAB] * length."""
         law = np.ones(())
         for t in range(length):
-            contexts = [prompt.token_ids + tokens for tokens in np.ndindex(*[VOCAB] * t)]
-            self.logits(contexts)
-            step = np.array([self.law(c, params) for c in contexts]).reshape([VOCAB] * (t + 1))
-            law = law[..., None] * step
+            law = law[..., None] * self.step_law(prompt, params, t)
         return law
 
 
@@ -230,11 +238,10 @@ class ContextDrafter(Stateless):
     def log_q(self, context: Context, params: SamplingParams) -> list[float]:
         key = (context, params)
         if key not in self._known:
-            law = self.target.law(context, params)
+            floor = 0.0 if self.trust == 1 else 1e-9  # only the oracle excludes what the target's law excludes
+            scores = [self.trust * _log(max(p, floor)) for p in self.target.law(context, params)]
             shift = np.random.default_rng([self.seed, *context]).normal(size=VOCAB) * self.spread
-            self._known[key] = [
-                (self.trust * _log(p) if self.trust else 0.0) + s for p, s in zip(law, shift, strict=True)
-            ]
+            self._known[key] = [score + s for score, s in zip(scores, shift.tolist(), strict=True)]
         return self._known[key]
 
     def predict(self, nodes: Sequence[Node]) -> Candidates:
@@ -340,27 +347,46 @@ def draw(engine: Engine, params: SamplingParams, epochs: int, group: int = 2, ru
     return np.array(tokens).reshape(epochs, len(PROMPTS), group, LENGTH)
 
 
+def reference_draw(
+    target: Target, params: SamplingParams, epochs: int, group: int = 2, run_seed: int = 0
+) -> np.ndarray:
+    """What `draw` must give: argmax of log p + g over a table of all contexts. Quick enough for a million responses."""
+    requests = [(p, e, i) for e in range(epochs) for p in range(len(PROMPTS)) for i in range(group)]
+    prompt = np.array([p for p, _, _ in requests])
+    seeds = torch.tensor([_seed(run_seed, PROMPTS[p], e, i) for p, e, i in requests], dtype=torch.uint64)
+    tokens = np.zeros((len(requests), LENGTH), dtype=np.int64)
+    for t in range(LENGTH):
+        g = _noise(seeds.view(torch.int64), torch.full(seeds.shape, t), VOCAB).double().numpy()
+        for p in range(len(PROMPTS)):
+            mine = prompt == p
+            with np.errstate(divide="ignore"):
+                log_p = np.log(target.step_law(PROMPTS[p], params, t))
+            tokens[mine, t] = (log_p[tuple(tokens[mine, :t].T)] + g[mine]).argmax(-1)
+    return tokens.reshape(epochs, len(PROMPTS), group, LENGTH)
+
+
 # -- checks ---------------------------------------------------------------------------------------------------------
 
 
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise Violation(message)
+
+
 def check_law(observed: np.ndarray, law: np.ndarray, what: str) -> None:
-    """Chi-square of counts against probabilities; cells that expect fewer than 5 are pooled, impossible ones must be
-    empty."""
+    """Chi-square of counts against probabilities; cells that expect fewer than 5 are pooled, impossible ones empty."""
     counts, expected = observed.ravel(), law.ravel() * observed.sum()
     impossible = int(counts[expected == 0].sum())
-    assert not impossible, f"{what}: {impossible} draws of sequences that the law excludes"
+    _require(impossible == 0, f"{what}: {impossible} draws of sequences that the law excludes")
     order = np.argsort(expected)
-    small = order[np.cumsum(expected[order]) < 5.0]  # a tail that together expects fewer than 5 joins the pool as well
-    small = np.union1d(small, np.flatnonzero(expected < 5.0))
-    large = np.setdiff1d(order, small)
-    if expected[small].sum() < 5.0:
-        small, large = np.append(small, large[:1]), large[1:]
-    o, e = np.append(counts[large], counts[small].sum()), np.append(expected[large], expected[small].sum())
-    statistic = float(((o - e) ** 2 / e).sum())
-    p_value = float(stats.chi2.sf(statistic, len(e) - 1))
-    assert p_value > ALPHA, (
-        f"{what}: chi-square {statistic:.0f} with {len(e) - 1} degrees of freedom, p = {p_value:.1e}"
-    )
+    pooled = int((expected < 5.0).sum())
+    while expected[order[:pooled]].sum() < 5.0:  # the pool itself must expect 5
+        pooled += 1
+    o = np.append(counts[order[pooled:]], counts[order[:pooled]].sum())
+    e = np.append(expected[order[pooled:]], expected[order[:pooled]].sum())
+    statistic, freedom = float(((o - e) ** 2 / e).sum()), len(e) - 1
+    p_value = float(stats.chi2.sf(statistic, freedom))
+    _require(p_value > ALPHA, f"{what}: chi-square {statistic:.0f}, {freedom} degrees of freedom, p = {p_value:.1e}")
 
 
 def detectable_bias(cells: int, draws: int, power: float = 0.95) -> float:
@@ -396,8 +422,7 @@ def check_group_independence(draws: np.ndarray, target: Target, params: Sampling
 
 
 def check_request_independence(draws: np.ndarray, target: Target, params: SamplingParams) -> None:
-    """First two tokens of requests with different prompts, and of one prompt in two epochs: the product of their
-    laws."""
+    """First two tokens of requests with different prompts, and of one prompt in two epochs: products of their laws."""
     laws = [target.sequence_law(prompt, params, 2) for prompt in PROMPTS]
     _check_product(draws[:, 0, 0, :2], draws[:, 1, 0, :2], laws[0], laws[1], "prompts 0 and 1")
     even, odd = draws[0::2, 0, 0, :2], draws[1::2, 0, 0, :2]
@@ -408,11 +433,17 @@ def _check_product(one: np.ndarray, other: np.ndarray, law: np.ndarray, other_la
     check_law(count(np.concatenate([one, other], axis=1)), np.multiply.outer(law, other_law), what)
 
 
+def check_same_draws(draws: np.ndarray, expected: np.ndarray) -> None:
+    """Token for token."""
+    different = int((draws != expected).any(axis=-1).sum())
+    _require(different == 0, f"{different} of {draws[..., 0].size} responses differ from the reference")
+
+
 def check_tokens(responses: Sequence[Response], expected: Sequence[Reference]) -> None:
     """Token for token, and ended for the same reason."""
     for i, (response, right) in enumerate(zip(responses, expected, strict=True)):
-        got = (response.token_ids, response.finish_reason)
-        assert got == (right.token_ids, right.finish_reason), f"request {i}: {got}, but should be {right}"
+        got, want = (response.token_ids, response.finish_reason), (right.token_ids, right.finish_reason)
+        _require(got == want, f"request {i}: {got}, but should be {want}")
 
 
 def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference], tolerance: float = 1e-9) -> None:
@@ -420,9 +451,10 @@ def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference],
     for i, (response, right) in enumerate(zip(responses, expected, strict=True)):
         for name in ("logprobs", "full_logprobs"):
             got, want = np.array(getattr(response, name)), np.array(getattr(right, name))
-            assert got.shape == want.shape, f"request {i}: {len(got)} {name}, but {len(want)} tokens"
-            assert np.allclose(got, want, rtol=0, atol=tolerance), (
-                f"request {i}, {name}: off by {abs(got - want).max()}"
+            _require(got.shape == want.shape, f"request {i}: {len(got)} {name}, but {len(want)} tokens")
+            _require(
+                np.allclose(got, want, rtol=0, atol=tolerance),
+                f"request {i}: {name} are off by {abs(got - want).max()}",
             )
 
 
@@ -431,37 +463,39 @@ def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
     live = engine.scheduler.live
     if not live:
         return
-    longest = max(row.kv_length for row in live)
-    fresh = KVCache(engine.target.options, engine.target.dtype, engine.target.device, 1024)
-    fresh.reserve(len(live), longest + 1)
-    Runner(engine.target, fresh, prefill_tokens=10**6).prefill(0, [row.context for row in live])
+    contexts = [(*row.request.prompt.token_ids, *row.tokens) for row in live]
+    longest = max(len(context) for context in contexts)
+    fresh = KVCache(engine.target.options, engine.target.dtype, engine.target.device, memory_mb=1024)
+    fresh.reserve(len(live), longest)
+    Runner(engine.target, fresh, prefill_tokens=10**6).prefill(0, contexts)
     for layer in range(engine.target.options.num_layers):
-        for slot, row in enumerate(live):
-            T = row.kv_length
-            for name, axis in (("keys", 2), ("values", 1)):
-                got = getattr(engine.cache.store, name)[layer][slot].narrow(axis, 0, T)
-                want = getattr(fresh.store, name)[layer][slot].narrow(axis, 0, T)
-                assert torch.allclose(got, want, rtol=0, atol=tolerance), f"layer {layer}, slot {slot}: {name} differ"
+        for slot, context in enumerate(contexts):
+            for name in ("keys", "values"):
+                got, want = (getattr(store, name)[layer][slot] for store in (engine.cache.store, fresh.store))
+                T = len(context) - 1  # of [K, T, E]; the last token is the root of the round to come
+                same = torch.allclose(got[:, :T], want[:, :T], rtol=0, atol=tolerance)
+                _require(same, f"slot {slot}, layer {layer}: {name} are not those of its context")
 
 
 def check_oracle(steps: Sequence[Step], strategy: Strategy) -> None:
-    """The drafter is the target: the first child is the target's token at every node, and a chain is taken whole."""
+    """The drafter is the target: the first child is the target's token at every node, and a chain is taken whole.
+
+    For requests without stop tokens, which may end a run early.
+    """
+    _require(bool(steps) and any(len(step.tree.tokens) > 1 for step in steps), "nothing was drafted")
     for step in steps:
         node, reached = 0, 0
         while (child := _first_child(step.tree, node)) is not None:
             drafted, picked = step.tree.tokens[child], step.sampled[node]
-            where = f"position {step.before + reached} (depth {reached + 1})"
-            assert drafted == picked, f"{where}: drafted {drafted}, but the target took {picked}"
+            where = f"position {step.before + reached}, depth {reached + 1}"
+            _require(drafted == picked, f"{where}: drafted {drafted}, but the target took {picked}")
             node, reached = child, reached + 1
         taken = step.after - step.before
-        assert taken == reached + 1, (
-            f"position {step.before}: {taken} tokens committed of {reached} drafted and the bonus"
-        )
+        _require(taken == reached + 1, f"position {step.before}: {taken} tokens of {reached} drafted and the bonus")
         if strategy.branching == 1:
             room = step.request.sampling.max_new_tokens - step.before
-            assert taken == min(strategy.depth + 1, room), (
-                f"position {step.before}: a chain of {strategy.depth} gave {taken}"
-            )
+            chain = min(strategy.depth + 1, room)
+            _require(taken == chain, f"position {step.before}: {taken} tokens from a chain of {strategy.depth}")
 
 
 def _first_child(tree: DraftTree, node: int) -> int | None:

@@ -129,6 +129,8 @@ class SuffixDrafter:
             for epoch in reversed(self.epochs[prompt_id]):
                 hits = self.histories[prompt_id, epoch].index.get(context, ())
                 places += [place for place in hits[-_MATCHES:] if place.at < len(place.tokens)]
+                if len(places) >= _MATCHES:
+                    break
             if places:
                 return _Match(places[:_MATCHES], order)
         return None

@@ -109,7 +109,7 @@ class Engine:
             source.setdefault(row.request.prompt.token_ids, before + len(fresh) - 1)
         live[before:] = fresh + copies
         for row in live[before:]:
-            self.noise.append(row.request.seed, len(row.tokens))
+            self.noise.append(row.request.seed, len(row.tokens), row.request.sampling.max_new_tokens)
             self._tell("open", row.request, list(row.tokens))
         self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
         self.runner.prefill(before, [row.context for row in fresh])

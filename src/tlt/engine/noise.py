@@ -11,6 +11,7 @@ from tlt.sampling import gumbel_noise
 
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
+_LEAST_WINDOW = 8
 
 
 class NoiseWindow:
@@ -23,10 +24,12 @@ class NoiseWindow:
         self.vocab_size, self.device = vocab_size, device
         self.ring = torch.zeros(0, self.width, vocab_size, device=device)
         self.seeds: list[int] = []
+        self.ends: list[int] = []  # no row needs a position from here on
         self.ready: list[int] = []  # positions below this one are in the ring
 
-    def append(self, seed: int, position: int) -> None:
+    def append(self, seed: int, position: int, end: int) -> None:
         self.seeds.append(seed)
+        self.ends.append(end)
         self.ready.append(position)
         if len(self.seeds) > len(self.ring):
             more = torch.zeros(max(8, len(self.ring)), self.width, self.vocab_size, device=self.device)
@@ -36,19 +39,25 @@ class NoiseWindow:
         """The last row takes the place of the removed one."""
         last = len(self.seeds) - 1
         self.ring[row] = self.ring[last]
-        self.seeds[row], self.ready[row] = self.seeds[last], self.ready[last]
-        self.seeds.pop()
-        self.ready.pop()
+        for per_row in (self.seeds, self.ends, self.ready):
+            per_row[row] = per_row[last]
+            per_row.pop()
 
     def prepare(self, positions: Sequence[int], depth: int) -> None:
-        """Have positions[b] .. positions[b] + depth of every row; when one is short, all are filled up, in one call."""
-        if all(ready > at + depth for ready, at in zip(self.ready, positions, strict=True)):
+        """Have positions[b] .. positions[b] + depth of every row. When one is short, all look ahead, in one call; the
+        longer a response is, the further, as short ones would not use it."""
+        rows = list(zip(self.ready, positions, self.ends, strict=True))
+        if all(ready >= min(at + depth + 1, end) for ready, at, end in rows):
             return
-        fill = [(row, t) for row, at in enumerate(positions) for t in range(max(self.ready[row], at), at + self.width)]
-        rows, times = (torch.tensor(x, device=self.device) for x in zip(*fill, strict=True))
+        ahead = [
+            min(at + max(depth + 1, min(self.width, at + _LEAST_WINDOW)), end)
+            for at, end in zip(positions, self.ends, strict=True)
+        ]
+        self.ready, before = [max(a, r) for a, r in zip(ahead, self.ready, strict=True)], self.ready
+        fill = [(row, t) for row, at in enumerate(positions) for t in range(max(before[row], at), self.ready[row])]
+        row, time = (torch.tensor(x, device=self.device) for x in zip(*fill, strict=True))
         seeds = torch.tensor(self.seeds, dtype=torch.uint64).view(torch.int64).to(self.device)
-        self.ring[rows, times % self.width] = gumbel_noise(seeds[rows], times, self.vocab_size)
-        self.ready = [at + self.width for at in positions]
+        self.ring[row, time % self.width] = gumbel_noise(seeds[row], time, self.vocab_size)
 
     def at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Noise [..., V] of (row, position) index tensors that broadcast together."""

@@ -1,0 +1,461 @@
+"""A test of the tests: each bug that a speculative engine can have is planted, and the check named for it must fail.
+
+The bugs come first, one short function each; then the checks, built from small.py as test_losslessness.py is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import small
+import torch
+from small import PROMPTS, ContextDrafter, Target, Violation, build, decode, make_requests
+from torch import Tensor
+
+import tlt.engine.engine
+import tlt.engine.noise
+import tlt.engine.runner
+from tlt import sampling
+from tlt.draft.tree import DraftTree, Strategy, TreeBatch
+from tlt.engine.attention import SlotStore
+from tlt.engine.engine import Engine
+from tlt.engine.noise import NoiseWindow
+from tlt.engine.runner import Runner, Sampled
+from tlt.engine.scheduler import Sequence as Row
+from tlt.models.decoder import Decoder
+from tlt.sampling import Law, gumbel_noise
+from tlt.types import Prompt, SamplingParams
+
+Patch = pytest.MonkeyPatch
+
+# -- bugs: the noise --------------------------------------------------------------------------------------------------
+
+
+def _noise_is(patch: Patch, key: Callable[[NoiseWindow, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """The noise of (row, position) is that of the (seed, counter) which `key` gives, all shaped alike."""
+
+    def at(self: NoiseWindow, rows: Tensor, positions: Tensor) -> Tensor:
+        seeds, counters = key(self, *torch.broadcast_tensors(rows, positions))
+        return gumbel_noise(seeds.reshape(-1), counters.reshape(-1), self.vocab_size).view(*seeds.shape, -1)
+
+    def at_ids(self: NoiseWindow, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+        return at(self, rows, positions).gather(-1, ids.clamp(0, self.vocab_size - 1))
+
+    patch.setattr(NoiseWindow, "at", at)
+    patch.setattr(NoiseWindow, "at_ids", at_ids)
+
+
+def _seeds(window: NoiseWindow, rows: Tensor) -> Tensor:
+    return torch.tensor(window.seeds, dtype=torch.uint64).view(torch.int64)[rows]
+
+
+def _bases(patch: Patch) -> dict[str, Any]:
+    """What a round starts from, renewed every round: the positions of its roots, and how many rounds there were."""
+    now: dict[str, Any] = {"round": -1}
+    prepare = NoiseWindow.prepare
+
+    def observed(self: NoiseWindow, positions: Sequence[int], depth: int) -> None:
+        now.update(roots=torch.tensor(positions), round=now["round"] + 1)
+        prepare(self, positions, depth)
+
+    patch.setattr(NoiseWindow, "prepare", observed)
+    return now
+
+
+def noise_reused_at_two_positions(patch: Patch) -> None:
+    _noise_is(patch, lambda window, rows, positions: (_seeds(window, rows), positions // 2))
+
+
+def noise_shared_by_two_responses_of_a_group(patch: Patch) -> None:
+    seed = sampling.request_seed
+    patch.setattr(
+        sampling, "request_seed", lambda run, domain, prompt, epoch, index: seed(run, domain, prompt, epoch, 0)
+    )
+
+
+def noise_shared_by_two_prompts(patch: Patch) -> None:
+    seed = sampling.request_seed
+    patch.setattr(
+        sampling, "request_seed", lambda run, domain, prompt, epoch, index: seed(run, domain, 0, epoch, index)
+    )
+
+
+def noise_shared_by_two_epochs(patch: Patch) -> None:
+    seed = sampling.request_seed
+    patch.setattr(
+        sampling, "request_seed", lambda run, domain, prompt, epoch, index: seed(run, domain, prompt, epoch // 2, index)
+    )
+
+
+def noise_keyed_by_round(patch: Patch) -> None:
+    """Round r's root draws under number r, those below under the next ones: a counter that misses what was accepted."""
+    now = _bases(patch)
+    _noise_is(
+        patch, lambda window, rows, positions: (_seeds(window, rows), now["round"] + positions - now["roots"][rows])
+    )
+
+
+def noise_keyed_by_node(patch: Patch) -> None:
+    """The target draws node n under the number of the root + n, siblings under different ones."""
+
+    def key(window: NoiseWindow, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        in_target = positions.dim() == 2
+        return _seeds(window, rows), positions[:, :1] + torch.arange(positions.shape[1]) if in_target else positions
+
+    _noise_is(patch, key)
+
+
+def noise_keyed_by_row(patch: Patch) -> None:
+    """The row of the batch in place of the request's seed."""
+    _noise_is(patch, lambda window, rows, positions: (rows, positions))
+
+
+def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
+    """Costs speed alone: the law and the tokens stay right."""
+    noise_of = Engine._noise_of
+    patch.setattr(
+        Engine, "_noise_of", lambda self, rows, depths, ids: noise_of(self, rows, [d + 1 for d in depths], ids)
+    )
+
+
+# -- bugs: the target pass --------------------------------------------------------------------------------------------
+
+
+def _logits_of(patch: Patch, pick: Callable[[Tensor, TreeBatch], Tensor]) -> None:
+    """A target pass takes the logits of `pick(hidden, trees)` in place of hidden [B, N, D]."""
+    seen: list[TreeBatch] = []
+    verify, logits = Runner.verify, Decoder.logits
+
+    def observed(self: Runner, trees: TreeBatch, *rest: Any) -> Sampled:
+        seen[:] = [trees]
+        return verify(self, trees, *rest)
+
+    patch.setattr(Runner, "verify", observed)
+    patch.setattr(Decoder, "logits", lambda self, hidden: logits(self, pick(hidden, seen[0])))
+
+
+def target_row_off_by_one(patch: Patch) -> None:
+    """The sample of a node comes from the logits of its parent."""
+
+    def parents(hidden: Tensor, trees: TreeBatch) -> Tensor:
+        if trees.visible is None:
+            return hidden
+        number = torch.arange(1, hidden.shape[1] + 1)
+        parent = (trees.visible.tril(-1) * number).argmax(-1)  # the last node seen but oneself; the root keeps its own
+        return hidden.gather(1, parent[..., None].expand_as(hidden))
+
+    _logits_of(patch, parents)
+
+
+def target_row_of_another_request(patch: Patch) -> None:
+    """One row in eight."""
+
+    def mixed(hidden: Tensor, trees: TreeBatch) -> Tensor:
+        row = torch.arange(len(hidden))
+        return hidden[torch.where(row % 8 == 0, (row + 1) % len(hidden), row)]
+
+    _logits_of(patch, mixed)
+
+
+def tree_mask_lets_a_sibling_through(patch: Patch) -> None:
+    stack = tlt.engine.engine.stack
+
+    def leaking(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
+        batch = stack(trees, device)
+        for b, tree in enumerate(trees):
+            for n in range(1, len(tree.tokens)):
+                for sibling in range(1, n):
+                    if tree.parents[sibling] == tree.parents[n] and batch.visible is not None:
+                        batch.visible[b, n, sibling] = True
+        return batch
+
+    patch.setattr(tlt.engine.engine, "stack", leaking)
+
+
+def position_id_is_node_index(patch: Patch) -> None:
+    one_pass = Runner._pass
+
+    def by_index(self: Runner, first: int, tokens: Tensor, lengths: Tensor, depths: Tensor, visible: Any) -> Tensor:
+        return one_pass(self, first, tokens, lengths, torch.arange(tokens.shape[1]).expand_as(depths), visible)
+
+    patch.setattr(Runner, "_pass", by_index)
+
+
+def _law_below_the_root(patch: Patch, change: Callable[[Law], Law]) -> None:
+    log_law = tlt.engine.runner.log_law
+
+    def by_node(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+        log_p, full = log_law(logits, law)
+        below, _ = log_law(logits, change(law))
+        return torch.cat([log_p[:, :1], below[:, 1:]], dim=1), full
+
+    patch.setattr(tlt.engine.runner, "log_law", by_node)
+
+
+def temperature_at_the_root_only(patch: Patch) -> None:
+    _law_below_the_root(patch, lambda law: law._replace(temperature=torch.ones_like(law.temperature)))
+
+
+def top_k_at_the_root_only(patch: Patch) -> None:
+    _law_below_the_root(patch, lambda law: law._replace(top_k=torch.zeros_like(law.top_k)))
+
+
+def top_p_at_the_root_only(patch: Patch) -> None:
+    _law_below_the_root(patch, lambda law: law._replace(top_p=torch.ones_like(law.top_p)))
+
+
+# -- bugs: the walk and the commit ------------------------------------------------------------------------------------
+
+
+def walk_descends_to_a_non_child(patch: Patch) -> None:
+    """To a cousin with the right token at the right depth."""
+
+    def walk(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+        path = [0]
+        for node in range(1, len(tree.tokens)):
+            if tree.depths[node] == len(path) and tree.tokens[node] == sampled[path[-1]]:
+                path.append(node)
+        return path
+
+    patch.setattr(tlt.engine.engine, "walk", walk)
+
+
+def bonus_token_from_the_drafter(patch: Patch) -> None:
+    """The last level of the tree is not verified: where the walk comes to it, its first token is committed."""
+    real = tlt.engine.engine.walk
+
+    def walk(tree: DraftTree, sampled: list[int]) -> list[int]:
+        path = [node for node in real(tree, sampled) if tree.depths[node] < max(tree.depths) or node == 0]
+        last = path[-1]
+        guesses = [tree.tokens[n] for n in range(1, len(tree.tokens)) if tree.parents[n] == last]
+        if guesses and tree.depths[last] == max(tree.depths) - 1:
+            sampled[last] = guesses[0]
+        return path
+
+    patch.setattr(tlt.engine.engine, "walk", walk)
+
+
+def near_misses_accepted(patch: Patch) -> None:
+    """A drafted token whose noisy score is within 0.5 of the best is as good as the best."""
+    scores: list[Tensor] = []
+    rank, commit = tlt.engine.runner.rank, Engine._commit
+
+    def observed(log_p: Tensor, noise: Tensor) -> sampling.Ranking:
+        scores[:] = [log_p + noise]
+        return rank(log_p, noise)
+
+    def lenient(self: Engine, trees: Sequence[DraftTree], sampled: Sampled) -> Any:
+        for b, tree in enumerate(trees):
+            for n in range(len(tree.tokens) - 1, 0, -1):
+                at_parent = scores[0][b, tree.parents[n]]
+                if at_parent[tree.tokens[n]] > at_parent.max() - 0.5:
+                    sampled.tokens[b][tree.parents[n]] = tree.tokens[n]
+        return commit(self, trees, sampled)
+
+    patch.setattr(tlt.engine.runner, "rank", observed)
+    patch.setattr(Engine, "_commit", lenient)
+
+
+def kv_of_a_rejected_branch_kept(patch: Patch) -> None:
+    patch.setattr(SlotStore, "move", lambda self, row, source, target: None)
+
+
+def kv_of_a_freed_slot_kept(patch: Patch) -> None:
+    """The last row takes the place of a finished one, but leaves its keys and values behind."""
+    copy = SlotStore.copy_slot
+    patch.setattr(
+        SlotStore,
+        "copy_slot",
+        lambda self, source, target, T: copy(self, source, target, T) if source < target else None,
+    )
+
+
+def kv_not_rebuilt_after_preemption(patch: Patch) -> None:
+    """Only the prompt is prefilled when a row comes back."""
+    patch.setattr(Row, "context", property(lambda row: row.request.prompt.token_ids))
+
+
+def stop_token_in_an_accepted_run_ignored(patch: Patch) -> None:
+    append = Engine._append
+
+    def last_only(self: Engine, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
+        request = row.request
+        row.request = replace(request, sampling=replace(request.sampling, stop_token_ids=()))
+        reason = append(self, row, path[:-1], sampled, slot)
+        row.request = request
+        return reason or append(self, row, path[-1:], sampled, slot)
+
+    patch.setattr(Engine, "_append", last_only)
+
+
+def logprob_of_the_wrong_node(patch: Patch) -> None:
+    """Each node reports the log-probs of the node before it."""
+    verify = Runner.verify
+
+    def shifted(self: Runner, *arguments: Any) -> Sampled:
+        sampled = verify(self, *arguments)
+        return sampled._replace(logprobs=[[row[0], *row[:-1]] for row in sampled.logprobs])
+
+    patch.setattr(Runner, "verify", shifted)
+
+
+def weights_of_the_target_before(patch: Patch) -> None:
+    """An update changes the version and nothing else."""
+    load = Decoder.load
+
+    def skip(self: Decoder, state: Any, version: int) -> None:
+        if self.version < 0:
+            load(self, state, version)
+        self.version = version
+
+    patch.setattr(Decoder, "load", skip)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+TREE = Strategy(depth=3, branching=2, verify_tokens=8)
+WARM = SamplingParams(0.7, max_new_tokens=4)
+CUT = SamplingParams(0.7, top_p=0.8, max_new_tokens=4)
+LONG = (
+    SamplingParams(0.7, max_new_tokens=40),
+    SamplingParams(0.7, top_k=3, max_new_tokens=40),
+    SamplingParams(0.7, top_p=0.8, max_new_tokens=40),
+    SamplingParams(0.7, max_new_tokens=40, stop_token_ids=(4,)),
+)
+LONG_PROMPTS = (*PROMPTS, Prompt(2, "", (3,)), Prompt(3, "", (2,) * 9))
+
+
+@cache
+def target() -> Target:
+    return Target(seed=0)
+
+
+def speculating(max_rows: int = 64, bound_tokens: int | None = None, strategy: Strategy = TREE) -> Engine:
+    return build(target(), ContextDrafter(target(), 0.7, 0.7), strategy, max_rows, bound_tokens)
+
+
+def joint(params: SamplingParams = WARM) -> None:
+    for epochs in (300, 2_000):  # most bugs need few responses
+        small.check_joint(small.draw(speculating(512), params, epochs, run_seed=epochs), target(), params)
+
+
+def joint_under_top_p() -> None:
+    joint(CUT)
+
+
+def group_independence() -> None:
+    small.check_group_independence(small.draw(speculating(512), WARM, epochs=600), target(), WARM)
+
+
+def request_independence() -> None:
+    small.check_request_independence(small.draw(speculating(512), WARM, epochs=600), target(), WARM)
+
+
+@cache
+def _long() -> tuple[list[small.Request], list[small.Reference]]:
+    requests = make_requests(LONG_PROMPTS, LONG, group=3)
+    return requests, small.reference(target(), requests)
+
+
+def tokens(bound_tokens: int | None = None) -> None:
+    requests, expected = _long()
+    small.check_tokens(decode(speculating(bound_tokens=bound_tokens), requests), expected)
+
+
+def tokens_after_preemption() -> None:
+    tokens(bound_tokens=85)
+
+
+def logprobs() -> None:
+    requests, expected = _long()
+    small.check_logprobs(decode(speculating(), requests), expected)
+
+
+def cache_integrity() -> None:
+    decode(speculating(bound_tokens=100), _long()[0], after_round=small.check_integrity)
+
+
+def oracle() -> None:
+    requests = [r for r in _long()[0] if not r.sampling.stop_token_ids]
+    engine = build(target(), small.oracle(target()), TREE)
+    steps = small.record_steps(engine)
+    decode(engine, requests)
+    small.check_oracle(steps, TREE)
+
+
+def tokens_after_an_update() -> None:
+    requests, _ = _long()
+    old, new = Target(seed=0), Target(seed=1)
+    old.decoder.load(new.model.state_dict(), version=1)
+    small.check_tokens(decode(build(old), requests), small.reference(new, requests))
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    joint,
+    joint_under_top_p,
+    group_independence,
+    request_independence,
+    tokens,
+    tokens_after_preemption,
+    logprobs,
+    cache_integrity,
+    oracle,
+    tokens_after_an_update,
+)
+
+
+class Bug(NamedTuple):
+    plant: Callable[[Patch], None]
+    caught_by: tuple[Callable[[], None], ...]
+
+
+BUGS = (
+    Bug(noise_reused_at_two_positions, (joint, tokens)),
+    Bug(noise_shared_by_two_responses_of_a_group, (group_independence,)),
+    Bug(noise_shared_by_two_prompts, (request_independence,)),
+    Bug(noise_shared_by_two_epochs, (request_independence,)),
+    Bug(noise_keyed_by_round, (joint, tokens)),
+    Bug(noise_keyed_by_node, (joint, tokens, oracle)),
+    Bug(noise_keyed_by_row, (joint, tokens)),
+    Bug(draft_under_the_noise_of_the_next_position, (oracle,)),
+    Bug(target_row_off_by_one, (joint, tokens, oracle)),
+    Bug(target_row_of_another_request, (joint, tokens, oracle)),
+    Bug(tree_mask_lets_a_sibling_through, (joint, tokens, cache_integrity)),
+    Bug(position_id_is_node_index, (joint, tokens, oracle, cache_integrity)),
+    Bug(temperature_at_the_root_only, (joint, tokens, oracle)),
+    Bug(top_k_at_the_root_only, (tokens, oracle)),
+    Bug(top_p_at_the_root_only, (joint_under_top_p, tokens, oracle)),
+    Bug(walk_descends_to_a_non_child, (joint, tokens, cache_integrity)),
+    Bug(bonus_token_from_the_drafter, (joint, tokens, oracle)),
+    Bug(near_misses_accepted, (joint, tokens)),
+    Bug(kv_of_a_rejected_branch_kept, (tokens, oracle, cache_integrity)),
+    Bug(kv_of_a_freed_slot_kept, (tokens, cache_integrity)),
+    Bug(kv_not_rebuilt_after_preemption, (tokens_after_preemption, cache_integrity)),
+    Bug(stop_token_in_an_accepted_run_ignored, (tokens,)),
+    Bug(logprob_of_the_wrong_node, (logprobs,)),
+    Bug(weights_of_the_target_before, (tokens_after_an_update,)),
+)
+
+
+@pytest.fixture(autouse=True)
+def narrow_ring(monkeypatch: Patch) -> None:
+    """Less noise to compute ahead than responses of four tokens will use."""
+    monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_passes_without_a_bug(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.plant.__name__)
+def test_caught(bug: Bug, monkeypatch: Patch) -> None:
+    target(), _long()  # before the bug is there
+    bug.plant(monkeypatch)
+    for check in bug.caught_by:
+        with pytest.raises(Violation):
+            check()

@@ -1,0 +1,314 @@
+"""The noise, the law p, and their sum, held against published vectors, plain Python and transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from tlt.sampling import Law, gumbel_noise, log_law, philox, rank, request_seed
+
+INF = math.inf
+BIG_VOCAB = 151_936  # Qwen's
+
+# -- Philox -----------------------------------------------------------------------------------------------------------
+
+VECTORS = {  # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result
+    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    "pi": (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+}
+
+
+def slow_philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
+    """Philox4x32-10 on Python integers, which do not wrap."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [p1 >> 32 ^ c[1] ^ k[0], p1 % 2**32, p0 >> 32 ^ c[3] ^ k[1], p0 % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return tuple(c)
+
+
+def fast_philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
+    c0, c1, c2, c3, k0, k1 = (torch.tensor([word]) for word in (*counter, *key))
+    return tuple(int(word) for word in philox((c0, c1, c2, c3), (k0, k1)))
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_philox_has_the_published_vectors(name: str) -> None:
+    counter, key, result = VECTORS[name]
+    assert slow_philox(counter, key) == result
+    assert fast_philox(counter, key) == result
+
+
+words = st.integers(0, 2**32 - 1)
+
+
+@given(st.tuples(words, words, words, words), st.tuples(words, words))
+def test_philox_is_its_slow_twin(counter: tuple[int, ...], key: tuple[int, ...]) -> None:
+    """Shows a product that wraps, or a shift that drags a sign along."""
+    assert fast_philox(counter, key) == slow_philox(counter, key)
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+
+
+def signed(seeds: Sequence[int]) -> Tensor:
+    return torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
+
+
+def noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    return gumbel_noise(signed([seed]), torch.tensor([position]), vocab_size)[0]
+
+
+def slow_noise(seed: int, position: int, token: int) -> np.float32:
+    word = slow_philox((token // 4, 0, position, 0), (seed % 2**32, seed >> 32))[token % 4]
+    u = (word + 0.5) / 2**32
+    return np.float32(-math.log(-math.log1p(-u)))
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**20), st.integers(0, 300))
+def test_noise_is_its_slow_twin(seed: int, position: int, token: int) -> None:
+    """In float32, to the last bit but one: the two logarithms are of different libraries."""
+    ours, twin = noise(seed, position, token + 1)[token].item(), slow_noise(seed, position, token)
+    assert abs(ours - twin) <= np.spacing(abs(twin))
+
+
+def test_noise_does_not_depend_on_company() -> None:
+    """To the bit, whatever else is computed with it: other rows, other tokens, more threads."""
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (37,), generator=generator)
+    positions = torch.randint(0, 5000, (37,), generator=generator)
+    together = gumbel_noise(seeds, positions, 1003)
+    order = torch.randperm(37, generator=generator)
+    assert torch.equal(gumbel_noise(seeds[order], positions[order], 1003), together[order])
+    alone = torch.cat([gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 1003) for i in range(37)])
+    assert torch.equal(alone, together)
+    for vocab_size in (1, 2, 3, 4, 5, 1000, 1002):
+        assert torch.equal(gumbel_noise(seeds, positions, vocab_size), together[:, :vocab_size])
+    large = gumbel_noise(seeds[:2], positions[:2], BIG_VOCAB)  # many blocks a row
+    assert torch.equal(large[:, :1003], together[:2])
+
+
+def test_noise_does_not_depend_on_threads() -> None:
+    seeds, positions = signed(range(4)), torch.arange(4)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = gumbel_noise(seeds, positions, BIG_VOCAB)
+        torch.set_num_threads(2)
+        assert torch.equal(gumbel_noise(seeds, positions, BIG_VOCAB), one)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_noise_is_standard_gumbel() -> None:
+    """Kolmogorov-Smirnov over a million numbers (a shift of 0.3 % of the mass shows)."""
+    seeds = signed([request_seed(0, "test", p, 0, 0) for p in range(100)]).repeat_interleave(100)
+    g = gumbel_noise(seeds, torch.arange(100).repeat(100), 100)
+    assert stats.kstest(g.flatten().numpy(), "gumbel_r").pvalue > 1e-6
+    assert stats.kstest(g[:, 0].numpy(), "gumbel_r").pvalue > 1e-6
+    best = g.max(dim=-1).values.numpy()  # what decides: the largest of 100 is Gumbel, log 100 further up
+    assert stats.kstest(best - math.log(100), "gumbel_r").pvalue > 1e-6
+
+
+def test_noise_differs_by_seed_position_and_token() -> None:
+    """Shows a part of the key or of the counter that is dropped: the seed's upper half, say, or a token's lane."""
+    seeds = [0, 1, 2, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
+    rows = [(seed, position) for seed in seeds for position in (0, 1, 2, 3, 4, 255, 256, 65_536, 2**31)]
+    g = gumbel_noise(signed([s for s, _ in rows]), torch.tensor([p for _, p in rows]), 64)
+    assert len(g.flatten().unique()) > 0.999 * g.numel()  # two of 32 bits may meet
+    assert len(torch.unique(g, dim=0)) == len(rows)
+    correlation = torch.corrcoef(g) - torch.eye(len(rows))
+    assert correlation.abs().max() < 0.7  # over 64 tokens sigma is 1/8
+
+
+def test_winners_do_not_tie() -> None:
+    """Shows a uniform of 24 bits, whose smallest values, where the winners lie, are few."""
+    for first in range(0, 64, 16):
+        g = gumbel_noise(signed([7]).expand(16), torch.arange(first, first + 16), BIG_VOCAB)
+        top = g.topk(8, dim=-1).values
+        assert (top.diff(dim=-1) < 0).all()
+    assert torch.isfinite(g).all()
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_request_seed_is_stable() -> None:
+    """A run that is resumed with a later version must decode the same answers."""
+    assert request_seed(0, "train", 0, 0, 0) == 4044430428229421024
+    assert request_seed(1, "eval", 23, 4, 5) == 9747506720172578356
+
+
+def test_request_seed_depends_on_every_field() -> None:
+    """Fields that run together ("1/11" and "11/1") would give two requests one seed."""
+    fields = [(1, 11, 111), ("train", "eval", "1"), (1, 11, 111), (1, 11, 111), (1, 11, 111)]
+    seeds = {request_seed(*chosen) for chosen in product(*fields)}
+    assert len(seeds) == 3**5
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+# -- the law ----------------------------------------------------------------------------------------------------------
+
+
+def law_of(*rows: tuple[float, int, float]) -> Law:
+    """(temperature, top_k, top_p) of each row"""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    restricted = any(k > 0 or p < 1 for _, k, p in rows)
+    return Law(torch.tensor(temperature), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), restricted)
+
+
+def brute_force(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float] | None:
+    """The law in exact sums; None where the mass of a prefix is too close to top_p for floats to decide."""
+    best = max(logits)
+    weight = [Fraction(math.exp((x - best) / temperature)) for x in logits]
+    order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or None]
+    total, kept, mass = sum(weight[v] for v in order), [], Fraction(0)
+    for v in order:
+        if kept and top_p < 1 and mass >= Fraction(top_p) * total:
+            break
+        kept.append(v)
+        mass += weight[v]
+        if top_p < 1 and abs(mass / total - Fraction(top_p)) < 1e-12:
+            return None
+    return [float(weight[v] / mass) if v in kept else 0.0 for v in range(len(logits))]
+
+
+some_logits = st.lists(st.sampled_from([-6.0, -2.0, -1.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=12)
+temperatures = st.sampled_from([0.3, 0.7, 1.0, 2.0])
+top_ks = st.sampled_from([0, 1, 2, 3, 5, 20])
+top_ps = st.sampled_from([1.0, 0.99, 0.9, 0.7, 0.5, 0.2, 1e-6, 0.0])
+
+
+@settings(max_examples=300)
+@given(some_logits, temperatures, top_ks, top_ps)
+def test_law_against_brute_force(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
+    """With ties: of equal logits the lower id stays."""
+    right = brute_force(logits, temperature, top_k, top_p)
+    assume(right is not None)
+    assert right is not None
+    law = law_of((temperature, top_k, top_p))._replace(temperature=torch.tensor([temperature], dtype=torch.float64))
+    log_p, full = log_law(torch.tensor([logits], dtype=torch.float64), law)
+    assert log_p[0].exp().tolist() == pytest.approx(right, abs=1e-12)
+    unrestricted = brute_force(logits, temperature, 0, 1.0)
+    assert full[0].exp().tolist() == pytest.approx(unrestricted, abs=1e-12)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.1])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 500])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_law_against_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    """Where the conventions agree: no equal logits, no mass that meets top_p exactly."""
+    logits = torch.randn(20, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    law = law_of(*[(temperature, top_k, top_p)] * 20)
+    law = law._replace(temperature=torch.full((20,), temperature, dtype=torch.float64))
+    assert torch.allclose(log_law(logits, law)[0].exp(), scores.softmax(-1), rtol=0, atol=1e-12)
+
+
+def test_each_row_has_its_own_law() -> None:
+    """Trees of several nodes a row, rows of different sampling parameters in one batch."""
+    rows = [(1.0, 0, 1.0), (0.5, 2, 1.0), (0.7, 0, 0.6), (2.0, 3, 0.9)]
+    logits = torch.randn(4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    log_p, full = log_law(logits, law_of(*rows))
+    for b, (temperature, top_k, top_p) in enumerate(rows):
+        for n in range(6):
+            right = brute_force(logits[b, n].tolist(), temperature, top_k, top_p)
+            assert log_p[b, n].exp().tolist() == pytest.approx(right, abs=1e-7)
+            right = brute_force(logits[b, n].tolist(), temperature, 0, 1.0)
+            assert full[b, n].exp().tolist() == pytest.approx(right, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_is_off_stays_off_beside_a_row_that_has_it_on(dtype: torch.dtype) -> None:
+    """A row's law may not depend on its neighbours: top_p = 1 keeps every token, however small its mass."""
+    logits = torch.randn(2, 5000, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4
+    alone, _ = log_law(logits[:1], law_of((1.0, 0, 1.0)))
+    beside, _ = log_law(logits, law_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
+    assert torch.isfinite(beside[0]).all()
+    assert torch.allclose(beside[0], alone[0], rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_top_k_alone_keeps_k() -> None:
+    """However little the last of them weighs."""
+    logits = torch.tensor([[30.0, 0.0, -30.0, -60.0, -90.0]])
+    log_p, _ = log_law(logits, law_of((1.0, 4, 1.0)))
+    assert torch.isfinite(log_p[0]).tolist() == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-12, 0.3])
+def test_top_p_is_never_empty(top_p: float) -> None:
+    log_p, _ = log_law(torch.tensor([[1.0, 5.0, 2.0], [0.0, 0.0, 0.0]]), law_of(*[(1.0, 0, top_p)] * 2))
+    assert log_p.tolist() == [[-INF, 0.0, -INF], [0.0, -INF, -INF]]
+
+
+def test_dtypes_are_kept_or_widened() -> None:
+    """No cast to float32 under float64, none to bfloat16 above it."""
+    logits = torch.randn(3, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    for rows in ([(0.7, 0, 1.0)] * 3, [(0.7, 5, 0.9)] * 3):
+        law = law_of(*rows)
+        assert [x.dtype for x in log_law(logits, law)] == [torch.float64] * 2
+        assert [x.dtype for x in log_law(logits.float(), law)] == [torch.float32] * 2
+        narrow, wide = logits.bfloat16(), logits.bfloat16().float()
+        assert all(torch.equal(a, b) for a, b in zip(log_law(narrow, law), log_law(wide, law), strict=True))
+
+
+def test_temperature_zero_counts_as_one() -> None:
+    """Its argmax is the greedy token, the first of equals; its full log-probs are those of temperature 1."""
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]], dtype=torch.float64)
+    for top_k, top_p in ((0, 1.0), (2, 0.5)):
+        log_p, full = log_law(logits, law_of((0.0, top_k, top_p)))
+        assert rank(log_p, torch.zeros(1, 4)).picks.item() == 1
+        assert torch.equal(full, torch.log_softmax(logits, dim=-1))
+
+
+# -- the sample -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("across", ["seeds", "positions"])
+def test_argmax_has_the_law(across: str) -> None:
+    """Chi-square of 1,000,000 draws of 20 tokens, alpha 1e-6: shows a total variation of 0.5 % with 95 % power."""
+    N, V = 1_000_000, 20
+    p = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).softmax(-1)
+    counts = torch.zeros(V, dtype=torch.int64)
+    for first in range(0, N, 100_000):
+        moving, fixed = torch.arange(first, first + 100_000), torch.full((100_000,), 12345)
+        seeds, positions = (moving, fixed) if across == "seeds" else (fixed, moving)
+        counts += torch.bincount(rank(p.log(), gumbel_noise(seeds, positions, V)).picks[:, 0], minlength=V)
+    assert stats.chisquare(counts.numpy(), (p * N).numpy()).pvalue > 1e-6
+
+
+def test_rank_orders_the_runners_up() -> None:
+    """Best first, as a sort of the sums gives it; ties of the sample go to the lower index; -inf comes last."""
+    log_p = torch.log_softmax(torch.randn(7, 30, generator=torch.Generator().manual_seed(6)), dim=-1)
+    log_p[:, 3] = -INF
+    g = gumbel_noise(torch.arange(7), torch.arange(7), 30)
+    best = rank(log_p, g, k=5)
+    for scores, picks, sums in zip(best.scores.tolist(), best.picks.tolist(), (log_p + g).tolist(), strict=True):
+        order = sorted(range(30), key=lambda v: -sums[v])
+        assert picks == order[:5]
+        assert scores == [sums[v] for v in order[:5]]
+    assert torch.equal(rank(log_p, g).picks, best.picks[:, :1])
+    assert rank(torch.zeros(1, 6), torch.zeros(1, 6)).picks.item() == 0
+    assert rank(log_p, g, k=99).picks.shape == (7, 30)
+    assert (rank(log_p, g, k=30).picks[:, -1] == 3).all()
