@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tlt import __version__
-from tlt.config import ConfigError, load_config, parse_config
+from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfig, load_config, parse_section
 
 _OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10."
 
@@ -16,6 +17,8 @@ _OVERRIDES = "Any field of the configuration can be set by --section.key value, 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted."""
     arguments, overrides = _parser().parse_known_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
         code = arguments.command(arguments, overrides)
     except ValueError as error:
@@ -99,23 +102,17 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0]}: see tlt generate --help")
-    config = parse_config(
-        {
-            "model": {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device},
-            "data": {"path": "-"},
-            "reward": {"name": "exact"},
-            "rollout": {
-                "max_new_tokens": arguments.max_new_tokens,
-                "temperature": arguments.temperature,
-                "top_k": arguments.top_k,
-                "top_p": arguments.top_p,
-            },
-            "speculation": {"drafter": arguments.drafter},
-        }
+    model = {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device}
+    fields = ("max_new_tokens", "temperature", "top_k", "top_p")
+    rollout = {name: getattr(arguments, name) for name in fields}
+    sections = (
+        parse_section(ModelConfig, model, "tlt generate"),
+        parse_section(RolloutConfig, rollout, "tlt generate"),
+        parse_section(SpeculationConfig, {"drafter": arguments.drafter}, "tlt generate"),
     )
     from tlt.generate import generate
 
-    generate(config, arguments.prompt, arguments.samples, arguments.seed)
+    generate(*sections, arguments.prompt, arguments.samples, arguments.seed)
     return 0
 
 

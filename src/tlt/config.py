@@ -10,13 +10,16 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class ConfigError(ValueError):
     """A configuration the user has to mend; the message is one sentence that names the key and the remedy."""
+
+
+S = TypeVar("S", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -186,10 +189,14 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
     """Validate a nested dict as read from TOML or JSON. Raises ConfigError on the first fault."""
+    return parse_section(Config, tree, source)
+
+
+def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
     try:
-        return Config.model_validate(tree)
+        return section.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_sentence(error)}") from None
+        raise ConfigError(f"{source}: {_sentence(error, section)}") from None
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
@@ -233,13 +240,15 @@ def _annotation(sections: Sequence[str], key: str) -> Any:
     return field.annotation if field else None
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
     fault = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(section, fault["loc"][:-1]), n=1, cutoff=0.5)
         return f"unknown key {where}" + (
-            f": did you mean {near[0]}?" if near else f"; known here: {', '.join(_fields_at(fault['loc'][:-1]))}"
+            f": did you mean {near[0]}?"
+            if near
+            else f"; known here: {', '.join(_fields_at(section, fault['loc'][:-1]))}"
         )
     if fault["type"] == "missing":
         return f"{where} is missing: set it in the recipe or give --{where} VALUE"
@@ -251,8 +260,7 @@ def _sentence(error: ValidationError) -> str:
     )
 
 
-def _fields_at(location: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = Config
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     for part in location:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation

@@ -7,22 +7,28 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tlt.cluster.local import load_tokenizer, make_engine, make_target
-from tlt.config import Config
+from tlt.cluster.local import load_tokenizer, make_engine, make_target, sampling_params
+from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.models.weights import read_safetensors
-from tlt.run import sampling_params
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request
 
 
-def generate(config: Config, prompts: Sequence[str], samples: int, seed: int) -> None:
+def generate(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    speculation: SpeculationConfig,
+    prompts: Sequence[str],
+    samples: int,
+    seed: int,
+) -> None:
     """Print `samples` responses to each prompt, each as it finishes, and the speed at the end."""
     console = Console(highlight=False)
-    tokenizer = load_tokenizer(config.model.path)
-    target = make_target(config.model)
-    target.load(read_safetensors(config.model.path), version=0)
-    engine = make_engine(config, target, tokenizer)
-    params = sampling_params(config, tokenizer)
+    tokenizer = load_tokenizer(model.path)
+    target = make_target(model)
+    target.load(read_safetensors(model.path), version=0)
+    engine = make_engine(EngineConfig(), speculation, target, tokenizer)
+    params = sampling_params(rollout, model.path, tokenizer)
     asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(prompts)]
     requests = [
         Request(prompt, index, 0, request_seed(seed, "generate", prompt.prompt_id, 0, index), params)

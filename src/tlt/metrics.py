@@ -70,10 +70,8 @@ def summarize(folder: Path, policy_sha256: str) -> dict[str, Any]:
     for line in lines:
         for key, value in line["seconds"].items():
             seconds[key] = seconds.get(key, 0.0) + value
-    tokens, passes = (
-        sum(line[a] if b is None else line[a][b] for line in lines)
-        for a, b in (("tokens", None), ("rollout", "row_passes"))
-    )
+    tokens = sum(line["tokens"] for line in lines)
+    passes = sum(line["rollout"]["row_passes"] for line in lines)
     summary = {
         "steps": len(lines),
         "reward_first_tenth": _mean([line["reward"] for line in lines[:tenth]]),

@@ -13,7 +13,7 @@ from tlt.cluster.local import (
     load_tokenizer,
     make_engine,
     make_target,
-    stop_token_ids,
+    sampling_params,
     torch_device,
     torch_dtype,
 )
@@ -22,10 +22,9 @@ from tlt.data import Cursor, load_prompts
 from tlt.display import Display
 from tlt.loop import Parts, steps
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
-from tlt.models.weights import sha256
+from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import make_reward
 from tlt.rl.policy import Policy
-from tlt.types import SamplingParams
 
 
 def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
@@ -35,15 +34,13 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
     found = checkpoint.latest(folder / "checkpoints") if resume else None
     display.note(f"loading {config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
-    policy = make_policy(config, found.folder / "policy" if found else None)
-    parts = make_parts(config, tokenizer, policy)
+    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None)
     first = 0
     if found:
         policy.load_optimizer(found.folder)
         parts.cursor = Cursor(**found.state["cursor"])
         first = found.state["step"]
         display.note(f"going on from step {first} ({found.folder})")
-    parts.rollout.load(policy.state_dict(), version=first)
     write_json(folder / "config.json", config.model_dump())
     writer = MetricsWriter(folder, first)
     with display.live(config, first):
@@ -61,24 +58,19 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
     return summarize(folder, sha256(policy.state_dict()))
 
 
-def make_policy(config: Config, folder: Path | None = None) -> Policy:
-    read = folder or config.model.path
-    device = torch_device(config.model)
-    return Policy(read, torch_dtype(config.model), device, config.train, config.rollout.temperature)
-
-
-def make_parts(config: Config, tokenizer: Any, policy: Policy) -> Parts:
-    """All that the loop needs. The engine is built, and refuses what it cannot do, before any step runs."""
+def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Policy]:
+    """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
+    folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, lambda text: tokenizer(text)["input_ids"])
-    rollout = LocalRollout(make_engine(config, make_target(config.model), tokenizer))
+    reward = make_reward(config)
+    target = make_target(config.model)
+    target.load(read_safetensors(folder), version=0)
+    engine = make_engine(config.engine, config.speculation, target, tokenizer)
+    sampling = sampling_params(config.rollout, config.model.path, tokenizer)
+    device, dtype = torch_device(config.model), torch_dtype(config.model)
+    policy = Policy(folder, dtype, device, config.train, config.rollout.temperature)
     cursor = Cursor(len(prompts), config.run.seed, config.data.shuffle)
-    return Parts(prompts, cursor, rollout, make_reward(config), policy, sampling_params(config, tokenizer))
-
-
-def sampling_params(config: Config, tokenizer: Any) -> SamplingParams:
-    r = config.rollout
-    stops = stop_token_ids(config.model.path, tokenizer)
-    return SamplingParams(r.temperature, r.top_k, r.top_p, r.max_new_tokens, stops, tuple(r.stop_strings))
+    return Parts(prompts, cursor, LocalRollout(engine), reward, policy, sampling), policy
 
 
 def _claim_folder(config: Config, resume: bool) -> Path:

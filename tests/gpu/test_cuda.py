@@ -10,10 +10,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tlt.config import EngineConfig
+from tlt.draft.hostile import RandomDrafter
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.tree import Strategy
 from tlt.engine.engine import PLAIN, Engine
-from tlt.fidelity import RandomDrafter, last_logits
+from tlt.fidelity import last_logits
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
 from tlt.sampling import gumbel_noise, request_seed

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt.bench.peers import peers
-from tlt.cluster.local import LocalRollout, load_tokenizer, make_drafter, make_target
+from tlt.cluster.local import LocalRollout, load_tokenizer, make_drafter, make_target, sampling_params
 from tlt.config import Config
 from tlt.data import load_prompts
 from tlt.draft.drafter import Drafter
@@ -26,7 +26,6 @@ from tlt.engine.engine import PLAIN, Engine
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
-from tlt.run import sampling_params
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, SamplingParams
 
@@ -46,7 +45,9 @@ def bench_rollout(
     with console.status("") as status:
         for batch in batches:
             status.update(f"batch {batch}: strategies")
-            rows += _strategies(config, target, prompts, sampling_params(config, tokenizer), batch, repeats)
+            rows += _strategies(
+                config, target, prompts, sampling_params(config.rollout, config.model.path, tokenizer), batch, repeats
+            )
             if with_peers:
                 status.update(f"batch {batch}: peers")
                 beside += _beside_peers(config, target, batch, repeats)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tlt.config import Config, ModelConfig, SpeculationConfig
+from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.draft.drafter import Drafter
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.tree import Strategy
 from tlt.engine.engine import PLAIN, Engine
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
-from tlt.types import Request, Response, RolloutStats
+from tlt.types import Request, Response, RolloutStats, SamplingParams
 
 
 class LocalRollout:
@@ -38,9 +38,8 @@ class LocalRollout:
         return responses, self.engine.stats
 
 
-def make_engine(config: Config, target: Decoder, tokenizer: Any) -> Engine:
-    drafter, strategy = make_drafter(config.speculation)
-    return Engine(target, config.engine, drafter, strategy, detokenizer(tokenizer))
+def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:
+    return Engine(target, config, *make_drafter(speculation), detokenizer(tokenizer))
 
 
 def make_drafter(config: SpeculationConfig) -> tuple[Drafter | None, Strategy]:
@@ -78,6 +77,11 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
+    stops, strings = stop_token_ids(folder, tokenizer), tuple(config.stop_strings)
+    return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:

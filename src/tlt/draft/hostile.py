@@ -1,0 +1,56 @@
+"""Drafters that try to break losslessness: `tlt verify` runs them all, and no token may change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tlt.draft.drafter import Candidates, Node
+from tlt.types import Request
+
+
+class StatelessDrafter:
+    """Keeps nothing between calls."""
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+
+    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
+
+    def close(self, request: Request) -> None: ...
+
+
+class RandomDrafter(StatelessDrafter):
+    """Guesses that know nothing."""
+
+    name = "random"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.generator = vocab_size, torch.Generator().manual_seed(0)
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        shape = (len(nodes), 8)
+        ids = torch.randint(self.vocab_size, shape, generator=self.generator)
+        return Candidates(ids, torch.randn(shape, generator=self.generator))
+
+
+class AdversarialDrafter(StatelessDrafter):
+    """In turn: sure of one wrong-looking token, duplicates, tokens out of the vocabulary, NaN and infinite scores."""
+
+    name = "adversarial"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.calls = vocab_size, 0
+
+    def predict(self, nodes: Sequence[Node]) -> Candidates:
+        self.calls += 1
+        some = (self.calls * 7919) % self.vocab_size
+        ids, log_q = [
+            ([some, some, some], [50.0, 50.0, 50.0]),
+            ([self.vocab_size, -7, some], [9.0, 9.0, 0.0]),
+            ([some, (some + 1) % self.vocab_size, 0], [math.nan, 0.0, 0.0]),
+            ([some, 0, 1], [math.inf, -math.inf, 0.0]),
+            ([some, (some + 1) % self.vocab_size, 2], [90.0, 80.0, -90.0]),
+        ][self.calls % 5]
+        return Candidates(torch.tensor([ids] * len(nodes)), torch.tensor([log_q] * len(nodes)))
