@@ -1,0 +1,137 @@
+"""Packed micro-batches: nothing lost, nothing twice, within the budget, and no sequence sees another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt.rl.batching import MicroBatch, pack, plan
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=30)
+CPU = torch.device("cpu")
+SEQUENCES = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 99), min_size=1, max_size=6), st.lists(st.integers(1, 99), min_size=1, max_size=6)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+@given(LENGTHS, st.integers(1, 100))
+def test_every_sequence_has_exactly_one_place(lengths: list[int], budget: int) -> None:
+    placed = [i for batch in plan(lengths, budget) for row in batch for i in row]
+    assert sorted(placed) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(1, 100))
+def test_the_budget_holds_save_for_a_sequence_alone_beyond_it(lengths: list[int], budget: int) -> None:
+    for batch in plan(lengths, budget):
+        width = max(sum(lengths[i] for i in row) for row in batch)
+        assert len(batch) * width <= budget or [len(row) for row in batch] == [1]
+
+
+@given(LENGTHS, st.integers(1, 100))
+def test_no_row_and_no_batch_is_empty(lengths: list[int], budget: int) -> None:
+    assert all(batch and all(batch) for batch in plan(lengths, budget))
+
+
+@given(LENGTHS, st.integers(1, 100))
+def test_the_plan_is_a_function_of_the_lengths(lengths: list[int], budget: int) -> None:
+    assert plan(lengths, budget) == plan(tuple(lengths), budget)
+
+
+def test_gaps_are_filled() -> None:
+    # two rows of 10 fit 20: 6 + 4 and 10; what is left, 5 + 3 + 2, is a row of its own batch
+    assert plan([6, 5, 10, 4], 20) == [[[2], [0, 3]], [[1]]]
+
+
+# -- pack --------------------------------------------------------------------------------------------------------------
+
+
+def packed(sequences: list[tuple[list[int], list[int]]], budget: int) -> list[MicroBatch]:
+    prompts, responses = [p for p, _ in sequences], [r for _, r in sequences]
+    batches = plan([len(p) + len(r) for p, r in sequences], budget)
+    return [pack(rows, prompts, responses, CPU) for rows in batches]
+
+
+def owners(micro: MicroBatch, sequences: list[tuple[list[int], list[int]]]) -> list[list[tuple[int, int] | None]]:
+    """[row][place] -> (sequence, index in it), None in a gap: a slow twin of the layout."""
+    lengths = {i: len(sequences[i][0]) + len(sequences[i][1]) for i in micro.sequences}
+    rows: list[list[tuple[int, int] | None]] = []
+    at = iter(micro.sequences)
+    following = next(at, None)
+    for _ in range(micro.input_ids.shape[0]):
+        row: list[tuple[int, int] | None] = []
+        while following is not None and len(row) + lengths[following] <= micro.input_ids.shape[1]:
+            row += [(following, t) for t in range(lengths[following])]
+            following = next(at, None)
+        rows.append(row + [None] * (micro.input_ids.shape[1] - len(row)))
+    return rows
+
+
+def test_layout_by_hand() -> None:
+    micro = pack([[0, 1], [2]], [[1, 2], [3], [4]], [[5, 6], [7], [8, 9]], CPU)
+    assert micro.sequences == [0, 1, 2]
+    assert micro.input_ids.tolist() == [[1, 2, 5, 6, 3, 7], [4, 8, 9, 0, 0, 0]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]]
+    assert micro.predicts.int().tolist() == [[0, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0]]
+    assert micro.targets.tolist() == [5, 6, 7, 8, 9]
+    assert micro.mask.shape == (2, 1, 6, 6)
+    assert micro.mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES, st.integers(1, 40))
+def test_tokens_and_positions_are_those_of_each_sequence(
+    sequences: list[tuple[list[int], list[int]]], budget: int
+) -> None:
+    for micro in packed(sequences, budget):
+        for r, row in enumerate(owners(micro, sequences)):
+            for place, owner in enumerate(row):
+                if owner:
+                    i, t = owner
+                    assert micro.input_ids[r, place] == (sequences[i][0] + sequences[i][1])[t]
+                    assert micro.position_ids[r, place] == t
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES, st.integers(1, 40))
+def test_a_token_sees_itself_and_what_precedes_it_in_its_sequence(
+    sequences: list[tuple[list[int], list[int]]], budget: int
+) -> None:
+    for micro in packed(sequences, budget):
+        for r, row in enumerate(owners(micro, sequences)):
+            for q, asking in enumerate(row):
+                for k, asked in enumerate(row):
+                    same = q == k if asking is None or asked is None else asking[0] == asked[0]
+                    assert micro.mask[r, 0, q, k].item() == (same and k <= q)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES, st.integers(1, 40))
+def test_targets_are_the_response_tokens_after_the_predicting_places(
+    sequences: list[tuple[list[int], list[int]]], budget: int
+) -> None:
+    for micro in packed(sequences, budget):
+        places = micro.predicts.nonzero().tolist()
+        assert micro.targets.tolist() == [micro.input_ids[r, place + 1].item() for r, place in places]
+        assert micro.targets.tolist() == [token for i in micro.sequences for token in sequences[i][1]]
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_no_row_of_the_mask_is_empty(gap: int) -> None:
+    micro = pack([[0], [1]], [[1] * (2 + gap), [1]], [[1], [1]], CPU)  # softmax over nothing would be NaN
+    assert micro.mask.any(-1).all()

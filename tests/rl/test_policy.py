@@ -1,0 +1,313 @@
+"""The packed update against plain transformers, one sequence at a time, and against an enumerated policy gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_batch, save_weights
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tlt.config import TrainConfig
+from tlt.models.weights import sha256
+from tlt.rl.policy import Policy
+from tlt.types import TrainBatch
+
+CPU = torch.device("cpu")
+VOCAB = 31
+UNBOUNDED = 1e9  # max_grad_norm that never bites
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
+
+
+def make_policy(folder: Path, dtype: torch.dtype = torch.float64, temperature: float = 1.0, **train: Any) -> Policy:
+    settings = {"learning_rate": 1e-2, "max_grad_norm": UNBOUNDED, "micro_batch_tokens": 40} | train
+    return Policy(folder, dtype, CPU, TrainConfig(**settings), temperature)
+
+
+def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def plain_logprobs(model: Any, prompt: tuple[int, ...], response: list[int], temperature: float) -> Tensor:
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def plain_loss(model: Any, batch: TrainBatch, temperature: float, members: range, old: list[Tensor]) -> Tensor:
+    """The clipped loss written out: mean over responses of the mean over their tokens, clip 0.2 on both sides."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i in members:
+        logprobs = plain_logprobs(model, batch.prompt_ids[i], batch.response_ids[i], temperature)
+        ratio, advantage = torch.exp(logprobs - old[i]), batch.advantages[i]
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / len(members)
+    return total
+
+
+def all_plain_logprobs(model: Any, batch: TrainBatch, temperature: float) -> list[Tensor]:
+    with torch.no_grad():
+        pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
+        return [plain_logprobs(model, p, r, temperature) for p, r in pairs]
+
+
+def gradient_of_update(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
+    """What `update` hands to the optimizer."""
+    found: dict[str, Tensor] = {}
+
+    def look(*_: Any) -> None:
+        found.update({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
+
+    policy.optimizer.register_step_pre_hook(look)
+    policy.update(batch, 0)
+    return found
+
+
+def gradient_of(model: Any, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss(model).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert (ours[name] - theirs[name]).abs().max() <= tolerance, name
+
+
+# -- log-probs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_packed_logprobs_are_those_of_each_sequence_alone(
+    folder: Path, dtype: torch.dtype, tolerance: float, temperature: float
+) -> None:
+    policy, batch = make_policy(folder, dtype, temperature), random_batch(VOCAB)
+    expected = all_plain_logprobs(plain_model(folder), batch, temperature)
+    for ours, theirs in zip(policy._old_logprobs(batch), expected, strict=True):
+        assert ours.dtype == dtype
+        assert torch.allclose(ours.double(), theirs, rtol=0, atol=tolerance)
+
+
+def test_entropy_is_that_of_the_tempered_law(folder: Path) -> None:
+    batch = TrainBatch([(1, 2)], [[3, 4]], [1.0], [[0.0, 0.0]])
+    logits = plain_model(folder)(torch.tensor([[1, 2, 3, 4]])).logits[0, 1:3].detach()
+    expected = torch.distributions.Categorical(logits=logits / 0.6).entropy().mean().item()
+    assert make_policy(folder, temperature=0.6).update(batch, 0)["entropy"] == pytest.approx(expected, abs=1e-12)
+
+
+# -- the gradient ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_gradient_is_that_of_an_unpacked_loss(folder: Path, temperature: float) -> None:
+    batch, model = random_batch(VOCAB), plain_model(folder)
+    old = all_plain_logprobs(model, batch, temperature)
+    expected = gradient_of(model, lambda m: plain_loss(m, batch, temperature, range(len(old)), old))
+    assert_close(gradient_of_update(make_policy(folder, temperature=temperature), batch), expected, 1e-9)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 40, 10_000])
+def test_update_does_not_depend_on_the_micro_batches(folder: Path, micro_batch_tokens: int) -> None:
+    batch = random_batch(VOCAB)
+    one, other = make_policy(folder), make_policy(folder, micro_batch_tokens=micro_batch_tokens)
+    ours, theirs = one.update(batch, 0), other.update(batch, 0)
+    assert ours == pytest.approx(theirs, abs=1e-9)
+    # Adam divides by the root of the squared gradient: where that is 0 up to rounding, its sign alone decides
+    assert_close(
+        {n: t for n, t in one.optimizer_state().items() if n.endswith("exp_avg")},
+        {n: t for n, t in other.optimizer_state().items() if n.endswith("exp_avg")},
+        1e-9,
+    )
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.4])
+def test_gradient_of_all_responses_by_their_chance_is_the_policy_gradient(tmp_path: Path, baseline: float) -> None:
+    """V = 3, two tokens, nine responses: their loss, weighted by chance, has the gradient of -J / 2 (two tokens a
+    response), with J the expected reward; and a baseline changes nothing."""
+    folder = save_weights(tmp_path, vocab_size=3)
+    responses = [list(pair) for pair in itertools.product(range(3), repeat=2)]
+    rewards = [1.0, 0.0, 0.3, 0.0, 2.0, 0.0, 0.5, 0.0, -1.0]
+    model = plain_model(folder)
+
+    def chances(m: Any) -> Tensor:
+        return torch.stack([plain_logprobs(m, (1, 0), r, 1.0).sum().exp() for r in responses])
+
+    chance = chances(model).detach()
+    assert chance.sum().item() == pytest.approx(1, abs=1e-12)
+    advantages = [9 * p * (r - baseline) for p, r in zip(chance.tolist(), rewards, strict=True)]
+    batch = TrainBatch([(1, 0)] * 9, responses, advantages, [[0.0, 0.0]] * 9)
+    expected = gradient_of(model, lambda m: -(chances(m) * torch.tensor(rewards, dtype=torch.float64)).sum() / 2)
+    # transformers' norms work in float32 even in a float64 model, so what a baseline adds vanishes only up to that
+    assert_close(gradient_of_update(make_policy(folder), batch), expected, 2e-7)
+
+
+def test_a_response_without_advantage_contributes_exactly_nothing(folder: Path) -> None:
+    batch = random_batch(VOCAB, responses=3)
+    batch.advantages[1] = 0.0
+    other = random_batch(VOCAB, responses=3)
+    other.advantages[1] = 0.0
+    # another prompt and another response of the same lengths in its place: the layout stays, and so must every bit
+    other.prompt_ids[1] = tuple((t + 1) % VOCAB for t in other.prompt_ids[1])
+    other.response_ids[1] = [(t + 7) % VOCAB for t in other.response_ids[1]]
+    ours, theirs = (gradient_of_update(make_policy(folder, micro_batch_tokens=1), b) for b in (batch, other))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_prompt_tokens_are_not_trained_on(folder: Path) -> None:
+    batch = random_batch(VOCAB, responses=2)
+    batch.advantages[:] = [0.0, 0.0]
+    gradient = gradient_of_update(make_policy(folder), batch)
+    assert all(not g.any() for g in gradient.values())
+
+
+def test_gradient_norm_is_bounded(folder: Path) -> None:
+    batch = random_batch(VOCAB)
+    bound = 1e-3
+    policy = make_policy(folder, max_grad_norm=bound)
+    gradient = gradient_of_update(policy, batch)
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradient.values()))
+    assert norm == pytest.approx(bound, rel=1e-3)
+    assert make_policy(folder).update(batch, 0)["grad_norm"] > bound
+
+
+# -- several optimizer steps on one rollout ----------------------------------------------------------------------------
+
+
+def test_an_unchanged_policy_reports_minus_the_mean_advantage_and_nothing_clipped(folder: Path) -> None:
+    batch = random_batch(VOCAB)
+    metrics = make_policy(folder).update(batch, 0)
+    assert metrics["loss"] == pytest.approx(-sum(batch.advantages) / len(batch.advantages), abs=1e-12)
+    assert metrics["clipped"] == 0.0
+
+
+def test_later_steps_use_the_log_probs_from_before_the_first(folder: Path) -> None:
+    """Against the same two AdamW steps on the unpacked loss."""
+    batch, model = random_batch(VOCAB), plain_model(folder)
+    policy = make_policy(folder, updates_per_step=2)
+    metrics = policy.update(batch, 0)
+    old = all_plain_logprobs(model, batch, 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
+    losses = []
+    for members in (range(3), range(3, 6)):
+        loss = plain_loss(model, batch, 1.0, members, old)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert metrics["loss"] == pytest.approx(sum(losses) / 2, abs=1e-7)
+    ratio_one = -sum(batch.advantages[3:]) / 3
+    assert abs(losses[1] - ratio_one) > 1e-3  # else the test could not tell old from new
+    ours, theirs = dict(policy.model.named_parameters()), dict(model.named_parameters())
+    share = [((ours[n] - theirs[n]).abs() < 1e-6).double().mean().item() for n in ours]
+    assert min(share) > 0.99  # see above: Adam and gradients of 0
+
+
+@pytest.mark.parametrize(("steps", "rates"), [(0, [1e-2, 1e-2, 1e-2]), (4, [2.5e-3, 5e-3, 7.5e-3])])
+def test_learning_rate_warms_up(folder: Path, steps: int, rates: list[float]) -> None:
+    policy = make_policy(folder, warmup_steps=steps)
+    for step, rate in enumerate(rates):
+        policy.update(random_batch(VOCAB), step)
+        assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+# -- the mismatch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_mismatch_finds_a_known_error_of_the_rollout(folder: Path, updates_per_step: int) -> None:
+    batch = random_batch(VOCAB)
+    policy = make_policy(folder, updates_per_step=updates_per_step)
+    batch.rollout_logprobs = [x.tolist() for x in policy._old_logprobs(batch)]
+    tokens = sum(len(r) for r in batch.response_ids)
+    batch.rollout_logprobs[2][0] += 0.25
+    batch.rollout_logprobs[4][0] -= 0.75
+    metrics = policy.update(batch, 0)
+    assert metrics["mismatch_mean"] == pytest.approx(1.0 / tokens, abs=1e-6)
+    # linear interpolation between the largest, 0.75, and the one below, 0.25
+    place = 0.999 * (tokens - 1) - (tokens - 2)
+    assert metrics["mismatch_p999"] == pytest.approx(0.25 + 0.5 * place, abs=1e-5)
+
+
+def test_mismatch_of_float64_is_not_rounded_to_float32(folder: Path) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder)
+    batch.rollout_logprobs = [x.tolist() for x in policy._old_logprobs(batch)]
+    assert policy.update(batch, 0)["mismatch_mean"] < 1e-12
+
+
+def test_the_rollouts_log_probs_do_not_reach_the_weights(folder: Path) -> None:
+    batch, other = random_batch(VOCAB), random_batch(VOCAB)
+    other.rollout_logprobs = [[x - 5.0 for x in row] for row in other.rollout_logprobs]
+    digests = []
+    for given in (batch, other):
+        policy = make_policy(folder, updates_per_step=2)
+        policy.update(given, 0)
+        digests.append(sha256(policy.state_dict()))
+    assert digests[0] == digests[1]
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_saved_policy_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    policy = make_policy(folder, dtype, weight_decay=0.1)
+    policy.update(random_batch(VOCAB, seed=1), 0)
+    policy.save(tmp_path)
+    resumed = make_policy(tmp_path / "policy", dtype, weight_decay=0.1)
+    resumed.load_optimizer(tmp_path)
+    for step in (1, 2):
+        ours, theirs = (p.update(random_batch(VOCAB, seed=step + 1), step) for p in (policy, resumed))
+        assert ours == theirs
+    assert sha256(policy.state_dict()) == sha256(resumed.state_dict())
+
+
+def test_loading_an_empty_optimizer_state_forgets_the_moments(folder: Path) -> None:
+    policy = make_policy(folder)
+    start = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    assert policy.optimizer_state() == {}
+    policy.update(random_batch(VOCAB), 0)
+    first = sha256(policy.state_dict())
+    policy.model.load_state_dict(start)
+    policy.load_optimizer_state({})
+    policy.update(random_batch(VOCAB), 0)
+    assert sha256(policy.state_dict()) == first
+
+
+def test_saved_optimizer_state_is_a_copy(folder: Path) -> None:
+    policy = make_policy(folder)
+    policy.update(random_batch(VOCAB), 0)
+    state = {name: tensor.clone() for name, tensor in policy.optimizer_state().items()}
+    policy.load_optimizer_state(state)
+    policy.update(random_batch(VOCAB, seed=1), 1)
+    assert all(tensor.item() == 1 for name, tensor in state.items() if name.endswith("/step"))
+
+
+def test_bfloat16_trains_float32_masters(folder: Path) -> None:
+    policy = make_policy(folder, torch.bfloat16, learning_rate=1e-6)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    policy.update(random_batch(VOCAB), 0)
+    assert all(tensor.dtype == torch.float32 for tensor in policy.state_dict().values())
+    assert all(t.dtype == torch.float32 for t in policy.optimizer_state().values())
+    one, other = before["model.embed_tokens.weight"], policy.state_dict()["model.embed_tokens.weight"]
+    assert (one != other).double().mean() > 0.9
+    assert (one.bfloat16() != other.bfloat16()).double().mean() < 0.1  # bfloat16 weights would have lost such a step
+
+
+def test_bfloat16_computes_in_bfloat16(folder: Path) -> None:
+    batch = random_batch(VOCAB)
+    half, full = make_policy(folder, torch.bfloat16), make_policy(folder, torch.float32)
+    gaps = [
+        (a.double() - b.double()).abs().max().item()
+        for a, b in zip(half._old_logprobs(batch), full._old_logprobs(batch), strict=True)
+    ]
+    assert 1e-4 < max(gaps) < 0.5

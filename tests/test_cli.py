@@ -1,0 +1,236 @@
+"""The command line: quick to help, and one sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import QUESTIONS, tiny_tree
+
+from tlt import __version__
+from tlt.cli import main
+
+HEAVY = ("torch", "transformers", "reasoning_gym", "tensorboard", "rich")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    tiny_tree(home)
+    return home
+
+
+def write_recipe(home: Path, tmp_path: Path, **sections: dict[str, Any]) -> str:
+    tree = tiny_tree(home, **({"rollout": {"group_size": 2, "max_new_tokens": 12}} | sections))
+    tree["run"] = tree["run"] | {"folder": str(tmp_path / "run")}
+    lines = []
+    for name, section in tree.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+    path = tmp_path / "recipe.toml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def recipe(home: Path, tmp_path: Path) -> str:
+    return write_recipe(home, tmp_path)
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a bad input gets."""
+    assert exit_code(*arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("tlt: ")
+    return lines[0]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+MAIN = "import sys; from tlt.cli import main; sys.argv = {argv}\ntry: main()\nexcept SystemExit as e: code = e.code\n"
+REPORT = "print('HEAVY', [m for m in {heavy} if m in sys.modules], code)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["tlt", "--help"], 0),
+        (["tlt", "train", "--help"], 0),
+        (["tlt", "train", "no.toml"], 2),
+        (["tlt", "train", "{recipe}", "--train.step", "3"], 2),
+    ],
+)
+def test_help_and_faults_of_the_recipe_need_nothing_heavy(recipe: str, argv: list[str], code: int) -> None:
+    argv = [word.replace("{recipe}", recipe) for word in argv]
+    done = python(MAIN.format(argv=argv) + REPORT.format(heavy=HEAVY))
+    assert f"HEAVY [] {code}" in done.stdout, done.stderr
+
+
+def test_help_takes_under_a_second() -> None:
+    best = 9.0
+    for _ in range(3):  # the machine may be busy with something else
+        start = time.perf_counter()
+        done = python("import sys; from tlt.cli import main; main(['--help'])")
+        best = min(best, time.perf_counter() - start)
+    assert "train" in done.stdout
+    assert "verify" in done.stdout
+    assert best < 1.0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"tlt {__version__}\n"
+
+
+# -- one sentence for what is wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["train"], ["verify"], ["bench", "rollout"]])
+def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    assert "there is no recipe at nowhere.toml" in refusal(capsys, *command, "nowhere.toml")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert "unknown key train.step: did you mean steps?" in refusal(capsys, "train", recipe, "--train.step", "3")
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
+    assert "--bogus" in refusal(capsys, "train", recipe, "--bogus", "3")
+    assert "--bogus" in refusal(capsys, "train", recipe, "--bogus")
+    assert "--bogus" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--bogus")
+
+
+def test_a_recipe_that_is_no_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("model = [\n", encoding="utf-8")
+    assert f"{path} is not valid TOML" in refusal(capsys, "train", str(path))
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "no model")
+    assert nowhere in refusal(capsys, "train", recipe, "--model.path", nowhere)
+    assert nowhere in refusal(capsys, "generate", nowhere, "--prompt", "a")
+
+
+@pytest.mark.parametrize("batches", ["", "0", "1,x", "-1"])
+def test_batches_that_are_no_numbers(capsys: pytest.CaptureFixture[str], recipe: str, batches: str) -> None:
+    assert "--batches" in refusal(capsys, "bench", "rollout", recipe, f"--batches={batches}")
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_verify_of_no_steps_is_refused(capsys: pytest.CaptureFixture[str], recipe: str, steps: str) -> None:
+    assert "--steps" in refusal(capsys, "verify", recipe, f"--steps={steps}")
+
+
+def test_bench_of_no_repeats_is_refused(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert "--repeats" in refusal(capsys, "bench", "rollout", recipe, "--repeats", "0", "--batches", "1")
+
+
+def test_generate_of_no_samples_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert "--samples" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--samples", "0")
+
+
+def test_an_occupied_folder(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert "already holds a run" in refusal(capsys, "train", recipe)
+
+
+def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    assert "a file" in refusal(capsys, "train", recipe, "--run.folder", str(tmp_path / "a file" / "run"))
+
+
+def test_nothing_to_resume(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert "no whole checkpoint" in refusal(capsys, "train", recipe, "--resume")
+
+
+def test_a_prompt_that_is_too_long(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    """Found after the model is loaded; still one line, and no progress bar before it."""
+    assert "data.max_prompt_tokens = 2" in refusal(capsys, "train", recipe, "--data.max_prompt_tokens", "2")
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_train_ends_with_what_it_did_and_where_it_is(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
+) -> None:
+    assert exit_code("train", recipe, "--train.steps", "1") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 1/1" in said
+    assert "1 steps: mean reward" in said
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:
+    model = str(home / "model")
+    law = ["--max-new-tokens", "8", "--dtype", "float64", "--device", "cpu"]
+    assert exit_code("generate", model, "--prompt", QUESTIONS[0], *law, *options) == 0
+    return capsys.readouterr().out
+
+
+def responses_of(printed: str) -> dict[str, str]:
+    """Title -> response, less the line of speed."""
+    parts: dict[str, list[str]] = {}
+    for line in printed.splitlines():
+        if line.startswith("prompt ") or set(line) == {"─"}:
+            parts[line.strip("─ ")] = []
+        else:
+            parts[next(reversed(parts))].append(line)
+    return {title: "\n".join(lines) for title, lines in parts.items() if title}
+
+
+def test_generate_prints_every_response(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    found = responses_of(generated(capsys, home, "--prompt", "another", "--samples", "2"))
+    assert set(found) == {f"prompt {p}, response {i}" for p in (0, 1) for i in (0, 1)}
+    assert len(set(found.values())) == 4
+
+
+def test_generate_is_a_function_of_its_seed_and_not_of_the_drafter(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    one = responses_of(generated(capsys, home, "--samples", "2"))
+    assert responses_of(generated(capsys, home, "--samples", "2", "--drafter", "off")) == one
+    assert responses_of(generated(capsys, home, "--samples", "2", "--seed", "1")) != one
+
+
+def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    greedy = ["--temperature", "0", "--samples", "2"]
+    first, second = responses_of(generated(capsys, home, *greedy)).values()
+    assert first == second
+
+
+def test_verify_exits_0_where_all_of_it_holds(recipe: str, tmp_path: Path) -> None:
+    assert exit_code("verify", recipe, "--steps", "1", "--json", str(tmp_path / "v.json")) == 0
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["agree"] is True
+
+
+def test_verify_exits_1_where_it_does_not(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tlt.engine import engine
+
+    monkeypatch.setattr(engine, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
+    assert exit_code("verify", recipe, "--steps", "1", "--json", str(tmp_path / "v.json")) == 1
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["agree"] is False
+
+
+def test_bench_rollout_writes_its_file(recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "bench.json"
+    options = ["--batches", "1,2", "--repeats", "1", "--peers", "none", "--json", str(file)]
+    assert exit_code("bench", "rollout", recipe, *options) == 0
+    assert [row["batch"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] == [1, 1, 1, 2, 2, 2]

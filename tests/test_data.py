@@ -1,0 +1,206 @@
+"""Prompts from JSONL files and from reasoning-gym, and the cursor that hands each out once an epoch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt.config import DataConfig
+from tlt.data import Cursor, DataError, load_prompts, task_dataset
+from tlt.types import Prompt
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def write(folder: Path, *lines: str) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def load(folder: Path, *lines: str, **options: Any) -> list[Prompt]:
+    return load_prompts(DataConfig(path=write(folder, *lines), **options), encode)
+
+
+def refusal(folder: Path, *lines: str, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        load(folder, *lines, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# -- JSONL -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_become_prompts_in_order(tmp_path: Path) -> None:
+    prompts = load(tmp_path, '{"question": "one", "answer": "1"}', '{"question": "two", "answer": "2", "more": [3]}')
+    assert [p.text for p in prompts] == ["one", "two"]
+    assert [p.prompt_id for p in prompts] == [0, 1]
+    assert prompts[0].token_ids == tuple(b"one")
+    assert prompts[1].data == {"question": "two", "answer": "2", "more": [3]}
+
+
+def test_columns_and_template_are_the_configurations(tmp_path: Path) -> None:
+    row = '{"problem": "1 {question} 1", "solution": 2}'
+    options = {"prompt_column": "problem", "answer_column": "solution", "template": "Q: {question}\nA:"}
+    (prompt,) = load(tmp_path, row, **options)
+    assert prompt.text == "Q: 1 {question} 1\nA:"
+    assert prompt.data["answer"] == 2
+
+
+def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    prompts = load(tmp_path, "", '{"question": "a"}', "  ", '{"question": "b"}', "")
+    assert [(p.prompt_id, p.text) for p in prompts] == [(0, "a"), (1, "b")]
+
+
+def test_text_may_hold_any_character_that_json_allows_unescaped(tmp_path: Path) -> None:
+    text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
+    assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ('{"question": "a"', "is not JSON"),
+        ("just text", "is not JSON"),
+        ('["question", "a"]', "has no text under 'question'"),
+        ('{"prompt": "a"}', "has no text under 'question'"),
+        ('{"question": 3}', "has no text under 'question'"),
+        ('{"question": null}', "has no text under 'question'"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str) -> None:
+    message = refusal(tmp_path, '{"question": "fine"}', "", bad)
+    assert f"{tmp_path / 'rows.jsonl'}, line 3 {said}" in message
+
+
+def test_bytes_that_are_no_text_are_named_by_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "fine"}\n{"question": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
+        load_prompts(DataConfig(path=str(path)), encode)
+
+
+@pytest.mark.parametrize("lines", [(), ("", " ")])
+def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    assert "rows.jsonl holds no prompts" in refusal(tmp_path, *lines)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no file .*nowhere\.jsonl"):
+        load_prompts(DataConfig(path=str(tmp_path / "nowhere.jsonl")), encode)
+
+
+def test_a_prompt_at_the_limit_is_taken_and_one_beyond_it_refused(tmp_path: Path) -> None:
+    rows = ('{"question": "1234567"}', '{"question": "12345678"}')
+    assert len(load(tmp_path, *rows, max_prompt_tokens=8)) == 2
+    assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in refusal(
+        tmp_path, *rows, max_prompt_tokens=7
+    )
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
+    assert "prompt 0 is empty" in refusal(tmp_path, '{"question": ""}')
+
+
+# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+
+
+def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any) -> DataConfig:
+    return DataConfig.model_validate({"tasks": list(specs), "size": size, "seed": seed, **options})
+
+
+def test_a_task_is_a_function_of_its_seed() -> None:
+    texts = {seed: [p.text for p in load_prompts(tasks({"name": "chain_sum"}, seed=seed), encode)] for seed in (0, 1)}
+    assert len(texts[0]) == 30
+    assert texts[0] == [p.text for p in load_prompts(tasks({"name": "chain_sum"}), encode)]
+    assert texts[0] != texts[1]
+
+
+def test_task_parameters_reach_the_task() -> None:
+    params = {"min_terms": 7, "max_terms": 7}
+    for prompt in load_prompts(tasks({"name": "chain_sum", "params": params}), encode):
+        assert prompt.data["entry"]["metadata"]["num_terms"] == 7
+
+
+def test_a_mixture_follows_its_weights() -> None:
+    mixture = tasks({"name": "chain_sum", "weight": 9.0}, {"name": "gcd"}, size=200)
+    names = [p.data["entry"]["metadata"]["source_dataset"] for p in load_prompts(mixture, encode)]
+    assert 5 <= names.count("gcd") <= 45  # 20 expected, deviation 4.2
+    assert names.count("gcd") + names.count("chain_sum") == 200
+
+
+def test_the_template_is_laid_around_a_tasks_question() -> None:
+    (prompt,) = load_prompts(tasks({"name": "gcd"}, size=1, template="<{question}>"), encode)
+    assert prompt.text == f"<{prompt.data['entry']['question']}>"
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        ([{"name": "no_such_task"}], "no_such_task"),
+        ([{"name": "chain_sum", "params": {"no_such_parameter": 1}}], "no_such_parameter"),
+        ([{"name": "chain_sum", "params": {"min_terms": 5, "max_terms": 2}}], "chain_sum"),
+        ([{"name": "chain_sum", "params": {"min_terms": "five"}}], "chain_sum"),
+        ([{"name": "chain_sum"}, {"name": "chain_sum"}], "chain_sum"),
+    ],
+)
+def test_what_reasoning_gym_refuses_is_one_sentence(specs: list[dict[str, Any]], named: str) -> None:
+    with pytest.raises(DataError) as error:
+        task_dataset(tasks(*specs))
+    assert named in str(error.value)
+    assert "data.tasks" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# -- cursor ------------------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(1, 20)
+
+
+@given(SIZES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=8))
+def test_each_row_comes_once_an_epoch_whatever_the_batches(
+    size: int, seed: int, shuffle: bool, batches: list[int]
+) -> None:
+    cursor = Cursor(size, seed, shuffle)
+    taken = [pair for count in batches for pair in cursor.take(count)]
+    assert len(taken) == sum(batches)
+    for start in range(0, len(taken), size):
+        rows = taken[start : start + size]
+        assert [epoch for _, epoch in rows] == [start // size] * len(rows)
+        assert len({row for row, _ in rows}) == len(rows)
+        assert {row for row, _ in rows} <= set(range(size))
+
+
+@given(SIZES, st.booleans(), st.integers(0, 50), st.integers(1, 30))
+def test_a_restored_cursor_goes_on_where_it_was(size: int, shuffle: bool, before: int, after: int) -> None:
+    cursor = Cursor(size, 3, shuffle)
+    cursor.take(before)
+    restored = Cursor(**json.loads(json.dumps(asdict(cursor))))
+    assert restored.take(after) == cursor.take(after)
+
+
+def test_batches_do_not_change_the_order() -> None:
+    one, other = Cursor(10, 0, True), Cursor(10, 0, True)
+    assert one.take(25) == other.take(7) + other.take(1) + other.take(17)
+
+
+def test_order_depends_on_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return [row for row, e in Cursor(50, seed, True).take(100) if e == epoch]
+
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+    assert order(0, 1) == orders[1]
+
+
+def test_without_shuffling_rows_come_in_the_order_of_the_source() -> None:
+    assert Cursor(3, 7, False).take(5) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]

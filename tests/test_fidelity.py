@@ -1,0 +1,333 @@
+"""`tlt verify` holds on the tiny model, and fails where a bug is planted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tlt import fidelity, run
+from tlt.cluster.local import make_target
+from tlt.config import Config
+from tlt.display import Display
+from tlt.draft.tree import DraftTree
+from tlt.engine import engine, runner
+from tlt.engine.engine import Engine
+from tlt.engine.walk import walk
+from tlt.fidelity import verify
+from tlt.models.weights import read_safetensors
+from tlt.sampling import Ranking, gumbel_noise
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+EXPLAINED = 1e-4  # in float32
+MODES = 5  # suffix drafting by two strategies, a random and an adversarial drafter, and plain decoding
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def small(home: Path, **sections: dict[str, Any]) -> Config:
+    """As little as shows a bug: 2 prompts, 2 responses each, 12 tokens."""
+    rollout = {"group_size": 2, "max_new_tokens": 12} | sections.pop("rollout", {})
+    return tiny_config(home, rollout=rollout, **sections)
+
+
+def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1) -> tuple[bool, dict[str, Any]]:
+    file = tmp_path / "verdict.json"
+    agree = verify(config, steps, dtype, False, file)
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert result["agree"] is agree
+    return agree, result
+
+
+# -- it holds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def verdict(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two steps in float64, of responses long enough to outgrow the oracle's cache."""
+    config = small(home, rollout={"max_new_tokens": 48})
+    agree, result = check(config, tmp_path_factory.mktemp("verdict"), steps=2)
+    assert agree
+    return result
+
+
+def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
+    assert len({r["mode"] for r in verdict["runs"]}) == MODES
+    assert verdict["runs"][-1]["mode"] == "plain"
+    assert len({r["policy_sha256"] for r in verdict["runs"]}) == 1
+    assert {r["tokens_different"] for r in verdict["runs"]} == {0}
+    assert verdict["forks"] == []
+
+
+def test_result_has_the_promised_keys(verdict: dict[str, Any]) -> None:
+    assert {"agree", "runs", "forks", "machine", "versions", "commit"} <= set(verdict)
+    for r in verdict["runs"]:
+        assert {"mode", "policy_sha256", "tokens_different", "seconds", "rewards"} <= set(r)
+        assert r["seconds"] > 0
+        assert len(r["rewards"]) == 2
+
+
+def test_the_oracle_is_always_right_and_comes_back_from_preemption(verdict: dict[str, Any]) -> None:
+    laws = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict["oracle"]}
+    assert laws == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
+    assert all(o["accepted"] == o["drafted"] > 0 for o in verdict["oracle"])
+    assert any(o["preemptions"] > 0 for o in verdict["oracle"])
+
+
+def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[str, Any]) -> None:
+    config = small(home, rollout={"max_new_tokens": 48}, train={"steps": 2})
+    summary = run.train(config, False, Display(Console(quiet=True)))
+    assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]
+
+
+def test_float32_runs_and_holds(home: Path, tmp_path: Path) -> None:
+    agree, result = check(small(home), tmp_path, "float32")
+    assert agree
+    assert result["dtype"] == "float32"
+    assert len(result["runs"]) == MODES
+
+
+def test_at_most_eight_prompts_a_step_unless_full(home: Path) -> None:
+    config = small(home, rollout={"prompts_per_step": 20})
+    assert fidelity._verify_config(config, "float64", full=False).rollout.prompts_per_step == 8
+    assert fidelity._verify_config(config, "float64", full=True).rollout.prompts_per_step == 20
+    assert fidelity._verify_config(small(home), "float64", full=False).rollout.prompts_per_step == 2
+
+
+def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
+    config = small(home)
+    target = make_target(config.model)
+    target.load(read_safetensors(config.model.path), 0)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64).eval()
+    contexts = [[1, 2, 3], [9], [4, 4, 200, 7, 31]]
+    with torch.no_grad():
+        expected = torch.stack([model(torch.tensor([c])).logits[0, -1] for c in contexts])
+    assert torch.allclose(fidelity.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def takes_the_first_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    return [0, 1] if len(tree.tokens) > 1 else [0]
+
+
+def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    """Right for chains, such as the oracle's."""
+    return [0, 2] if tree.parents[:3] == [0, 0, 0] else walk(tree, sampled)
+
+
+def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> Ranking:
+    """A law that is a few per cent sharper where there are several nodes to verify."""
+    sharper = log_probs * 1.05 if log_probs.shape[1] > 1 else log_probs
+    scores, picks = (sharper + noise).max(dim=-1, keepdim=True)
+    return Ranking(scores, picks)
+
+
+BUGS = {
+    "a walk that takes what was not sampled": (engine, "walk", takes_the_first_child),
+    "a sample that depends on the batch": (runner, "rank", rank_that_sees_the_tree),
+}
+
+
+@pytest.fixture(params=BUGS)
+def bug(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(*BUGS[request.param])
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_planted_bug_is_found(home: Path, tmp_path: Path, bug: str, dtype: str) -> None:
+    agree, result = check(small(home), tmp_path, dtype)
+    assert not agree
+    assert sum(r["tokens_different"] for r in result["runs"]) > 0
+    assert result["runs"][-1]["tokens_different"] == 0  # plain is the measure
+    for fork in result["forks"]:
+        assert set(fork) == {"mode", "step", "prompt", "index", "position", "gap"}
+        assert fork["mode"] in {r["mode"] for r in result["runs"]} - {"plain"}
+    assert any(fork["gap"] > EXPLAINED for fork in result["forks"])
+
+
+def test_a_bug_that_changes_tokens_but_no_reward_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal rewards leave the policy where it is, so its sha256 says nothing about the tokens."""
+    monkeypatch.setattr(engine, "walk", takes_a_second_child)
+    agree, result = check(small(home, reward={"name": "exact"}), tmp_path)
+    assert sum(r["tokens_different"] for r in result["runs"]) > 0
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+    assert not agree
+
+
+def test_a_bug_that_only_costs_speed_is_found_by_the_oracle(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without: Callable[..., Tensor] = Engine._noise_of
+
+    def silence(*args: Any) -> Tensor:
+        return without(*args) * 0.0
+
+    monkeypatch.setattr(Engine, "_noise_of", silence)
+    agree, result = check(small(home), tmp_path)
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+    assert any(o["accepted"] < o["drafted"] for o in result["oracle"])
+    assert not agree
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+V, SEED = 8, 2**63 + 5
+REFERENCE: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
+def request_of(**law: Any) -> Request:
+    return Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**law))
+
+
+def noise_at(position: int) -> Tensor:
+    seed = torch.tensor([SEED], dtype=torch.uint64).view(torch.int64)
+    return gumbel_noise(seed, torch.tensor([position]), V)[0].double()
+
+
+@pytest.fixture
+def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
+    """Have the float64 recomputation give these logits."""
+
+    def give(logits: Tensor) -> None:
+        monkeypatch.setattr(fidelity, "last_logits", lambda target, contexts: logits.double()[None])
+
+    return give
+
+
+def response(tokens: list[int], **law: Any) -> Response:
+    return Response(request_of(**law), tokens, [], [], "length")
+
+
+@pytest.mark.parametrize("difference", [1e-6, 0.3])
+def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference: float) -> None:
+    logits = -noise_at(2)  # every score equal
+    logits[5] += difference
+    recompute(logits)
+    fork = fidelity._fork("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
+    assert (fork.mode, fork.step, fork.prompt, fork.index, fork.position) == ("suffix", 7, 3, 2, 2)
+    assert fork.gap == pytest.approx(difference, rel=1e-6)
+    assert (fork.gap < EXPLAINED) == (difference == 1e-6)
+
+
+def test_gap_is_taken_under_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
+    recompute(-noise_at(1))
+    assert fidelity._fork("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
+    assert fidelity._fork("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
+
+
+def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> None:
+    logits = -noise_at(0) * 0.5
+    recompute(logits)
+
+    def gap(temperature: float) -> float:
+        ours, theirs = (response([token], temperature=temperature) for token in (5, 6))
+        return fidelity._fork("suffix", 0, ours, theirs, REFERENCE).gap
+
+    assert gap(0.5) == pytest.approx(0, abs=1e-9)
+    assert gap(1.0) > 1e-3
+
+
+def test_the_recomputation_sees_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(fidelity, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
+    fidelity._fork("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
+    assert seen == [[1, 2, 4, 5]]
+
+
+def test_a_response_that_ends_early_for_no_reason_is_never_explained() -> None:
+    fork = fidelity._fork("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
+    assert fork.gap == math.inf
+    assert fork.position == 2
+
+
+def law_with(chances: list[float]) -> Tensor:
+    return torch.tensor([*chances, *[1e-9] * (V - len(chances))], dtype=torch.float64).log()
+
+
+def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompute: Callable[[Tensor], None]) -> None:
+    recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
+    fork = fidelity._fork("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
+    assert fork.gap < EXPLAINED
+
+
+def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
+    """One side kept token 2, which won; the other cut it in favour of token 3, and then token 0 was the best left."""
+    recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
+    fork = fidelity._fork("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
+    assert fork.gap < EXPLAINED
+
+
+def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor], None]) -> None:
+    """The mass above token 2 is top_p up to rounding: one side had it inside, the other outside."""
+    recompute(law_with([0.5, 0.4, 0.1]))
+    for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
+        fork = fidelity._fork("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
+        assert fork.gap < EXPLAINED
+
+
+@pytest.mark.parametrize("law", [{"top_k": 2}, {"top_p": 0.6}])
+def test_a_token_far_outside_the_cut_explains_nothing(recompute: Callable[[Tensor], None], law: dict[str, Any]) -> None:
+    recompute(law_with([0.5, 0.3, 0.1, 0.06]))
+    fork = fidelity._fork("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
+    assert fork.gap > EXPLAINED
+
+
+def one_fork_of(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One response of one mode differs in its last token, by this gap."""
+    real, left = fidelity._pairs, [1]
+
+    def pairs(plain: Any, other: Any) -> list[tuple[Response, Response]]:
+        found = real(plain, other)
+        if left:
+            left.clear()
+            ours, theirs = found[0]
+            changed = Response(theirs.request, [*theirs.token_ids[:-1], -1], [], [], "length")
+            found[0] = (ours, changed)
+        return found
+
+    monkeypatch.setattr(fidelity, "_pairs", pairs)
+    monkeypatch.setattr(fidelity, "_gap", lambda *_: gap)
+
+
+@pytest.mark.parametrize(("gap", "holds"), [(1e-6, True), (1e-3, False), (math.nan, False)])
+def test_float32_allows_one_explained_fork_and_none_unexplained(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: float, holds: bool
+) -> None:
+    one_fork_of(gap, monkeypatch)
+    agree, result = check(small(home), tmp_path, "float32")
+    assert agree is holds
+    assert len(result["forks"]) == 1
+    assert result["runs"][0]["tokens_different"] == 1
+
+
+def test_too_many_explained_forks_are_a_bug(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "walk", takes_a_second_child)
+    monkeypatch.setattr(fidelity, "_gap", lambda *_: 1e-6)
+    agree, result = check(small(home), tmp_path, "float32")
+    assert len(result["forks"]) > 1
+    assert all(o["accepted"] == o["drafted"] for o in result["oracle"])
+    assert not agree
+
+
+def test_float64_allows_no_fork_at_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_fork_of(1e-12, monkeypatch)
+    agree, _ = check(small(home), tmp_path)
+    assert not agree

@@ -1,0 +1,308 @@
+"""A real run of the tiny model: its folder, its checkpoints, and that speculation and interruption change nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tiny import tiny_config, tiny_tree
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tlt import run as run_module
+from tlt.checkpoint import CheckpointError
+from tlt.config import Config, ConfigError
+from tlt.display import Display
+from tlt.metrics import MetricsWriter, read_metrics
+from tlt.models.weights import sha256
+from tlt.rewards import RewardError
+
+STEPS = 4
+ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
+
+
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    return run_module.train(config, resume, Display(Console(quiet=True)))
+
+
+def lessons(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, less times and acceleration."""
+    kept = []
+    for line in read_metrics(folder):
+        update = {key: value for key, value in line["update"].items() if not key.startswith("mismatch")}
+        rest = {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second", *ACCELERATION)}
+        kept.append(rest | {"update": update})
+    return kept
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the prompts, and `whole`: an unbroken run that saves every step and keeps all."""
+    home = tmp_path_factory.mktemp("home")
+    train(whole(home))
+    return home
+
+
+def whole(home: Path, folder: str = "whole", **sections: dict[str, Any]) -> Config:
+    train_section = {"steps": STEPS, "updates_per_step": 2} | sections.pop("train", {})
+    run_section = {"folder": str(home / folder), "save_every": 1, "keep": 9} | sections.pop("run", {})
+    return tiny_config(home, train=train_section, run=run_section, **sections)
+
+
+def copy_of_the_run(home: Path, folder: str, at: int) -> Path:
+    """The unbroken run's folder as it stood when the checkpoint after `at` steps was written."""
+    copy = home / folder
+    shutil.copytree(home / "whole", copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step_")) > at:
+            shutil.rmtree(checkpoint)
+    (copy / "summary.json").unlink()
+    return copy
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_its_configuration_metrics_events_and_summary(home: Path) -> None:
+    folder = home / "whole"
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8")) == whole(home).model_dump()
+    assert [line["step"] for line in read_metrics(folder)] == list(range(STEPS))
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert (folder / "summary.json").is_file()
+
+
+def test_tensorboard_holds_the_rewards_of_the_metrics(home: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(home / "whole" / "tensorboard"))
+    events.Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("reward")]
+    assert shown == [(m["step"], pytest.approx(m["reward"], rel=1e-6)) for m in read_metrics(home / "whole")]
+    assert {"update/loss", "update/mismatch_p999", "seconds/rollout", "accept_length"} <= set(events.Tags()["scalars"])
+
+
+def test_summary_has_the_promised_keys(home: Path) -> None:
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    lines = read_metrics(home / "whole")
+    assert summary["steps"] == STEPS
+    assert summary["reward_first_tenth"] == lines[0]["reward"]
+    assert summary["reward_last_tenth"] == lines[-1]["reward"]
+    assert len(summary["policy_sha256"]) == 64
+    assert summary["accept_length"] == pytest.approx(
+        sum(line["tokens"] for line in lines) / sum(line["rollout"]["row_passes"] for line in lines)
+    )
+    tokens = sum(line["tokens"] for line in lines)
+    assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])
+    assert {"machine", "versions", "commit"} <= set(summary)
+
+
+def test_seconds_are_disjoint_and_sum_to_the_total(home: Path) -> None:
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    for seconds in [summary["seconds"], *(line["seconds"] for line in read_metrics(home / "whole"))]:
+        parts = {name: spent for name, spent in seconds.items() if name != "total"}
+        assert set(parts) == {"rollout", "reward", "update", "sync", "save", "other"}
+        assert min(parts.values()) >= 0
+        assert sum(parts.values()) == pytest.approx(seconds["total"], rel=1e-9)
+
+
+def test_the_mismatch_of_rollout_and_trainer_is_rounding(home: Path) -> None:
+    for line in read_metrics(home / "whole"):
+        assert 0 <= line["update"]["mismatch_mean"] <= line["update"]["mismatch_p999"] < 1e-4
+
+
+def test_something_was_learned_and_something_drafted(home: Path) -> None:
+    """Else the equalities below would say little."""
+    assert all(line["update"]["grad_norm"] > 0 for line in read_metrics(home / "whole"))
+    assert sum(line["rollout"]["accepted"] for line in read_metrics(home / "whole")) > 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_transformers_loads_the_last_checkpoint(home: Path) -> None:
+    folder = home / "whole" / "checkpoints" / f"step_{STEPS:08d}" / "policy"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    assert sha256(model.state_dict()) == summary["policy_sha256"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
+
+
+@pytest.mark.parametrize(("every", "keep", "left"), [(0, 2, [5]), (2, 9, [2, 4, 5]), (2, 2, [4, 5]), (1, 1, [5])])
+def test_checkpoints_are_saved_every_so_often_and_at_the_end(
+    home: Path, tmp_path: Path, every: int, keep: int, left: list[int]
+) -> None:
+    config = whole(home, train={"steps": 5}, rollout={"max_new_tokens": 2})
+    section = config.run.model_copy(update={"folder": str(tmp_path), "save_every": every, "keep": keep})
+    train(config.model_copy(update={"run": section}))
+    assert sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir()) == left
+
+
+# -- rule 1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"speculation": {"drafter": "off"}},
+        {"speculation": {"depth": 2, "branching": 4, "verify_tokens": 9, "history_tokens": 60}},
+        {"engine": {"max_rows": 2}},
+        {"engine": {"max_rows": 64, "prefill_tokens": 3}},
+    ],
+)
+def test_speculation_and_batching_change_nothing(home: Path, sections: dict[str, dict[str, Any]]) -> None:
+    folder = "other " + json.dumps(sections)[:40].translate(str.maketrans("", "", '{}":/'))
+    summary = train(whole(home, folder, **sections))
+    assert lessons(home / folder) == lessons(home / "whole")
+    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+
+
+def test_another_seed_changes_everything(home: Path) -> None:
+    summary = train(whole(home, "seed", run={"seed": 2}))
+    assert summary["policy_sha256"] != json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(1, STEPS + 1))
+def test_a_resumed_run_ends_as_one_that_was_never_broken(home: Path, at: int) -> None:
+    copy = copy_of_the_run(home, f"resumed at {at}", at)
+    summary = train(whole(home, copy.name), resume=True)
+    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+    assert summary["steps"] == STEPS
+    assert lessons(copy) == lessons(home / "whole")
+
+
+def test_without_speculation_a_resumed_run_repeats_every_number(home: Path) -> None:
+    plain = {"drafter": "off"}
+    train(whole(home, "plain", speculation=plain, run={"save_every": 3}))
+    copy = home / "plain resumed"
+    shutil.copytree(home / "plain", copy)
+    shutil.rmtree(copy / "checkpoints" / f"step_{STEPS:08d}")
+    train(whole(home, copy.name, speculation=plain), resume=True)
+    for ours, theirs in zip(read_metrics(home / "plain"), read_metrics(copy), strict=True):
+        for name in ("update", "lengths", "reward", "tokens", "accept_length"):
+            assert ours[name] == theirs[name]
+
+
+def test_a_damaged_last_checkpoint_costs_a_step_and_nothing_else(home: Path) -> None:
+    copy = copy_of_the_run(home, "damaged", 3)
+    weights = copy / "checkpoints" / "step_00000003" / "policy" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    summary = train(whole(home, "damaged"), resume=True)
+    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+    assert lessons(copy) == lessons(home / "whole")
+
+
+def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
+    copy = copy_of_the_run(home, "half a line", 2)
+    metrics = copy / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    metrics.write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2], encoding="utf-8")
+    train(whole(home, copy.name), resume=True)
+    assert lessons(copy) == lessons(home / "whole")
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def _dies_at(call: Callable[..., Any], step: int) -> Callable[..., Any]:
+    def dying(self: Any, metrics: Any) -> None:
+        if metrics.step == step:
+            raise Crash
+        call(self, metrics)
+
+    return dying
+
+
+def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = whole(home, "killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", _dies_at(MetricsWriter.write, step=1))
+        with pytest.raises(Crash):
+            train(config)
+    summary = train(config, resume=True)
+    assert summary["steps"] == STEPS
+    assert lessons(home / "killed") == lessons(home / "whole")
+
+
+def test_a_run_killed_as_it_resumed_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copy_of_the_run(home, "killed twice", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", _cut_short(Path.write_text))
+        with pytest.raises(Crash):
+            train(whole(home, copy.name), resume=True)
+    train(whole(home, copy.name), resume=True)
+    assert lessons(copy) == lessons(home / "whole")
+
+
+def _cut_short(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The process ends when metrics.jsonl, or a file to take its place, is open and empty."""
+
+    def dying(self: Path, text: str, **options: Any) -> None:
+        if "metrics" not in self.name:
+            call(self, text, **options)
+            return
+        call(self, "", **options)
+        raise Crash
+
+    return dying
+
+
+def test_nothing_to_resume_is_an_error(home: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        train(whole(home, "nothing here"), resume=True)
+
+
+# -- folders and bad input ---------------------------------------------------------------------------------------------
+
+
+def test_an_occupied_folder_is_refused_and_left_alone(home: Path) -> None:
+    before = (home / "whole" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--run\.overwrite true.*--run\.folder"):
+        train(whole(home))
+    assert (home / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def test_overwrite_starts_afresh(home: Path) -> None:
+    copy = copy_of_the_run(home, "again", STEPS)
+    (copy / "notes.txt").write_text("mine", encoding="utf-8")
+    summary = train(whole(home, "again", train={"steps": 1}, run={"overwrite": True}))
+    assert summary["steps"] == 1
+    assert [p.name for p in (copy / "checkpoints").iterdir()] == ["step_00000001"]
+    assert (copy / "notes.txt").is_file()
+
+
+def test_a_reward_that_fails_stops_the_run_with_a_sentence(home: Path) -> None:
+    with pytest.raises(RewardError, match="cannot be imported"):
+        train(whole(home, "bad reward", reward={"name": "tiny:no_such_function"}))
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    tiny_tree(tmp_path)
+    return tmp_path / "model" / "model.safetensors"
+
+
+def test_damaged_weights_are_refused_in_a_sentence(tmp_path: Path, own_model: Path) -> None:
+    own_model.write_bytes(own_model.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        train(tiny_config(tmp_path))
+
+
+def test_missing_weights_are_refused_not_invented(tmp_path: Path, own_model: Path) -> None:
+    weights = load_file(own_model)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, own_model, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+        train(tiny_config(tmp_path))

@@ -1,0 +1,97 @@
+"""A random Qwen3 of two layers with a byte-level tokenizer, as an ordinary model folder, and a configuration for it.
+
+Its weights are large for its size, so that its law depends on the context, and its rewards vary within a group.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tlt.config import Config, parse_config
+from tlt.types import Prompt, TrainBatch
+
+EOS = 256
+QUESTIONS = ("two and two", "a", "name a colour", "why?", "3 * 7 =", "go")
+
+
+def save_weights(folder: Path, vocab_size: int = 257, layers: int = 2, seed: int = 0, scale: float = 0.5) -> Path:
+    """config.json and model.safetensors, float64, eos the last token."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=scale,
+        eos_token_id=vocab_size - 1,
+    )
+    Qwen3ForCausalLM(config).to(torch.float64).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Every byte is a token; the end of a sequence is number 256."""
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def tiny_model(folder: Path, seed: int = 0) -> Path:
+    return save_tokenizer(save_weights(folder, seed=seed))
+
+
+def tiny_tree(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as a recipe would hold it, all of its files under `folder`; `sections` are laid over it."""
+    if not (folder / "model").is_dir():
+        tiny_model(folder / "model")
+        lines = [json.dumps({"question": q, "answer": q[0]}) for q in QUESTIONS]
+        (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder / "model"), "dtype": "float64", "device": "cpu"},
+        "data": {"path": str(folder / "prompts.jsonl")},
+        "reward": {"name": "tiny:share_of_low_bytes"},
+        "rollout": {"prompts_per_step": 2, "group_size": 3, "max_new_tokens": 24, "temperature": 0.6},
+        "engine": {"max_rows": 4, "kv_memory_mb": 1},
+        "train": {"steps": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        "run": {"folder": str(folder / "run"), "seed": 1},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return tree
+
+
+def tiny_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    return parse_config(tiny_tree(folder, **sections))
+
+
+def share_of_low_bytes(prompt: Prompt, answer: str) -> float:
+    """A reward that varies between the answers of a random model."""
+    return sum(char < "m" for char in answer) / max(1, len(answer))
+
+
+def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:
+    """Random sequences of random lengths, advantages of both signs, rollout log-probs that mean nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(shortest: int) -> list[int]:
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        return torch.randint(vocab_size, (length,), generator=generator).tolist()
+
+    prompts = [tuple(tokens(1)) for _ in range(responses)]
+    answers = [tokens(1) for _ in range(responses)]
+    advantages = torch.randn(responses, generator=generator, dtype=torch.float64).tolist()
+    return TrainBatch(prompts, answers, advantages, [[-1.0] * len(answer) for answer in answers])
