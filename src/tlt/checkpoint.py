@@ -39,7 +39,8 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
     _flush(root)
-    for old in _folders(root)[:-keep]:
+    # a newer one is damaged, as this run fell back behind it: it must not push out a good one
+    for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
         shutil.rmtree(old)
     return final
 

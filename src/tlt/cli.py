@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
         code = arguments.command(arguments, overrides)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"tlt: {' '.join(str(error).split())}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
@@ -102,6 +102,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0]}: see tlt generate --help")
+    _at_least_one("--samples", arguments.samples)
     model = {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device}
     fields = ("max_new_tokens", "temperature", "top_k", "top_p")
     rollout = {name: getattr(arguments, name) for name in fields}
@@ -117,6 +118,7 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    _at_least_one("--steps", arguments.steps)
     config = load_config(arguments.recipe, overrides)
     from tlt.fidelity import verify
 
@@ -124,11 +126,17 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    _at_least_one("--repeats", arguments.repeats)
     config = load_config(arguments.recipe, overrides)
     from tlt.bench.rollout import bench_rollout
 
     bench_rollout(config, _batches(arguments.batches), arguments.repeats, arguments.peers == "auto", arguments.json)
     return 0
+
+
+def _at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{option} {value} is not a whole number above 0")
 
 
 def _batches(text: str) -> list[int]:

@@ -63,7 +63,7 @@ def _jsonl_rows(config: DataConfig) -> list[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise DataError(f"there is no file {path}: data.path must name a JSONL file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # str.splitlines breaks at U+2028 too
         if not line.strip():
             continue
         try:

@@ -36,7 +36,7 @@ from tlt.models.weights import sha256
 from tlt.rl.policy import Policy
 from tlt.run import make_parts
 from tlt.sampling import gumbel_noise, log_law
-from tlt.types import Request, Response
+from tlt.types import Request, Response, SamplingParams
 
 # noisy scores this close may turn when passes of different shapes round differently
 EXPLAINED_GAP = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.25}
@@ -257,7 +257,8 @@ def _fork(mode: str, step: int, plain: Response, other: Response, reference: Dec
     """The first differing token, and how close the two tokens' noisy scores are when the row is recomputed in
     float64."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
-    position, tokens = next(((t, pair) for t, pair in pairs if pair[0] != pair[1]), (0, None))
+    shorter = min(len(plain.token_ids), len(other.token_ids))
+    position, tokens = next(((t, pair) for t, pair in pairs if pair[0] != pair[1]), (shorter, None))
     request = plain.request
     gap = math.inf if tokens is None else _gap(reference, request, plain.token_ids[:position], *tokens)
     return Fork(mode, step, request.prompt.prompt_id, request.index, position, gap)
@@ -270,16 +271,24 @@ def _gap(reference: Decoder, request: Request, prefix: Sequence[int], a: int, b:
     seed = torch.tensor([request.seed], dtype=torch.uint64).view(torch.int64)
     noise = gumbel_noise(seed, torch.tensor([len(prefix)]), len(log_p))[0]
     scores = log_p + noise.double()
-    if torch.isfinite(scores[a]) and torch.isfinite(scores[b]):
-        return (scores[a] - scores[b]).abs().item()
-    return min(_distance_to_cut(log_p, full, token) for token in (a, b))
+    apart = (scores[a] - scores[b]).abs().item()
+    cut = min(_distance_to_cut(full, request.sampling, token) for token in (a, b))
+    return min(cut, apart if math.isfinite(apart) else math.inf)
 
 
-def _distance_to_cut(log_p: Tensor, full: Tensor, token: int) -> float:
-    """How far a token's log-probability is from the nearest one on the other side of the top-k / top-p cut."""
-    inside = torch.isfinite(log_p)
-    others = full[~inside] if inside[token] else full[inside]
-    return (others - full[token]).abs().min().item() if len(others) else math.inf
+def _distance_to_cut(full: Tensor, params: SamplingParams, token: int) -> float:
+    """How little would move a token across the top-k cut (in log-probability) or the top-p cut (in mass)."""
+    ordered, ids = torch.sort(full, descending=True, stable=True)
+    place = int((ids == token).nonzero())
+    distances = [math.inf]
+    k = params.top_k or len(full)
+    if k < len(full):
+        other = ordered[k] if place < k else ordered[k - 1]
+        distances.append((ordered[place] - other).abs().item())
+    if params.top_p < 1 and 0 < place < k:
+        kept = torch.softmax(ordered[:k], dim=-1)
+        distances.append(abs(kept[:place].sum().item() - params.top_p))
+    return min(distances)
 
 
 # -- oracle ------------------------------------------------------------------------------------------------------------
@@ -298,7 +307,7 @@ def _oracle_checks(config: Config, policy: Policy, parts: Parts) -> list[dict[st
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            max_new_tokens=min(_ORACLE_TOKENS, parts.sampling.max_new_tokens),
+            max_new_tokens=_ORACLE_TOKENS,
             stop_token_ids=(),
             stop_strings=(),
         )

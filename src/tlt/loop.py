@@ -86,7 +86,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         with timed("reward", seconds):
             watcher.phase(step, "reward", len(requests))
             groups = _in_prompt_order(requests, responses)
-            for response in responses:
+            for response in (response for group in groups for response in group.responses):
                 response.reward = parts.reward(response.request.prompt, response.text)
         with timed("update", seconds):
             watcher.phase(step, "update", len(requests))

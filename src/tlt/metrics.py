@@ -30,12 +30,16 @@ class MetricsWriter:
     """One line a step in metrics.jsonl, the same numbers as TensorBoard scalars. On resume, later lines are dropped
     first."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import: only where a run is recorded
 
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(folder) if line["step"] < first_step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        if last and (not kept or kept[-1]["step"] < last["step"]):
+            kept.append(last)
+        fresh = self.path.with_suffix(".partial")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        fresh.replace(self.path)
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -58,8 +62,10 @@ def _scalars(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Whole lines; a run that was killed may have left half of one at the end."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def summarize(folder: Path, policy_sha256: str) -> dict[str, Any]:

@@ -55,8 +55,9 @@ def _reasoning_gym(config: Config) -> Reward:
     dataset = task_dataset(config.data)
 
     def score(prompt: Prompt, answer: str) -> float:
+        entry = prompt.data["entry"]
         try:
-            return dataset.score_answer(answer, prompt.data["entry"])
+            return dataset.score_answer(answer, entry)
         except (ValueError, TypeError, ArithmeticError, LookupError):
             return 0.0  # some checkers raise on an answer that they cannot parse: it is wrong
 
@@ -69,8 +70,9 @@ def _user_function(path: str) -> Reward:
         sys.path.insert(0, os.getcwd())  # `tlt` is a console script: the user's folder is not on the path by itself
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"reward.name = {path!r} cannot be imported ({error}): write 'module:function'") from None
+    except Exception as error:
+        said = f"reward.name = {path!r} cannot be imported ({type(error).__name__}: {error})"
+        raise RewardError(f"{said}: write 'module:function'") from error
     if not callable(found):
         raise RewardError(f"reward.name = {path!r} is not a function: write 'module:function'")
     return cast(Reward, found)

@@ -42,7 +42,7 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
         first = found.state["step"]
         display.note(f"going on from step {first} ({found.folder})")
     write_json(folder / "config.json", config.model_dump())
-    writer = MetricsWriter(folder, first)
+    writer = MetricsWriter(folder, first, found.state["metrics"] if found else None)
     with display.live(config, first):
         for result in steps(parts, config, display, first):
             done = result.metrics.step + 1
@@ -50,7 +50,7 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
             if done == config.train.steps or (every and done % every == 0):
                 with timed("save", result.metrics.seconds):
                     display.phase(result.metrics.step, "save", 0)
-                    _save(config, done, parts, policy, tokenizer)
+                    _save(config, done, parts, policy, tokenizer, asdict(result.metrics))
                 result.metrics.seconds["total"] += result.metrics.seconds["save"]
             writer.write(result.metrics)
             display.step(result)
@@ -89,10 +89,10 @@ def _claim_folder(config: Config, resume: bool) -> Path:
     return folder
 
 
-def _save(config: Config, done: int, parts: Parts, policy: Policy, tokenizer: Any) -> None:
+def _save(config: Config, done: int, parts: Parts, policy: Policy, tokenizer: Any, metrics: dict[str, Any]) -> None:
     def write(folder: Path) -> None:
         policy.save(folder)
         tokenizer.save_pretrained(folder / "policy")
 
-    state = {"step": done, "cursor": asdict(parts.cursor)}
+    state = {"step": done, "cursor": asdict(parts.cursor), "metrics": metrics}
     checkpoint.save(Path(config.run.folder) / "checkpoints", done, state, write, config.run.keep)

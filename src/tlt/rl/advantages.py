@@ -14,6 +14,8 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
     [1, 0, 0, 1] -> mean 0.5, deviation 0.57735 -> [0.866, -0.866, -0.866, 0.866]. A group of equal rewards gives zeros.
     """
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)  # the mean of equal numbers may be off by a rounding, and Adam would enlarge it
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
     return [(r - mean) / (deviation + _EPSILON) for r in rewards]

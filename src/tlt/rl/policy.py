@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +54,7 @@ class Policy:
         }
         gaps = torch.cat([r["gaps"] for r in reports])
         metrics["mismatch_mean"] = gaps.mean().item()
-        metrics["mismatch_p999"] = torch.quantile(gaps, 0.999).item()
+        metrics["mismatch_p999"] = gaps.kthvalue(math.ceil(0.999 * len(gaps))).values.item()
         return metrics
 
     def _optimizer_step(self, batch: TrainBatch, members: range, old: list[Tensor] | None) -> dict[str, Any]:
@@ -74,7 +75,8 @@ class Policy:
             totals["loss"] += out.loss.item()
             totals["clipped"] += out.clipped.item()
             totals["entropy"] += (entropy * weights).sum().item()
-            rollout = torch.tensor([x for i in micro.sequences for x in batch.rollout_logprobs[i]], device=self.device)
+            by_rollout = [x for i in micro.sequences for x in batch.rollout_logprobs[i]]
+            rollout = torch.tensor(by_rollout, dtype=old_logprobs.dtype, device=self.device)
             gaps.append((old_logprobs - rollout).abs().float())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
