@@ -142,7 +142,7 @@ class Rows:
         self.law = law_of([SamplingParams()] * len(contexts), CPU)
         self.noise = NoiseWindow(len(contexts), options.vocab_size, 16, CPU)
         for row in range(len(contexts)):
-            self.noise.append(seed=row, position=0)
+            self.noise.append(seed=row, position=0, end=10**6)
 
     def logits(self, trees: Sequence[DraftTree]) -> Tensor:
         """One target pass over the trees, whose root is each row's last token; nothing is committed."""

@@ -76,7 +76,7 @@ def logits(decoder: RecordingDecoder) -> Tensor:
     """Of the token behind 1, 2, 3."""
     cache, noise = KVCache(OPTIONS, decoder.dtype, CPU, memory_mb=1), NoiseWindow(1, OPTIONS.vocab_size, 1, CPU)
     cache.reserve(1, 8)
-    noise.append(seed=0, position=0)
+    noise.append(seed=0, position=0, end=10**6)
     noise.prepare([0], 0)
     runner = Runner(decoder, cache, prefill_tokens=8)
     runner.prefill(0, [[1, 2, 3]])

@@ -32,8 +32,9 @@ def _transformers(
 ) -> dict[str, Decode]:
     model: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=config.dtype, local_files_only=True)
     model.to(device).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None  # nothing stops early
     ids = torch.tensor(prompts, device=device)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     law = GenerationConfig(**sampling, max_new_tokens=new_tokens, pad_token_id=0)
 
     @torch.inference_mode()
@@ -41,16 +42,16 @@ def _transformers(
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=law)
         assert out.shape[1] == ids.shape[1] + new_tokens
 
-    @torch.inference_mode()
     def generate_batch() -> None:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         # the default cache takes most of the free memory, which costs seconds: give it what these prompts need
-        tokens = len(prompts) * (ids.shape[1] + new_tokens + 64)
-        cache = ContinuousBatchingConfig(
-            block_size=32, num_blocks=tokens // 32 + 8, max_batch_tokens=max(256, tokens // 4)
+        pages = len(prompts) * (1 + (ids.shape[1] + new_tokens) // 256)
+        cache = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=max(256, ids.numel()))
+        rows = [list(p) for p in prompts]
+        out = model.generate_batch(
+            rows, generation_config=law, continuous_batching_config=cache, persistent_manager=True
         )
-        out = model.generate_batch([list(p) for p in prompts], generation_config=law, continuous_batching_config=cache)
         assert all(len(o.generated_tokens) == new_tokens for o in out.values())
 
     return {"transformers.generate": generate, "transformers.generate_batch": generate_batch}
