@@ -109,25 +109,29 @@ class SlotStore:
         keys.view(-1, self.head_dim).index_copy_(0, layout.places, key.reshape(-1, self.head_dim))
         values.view(-1, self.head_dim).index_copy_(0, layout.places, value.reshape(-1, self.head_dim))
         # the queries that share a key-value head become the rows of one matmul: keys are never repeated
-        folded = query.view(-1, layout.nodes, self.num_kv_heads, self.queries_per_kv, self.head_dim)
-        folded = folded.permute(0, 2, 3, 1, 4).reshape(-1, self.queries_per_kv * layout.nodes, self.head_dim)
+        if layout.nodes > 1:
+            query = query.view(-1, layout.nodes, self.num_kv_heads, self.queries_per_kv, self.head_dim)
+            query = query.permute(0, 2, 3, 1, 4)
+        folded = query.reshape(-1, self.queries_per_kv * layout.nodes, self.head_dim)
         parts = [
             self._attend_span(folded, keys, values, layout.first, span, bias)
             for span, bias in zip(layout.spans, layout.biases, strict=True)
         ]
-        mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(
-            -1, self.num_kv_heads, self.queries_per_kv, layout.nodes, self.head_dim
-        )
-        return mixed.permute(0, 3, 1, 2, 4).reshape(len(query), -1)
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if layout.nodes > 1:
+            mixed = mixed.view(-1, self.num_kv_heads, self.queries_per_kv, layout.nodes, self.head_dim)
+            mixed = mixed.permute(0, 3, 1, 2, 4)
+        return mixed.reshape(-1, self.num_kv_heads * self.queries_per_kv * self.head_dim)
 
     def _attend_span(self, query: Tensor, keys: Tensor, values: Tensor, first: int, span: Span, bias: Tensor) -> Tensor:
         """query [B * K, H/K * N, E] -> the span's rows of the same; softmax in float32 or wider."""
         slots = slice(first + span.low, first + span.high)
-        query = query[span.low * self.num_kv_heads : span.high * self.num_kv_heads]
+        query = query.narrow(0, span.low * self.num_kv_heads, len(bias))
         seen_keys, seen_values = (x[slots, :, : span.tokens].flatten(0, 1) for x in (keys, values))
         scores = torch.baddbmm(bias, query, seen_keys.transpose(1, 2), alpha=self.head_dim**-0.5)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32 if self.dtype == torch.bfloat16 else None)
-        return torch.bmm(weights.to(self.dtype), seen_values)
+        if self.dtype == torch.bfloat16:
+            return torch.bmm(torch.softmax(scores, dim=-1, dtype=torch.float32).to(self.dtype), seen_values)
+        return torch.bmm(torch.softmax(scores, dim=-1), seen_values)
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[Span]:

@@ -39,23 +39,25 @@ class RMSNorm:
         self.floor = torch.tensor((size * eps) ** 0.5, dtype=wide.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype == torch.bfloat16 else x
+        narrow = x.dtype == torch.bfloat16
+        wide = x.float() if narrow else x
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self.floor)
-        return (wide / length).mul_(self.weight).to(x.dtype)
+        scaled = (wide / length).mul_(self.weight)
+        return scaled.to(x.dtype) if narrow else scaled
 
 
 @dataclass
 class Layer:
     input_norm: RMSNorm
-    qkv: Tensor  # [(H + 2K) * E, D]
+    qkv: Tensor  # [D, (H + 2K) * E]: matrices lie transposed, as small batches multiply them fastest
     qkv_bias: Tensor | None
     qk_norm: RMSNorm | None  # weight [H + K, E]
-    out: Tensor
+    out: Tensor  # [H * E, D]
     out_bias: Tensor | None
     post_norm: RMSNorm
-    gate_up: Tensor  # [2F, D]
+    gate_up: Tensor  # [D, 2F]
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor  # [F, D]
     down_bias: Tensor | None
 
 
@@ -100,7 +102,7 @@ class Decoder:
         cis = self._cis[positions.reshape(-1)]  # [B * N, 1, E/2]
         for index, layer in enumerate(self.layers):
             h = layer.input_norm(x)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+            qkv = _linear(h, layer.qkv, layer.qkv_bias)
             qk, value = qkv[:, :split].view(-1, heads, o.head_dim), qkv[:, split:]
             if layer.qk_norm is not None:
                 qk = layer.qk_norm(qk)
@@ -108,10 +110,10 @@ class Decoder:
             mixed = attend(
                 index, qk[:, : o.num_heads], qk[:, o.num_heads :], value.view(-1, o.num_kv_heads, o.head_dim)
             )
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = torch.addmm(x if layer.out_bias is None else x + layer.out_bias, mixed, layer.out)
             h = layer.post_norm(x)
-            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = torch.addmm(x if layer.down_bias is None else x + layer.down_bias, F.silu(gate).mul_(up), layer.down)
         return self.norm(x).view(*tokens.shape, -1)
 
     @torch.inference_mode()
@@ -120,11 +122,17 @@ class Decoder:
         return F.linear(hidden, self.head)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
 def _rotate(x: Tensor, cis: Tensor) -> Tensor:
     """Rotary embedding of interleaved pairs, one complex product; bfloat16 is widened, having no complex type."""
-    wide = x.float() if x.dtype == torch.bfloat16 else x
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
+    narrow = x.dtype == torch.bfloat16
+    wide = x.float() if narrow else x
+    pairs = torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2))
+    turned = torch.view_as_real(pairs * cis).view(x.shape)
+    return turned.to(x.dtype) if narrow else turned
 
 
 class _Loader:
@@ -175,17 +183,17 @@ class _Loader:
         mlp = prefix + "mlp."
         return Layer(
             input_norm=self.norm(prefix + "input_layernorm.weight"),
-            qkv=torch.cat(qkv),
+            qkv=torch.cat(qkv).t().contiguous(),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
-            out=self.take(prefix + "self_attn.o_proj.weight", (D, q_size)),
+            out=self.take(prefix + "self_attn.o_proj.weight", (D, q_size)).t().contiguous(),
             out_bias=self.take(prefix + "self_attn.o_proj.bias", (D,)) if o.out_bias else None,
             post_norm=self.norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=torch.cat([self.take(mlp + f"{n}_proj.weight", (F_, D)) for n in ("gate", "up")]),
+            gate_up=torch.cat([self.take(mlp + f"{n}_proj.weight", (F_, D)) for n in ("gate", "up")]).t().contiguous(),
             gate_up_bias=(
                 torch.cat([self.take(mlp + f"{n}_proj.bias", (F_,)) for n in ("gate", "up")]) if o.mlp_bias else None
             ),
-            down=self.take(mlp + "down_proj.weight", (D, F_)),
+            down=self.take(mlp + "down_proj.weight", (D, F_)).t().contiguous(),
             down_bias=self.take(mlp + "down_proj.bias", (D,)) if o.mlp_bias else None,
         )
 
