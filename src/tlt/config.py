@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ class SpeculationConfig(Section):
     branching: int = Field(default=2, gt=0, le=16)
     verify_tokens: int = Field(default=8, gt=0, le=256)
     """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
-    min_chance: float = Field(default=0.2, ge=0, lt=1)
+    min_chance: float = Field(default=0.5, ge=0, lt=1)
     """a drafted token less likely to be reached than this is not verified; the chances are counted online"""
     history_tokens: int = Field(default=200_000, gt=0)
     """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
@@ -180,7 +181,7 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 
     def resolve(path: str) -> str:
         beside = recipe_folder / path
-        return str(beside) if not Path(path).is_absolute() and beside.exists() else path
+        return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
 
     model = config.model.model_copy(update={"path": resolve(config.model.path)})
     data = config.data.model_copy(update={"path": resolve(config.data.path)}) if config.data.path else config.data

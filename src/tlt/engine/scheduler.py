@@ -67,8 +67,14 @@ class Scheduler:
             )
 
     def admit(self) -> list[Sequence]:
-        """Take from the waiting line what fits, in order; the new rows stand behind the live ones."""
+        """Take from the waiting line what fits, in order; the new rows stand behind the live ones.
+
+        An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
+        to be free.
+        """
         admitted: list[Sequence] = []
+        if self.max_rows - len(self.live) < min(len(self.waiting), self.max_rows // 8):
+            return admitted
         longest = self._longest()
         while self.waiting and len(self.live) < self.max_rows:
             longest = max(longest, self.waiting[0].kv_length)
