@@ -172,5 +172,5 @@ def examples(seed: int, size: int, plain: bool = False) -> Iterator[tuple[str, s
 
 def extract(text: str) -> str | None:
     """What stands after the last answer marker, or None where there is none."""
-    before, marker, answer = text.rpartition(MARKER)
+    _, marker, answer = text.rpartition(MARKER)
     return answer.strip() if marker else None
