@@ -339,13 +339,13 @@ def _print(
     dtype: str,
 ) -> None:
     table = Table(title=f"{tokens:,} tokens, {dtype}")
-    for column in ("mode", "policy sha256", "equal", "tokens differ", "reward", "accept length", "seconds"):
+    for column in ("mode", "policy sha256", "equal", "differ", "reward", "accept", "seconds"):
         table.add_column(column, justify="left" if column in ("mode", "policy sha256") else "right", no_wrap=True)
     for run in runs.values():
         reward = sum(run.rewards) / len(run.rewards)
         equal = "yes" if run.steps_equal else "no"
         numbers = (str(run.tokens_different), f"{reward:.4f}", f"{run.accept_length:.2f}", f"{run.seconds:.1f}")
-        table.add_row(run.mode, run.policy_sha256[:12], equal, *numbers)
+        table.add_row(run.mode, run.policy_sha256[:13], equal, *numbers)
     console.print(table)
     for check in oracle:
         console.print(
