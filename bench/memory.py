@@ -17,7 +17,7 @@ from pathlib import Path
 from tlt.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = {"256 rows at once": (256, 1024), "64 rows, 32 MiB of cache": (64, 32)}
+CASES = {"256 rows at once": (256, 1024), "64 rows, 128 MiB of cache": (64, 128)}
 REQUESTS = 256
 
 
