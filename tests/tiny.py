@@ -14,9 +14,35 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tlt.config import Config, parse_config
+from tlt.models.families import DecoderOptions
 from tlt.types import Prompt, TrainBatch
 
 EOS = 256
+
+
+def decoder_options(**changes: Any) -> DecoderOptions:
+    """Options of a decoder small enough to follow by hand; `changes` name what a test cares about."""
+    plain: dict[str, Any] = {
+        "vocab_size": 7,
+        "hidden_size": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 8,
+        "rms_norm_eps": 1e-6,
+        "qk_norm": False,
+        "qkv_bias": False,
+        "out_bias": False,
+        "mlp_bias": False,
+        "tied": True,
+        "max_positions": 4096,
+        "inv_freq": torch.ones(2),
+        "attention_scaling": 1.0,
+    }
+    return DecoderOptions(**plain | changes)
+
+
 QUESTIONS = ("two and two", "a", "name a colour", "why?", "3 * 7 =", "go")
 
 

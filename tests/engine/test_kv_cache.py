@@ -7,37 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiny import decoder_options
 
 from tlt.engine.kv_cache import KVCache
-from tlt.models.families import DecoderOptions
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, HEAD_DIM = 2, 2, 4
 
 
-def tiny_options() -> DecoderOptions:
-    return DecoderOptions(
-        vocab_size=7,
-        hidden_size=8,
-        num_layers=LAYERS,
-        num_heads=4,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=8,
-        rms_norm_eps=1e-6,
-        qk_norm=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        tied=True,
-        max_positions=4096,
-        inv_freq=torch.ones(HEAD_DIM // 2),
-        attention_scaling=1.0,
-    )
-
-
 def cache_of(bound_tokens: int) -> KVCache:
-    cache = KVCache(tiny_options(), torch.float32, CPU, memory_mb=1)
+    cache = KVCache(
+        decoder_options(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM), torch.float32, CPU, memory_mb=1
+    )
     cache.bound_tokens = bound_tokens
     return cache
 
@@ -128,7 +109,7 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=20, de
 @given(memory_mb=st.integers(1, 3), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 @settings(max_examples=9, deadline=None)
 def test_the_bound_in_bytes_is_kept_to_the_last_token(memory_mb: int, dtype: torch.dtype) -> None:
-    cache = KVCache(tiny_options(), dtype, CPU, memory_mb)
+    cache = KVCache(decoder_options(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM), dtype, CPU, memory_mb)
     cache.reserve(2, cache.bound_tokens // 2)
     store = cache.store
     in_use = sum(t.nbytes for t in store.keys + store.values)

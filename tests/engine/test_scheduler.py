@@ -9,33 +9,16 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tiny import decoder_options
 
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.scheduler import Sequence as Row
-from tlt.models.families import DecoderOptions
 from tlt.types import Prompt, Request, SamplingParams
 
 
 def cache_of(bound_tokens: int, max_positions: int = 4096) -> KVCache:
-    options = DecoderOptions(
-        vocab_size=7,
-        hidden_size=2,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        intermediate_size=2,
-        rms_norm_eps=1e-6,
-        qk_norm=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        tied=True,
-        max_positions=max_positions,
-        inv_freq=torch.ones(1),
-        attention_scaling=1.0,
-    )
+    options = decoder_options(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, max_positions=max_positions)
     cache = KVCache(options, torch.float64, torch.device("cpu"), memory_mb=1)
     cache.bound_tokens = bound_tokens
     return cache

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny import decoder_options
 from torch import Tensor
 
 from tlt.draft.tree import DraftTree, stack
@@ -16,20 +17,17 @@ from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.runner import Runner, law_of
 from tlt.models.decoder import Decoder
-from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
 from tlt.types import SamplingParams
 
 CPU = torch.device("cpu")
-OPTIONS = DecoderOptions(
+OPTIONS = decoder_options(
     vocab_size=11,
-    hidden_size=8,
     num_layers=1,
     num_heads=2,
     num_kv_heads=1,
-    head_dim=4,
     intermediate_size=6,
-    rms_norm_eps=1e-6,
     qk_norm=True,
     qkv_bias=True,
     out_bias=True,
@@ -37,7 +35,6 @@ OPTIONS = DecoderOptions(
     tied=False,
     max_positions=16,
     inv_freq=torch.tensor([1.0, 0.1]),
-    attention_scaling=1.0,
 )
 
 
