@@ -115,7 +115,8 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     config = _verify_config(config, dtype, full)
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(config, tokenizer)
-    target = make_target(config.model)
+    assert isinstance(parts.rollout, LocalRollout)
+    target = parts.rollout.engine.target  # one copy of the weights serves every mode
     modes = _modes(config.speculation, target.options.vocab_size)
     engines = {name: Engine(target, config.engine, *mode, detokenizer(tokenizer)) for name, mode in modes.items()}
     runs = {name: ModeRun(name) for name in modes}
