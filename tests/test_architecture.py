@@ -20,7 +20,7 @@ LAYERS = (
     ("loop",),
     ("cluster", "display"),
     ("run",),
-    ("generate", "fidelity", "bench", "simulate"),
+    ("generate", "fidelity", "drafting", "bench", "simulate"),
     ("cli", "report", "integrations", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

@@ -1,4 +1,4 @@
-"""tlt train | generate | verify | bench: parse and validate first, import torch after."""
+"""tlt train | generate | verify | draft | bench: parse and validate first, import torch after."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
     generate.add_argument("--device", default="auto")
-    generate.add_argument("--drafter", default="suffix", choices=["off", "suffix"])
+    generate.add_argument("--drafter", default="suffix", choices=["off", "suffix", "eagle", "mixed", "adaptive"])
+    generate.add_argument("--drafter-path", help="folder of a learned drafter")
     generate.set_defaults(command=_generate)
 
     verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", type=Path, help="write the result to this file")
     verify.set_defaults(command=_verify)
 
+    _add_draft(commands.add_parser("draft", help="make and judge a learned drafter"))
+
     bench = commands.add_parser("bench", help="measure", epilog=_OVERRIDES)
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     rollout = kinds.add_parser(
@@ -71,11 +74,44 @@ def _parser() -> argparse.ArgumentParser:
     )
     rollout.add_argument("recipe")
     rollout.add_argument("--batches", default="1,8,32", help="requests decoded at once, comma-separated")
+    rollout.add_argument("--tail", type=int, default=0, help="also one rollout of so many requests, all at once")
     rollout.add_argument("--repeats", type=int, default=3)
     rollout.add_argument("--peers", default="auto", choices=["auto", "none"])
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
     return parser
+
+
+def _add_draft(draft: argparse.ArgumentParser) -> None:
+    kinds = draft.add_subparsers(required=True, metavar="WHAT")
+    train = kinds.add_parser("train", help="from the recipe's model and prompts alone", epilog=_OVERRIDES)
+    train.add_argument("recipe")
+    train.add_argument("--out", type=Path, required=True, help="folder for the drafter")
+    train.add_argument("--tokens", type=int, default=100_000, help="harvested before training")
+    train.add_argument("--seconds", type=float, default=300, help="of training")
+    train.set_defaults(command=_draft_train)
+    judge = kinds.add_parser("eval", help="accept length and agreement on held-out prompts", epilog=_OVERRIDES)
+    judge.add_argument("recipe")
+    judge.add_argument("--json", type=Path, help="write the result to this file")
+    judge.set_defaults(command=_draft_eval)
+
+
+def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    _at_least_one("--tokens", arguments.tokens)
+    _at_least_one("--seconds", arguments.seconds)
+    config = load_config(arguments.recipe, overrides)
+    from tlt.drafting import train_drafter
+
+    train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
+    return 0
+
+
+def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    config = load_config(arguments.recipe, overrides)
+    from tlt.drafting import eval_drafter
+
+    eval_drafter(config, arguments.json)
+    return 0
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -109,7 +145,9 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     sections = (
         parse_section(ModelConfig, model, "tlt generate"),
         parse_section(RolloutConfig, rollout, "tlt generate"),
-        parse_section(SpeculationConfig, {"drafter": arguments.drafter}, "tlt generate"),
+        parse_section(
+            SpeculationConfig, {"drafter": arguments.drafter, "path": arguments.drafter_path}, "tlt generate"
+        ),
     )
     from tlt.generate import generate
 
@@ -130,11 +168,12 @@ def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> i
     config = load_config(arguments.recipe, overrides)
     from tlt.bench.rollout import bench_rollout
 
-    bench_rollout(config, _batches(arguments.batches), arguments.repeats, arguments.peers == "auto", arguments.json)
+    batches, peers = _batches(arguments.batches), arguments.peers == "auto"
+    bench_rollout(config, batches, arguments.tail, arguments.repeats, peers, arguments.json)
     return 0
 
 
-def _at_least_one(option: str, value: int) -> None:
+def _at_least_one(option: str, value: float) -> None:
     if value < 1:
         raise ConfigError(f"{option} {value} is not a whole number above 0")
 

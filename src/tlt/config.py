@@ -96,7 +96,11 @@ class EngineConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Literal["off", "suffix"] = "suffix"
+    drafter: Literal["off", "suffix", "eagle", "mixed", "adaptive"] = "adaptive"
+    """`adaptive` picks a strategy for each round, or none; `eagle` (learned), `suffix` (model-free) and `mixed` (both)
+    always draft, with the four fields below"""
+    path: str | None = None
+    """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
     depth: int = Field(default=6, gt=0, le=32)
     branching: int = Field(default=2, gt=0, le=16)
     verify_tokens: int = Field(default=8, gt=0, le=256)
@@ -105,6 +109,38 @@ class SpeculationConfig(Section):
     """a drafted token less likely to be reached than this is not verified; the chances are counted online"""
     history_tokens: int = Field(default=200_000, gt=0)
     """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
+
+    @model_validator(mode="after")
+    def _learned(self) -> SpeculationConfig:
+        if self.drafter in ("eagle", "mixed") and self.path is None:
+            raise ValueError(
+                f"speculation.drafter = '{self.drafter}' needs speculation.path, the folder of a learned drafter: "
+                "make one with tlt draft train"
+            )
+        if self.drafter in ("eagle", "mixed") and (self.depth - 1) * self.branching > 64:
+            raise ValueError("speculation.depth and branching ask for more than 64 guesses a row: lower one of them")
+        return self
+
+
+class DrafterTrainConfig(Section):
+    """How the learned drafter is made and trained."""
+
+    kind: Literal["eagle3", "eagle1"] = "eagle3"
+    """`eagle3` reads three layers of the target; `eagle1` only its last hidden state, a quarter of the traffic"""
+    window: int = Field(default=512, gt=0)
+    """tokens whose features are kept for each live request, and which the drafter attends"""
+    unroll: int = Field(default=5, gt=0, le=16)
+    """guesses in a row that training goes through, each on the drafter's own output of the one before"""
+    loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
+    decay: float = Field(default=0.8, gt=0, le=1)
+    """weight of each guess against the one before"""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=20, gt=0)
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    micro_batch_tokens: int = Field(default=1024, gt=0)
+    """entries of one pack, which is one optimizer step"""
+    buffer_tokens: int = Field(default=200_000, gt=0)
+    """entries of harvest kept, the newest ones"""
 
 
 class TrainConfig(Section):
@@ -139,6 +175,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    drafter: DrafterTrainConfig = DrafterTrainConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
 
@@ -177,15 +214,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
-    """A relative model.path or data.path is looked up beside the recipe first, then from the working directory."""
+    """A relative path (of the model, the data, the drafter) is looked up beside the recipe first, then from the working
+    directory."""
 
     def resolve(path: str) -> str:
         beside = recipe_folder / path
         return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
 
-    model = config.model.model_copy(update={"path": resolve(config.model.path)})
-    data = config.data.model_copy(update={"path": resolve(config.data.path)}) if config.data.path else config.data
-    return config.model_copy(update={"model": model, "data": data})
+    def resolved(section: S) -> S:
+        path = getattr(section, "path", None)
+        return section.model_copy(update={"path": resolve(path)}) if path else section
+
+    names = ("model", "data", "speculation")
+    return config.model_copy(update={name: resolved(getattr(config, name)) for name in names})
 
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:

@@ -76,7 +76,7 @@ class Display:
         head.add_row(name, f"{done}/{total}" if total else "", ProgressBar(max(1, total), done, width=40), "")
         parts: list[RenderableType] = [head]
         if self.history:
-            parts += [self._rewards(), self._table(), self._where_time_went()]
+            parts += [self._rewards(), self._table(), self._where_time_went(), self._strategies()]
         return Panel(
             Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
         )
@@ -135,11 +135,28 @@ class Display:
         ]
         return Text.assemble("time   ", *bar, *legend)
 
+    def _strategies(self) -> Text:
+        """What the last rollout's rounds used, the most frequent first, and drafters that went wrong."""
+        rollout = self.history[-1].rollout
+        rounds = sorted(rollout["strategies"].items(), key=lambda item: -item[1])
+        total = sum(count for _, count in rounds) or 1
+        used = ", ".join(f"{name} {count / total:.0%}" for name, count in rounds[:4])
+        return Text.assemble("rounds ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
+
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
         return (
             f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  "
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
-            f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}"
+            f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
+
+
+def _alarms(m: StepMetrics) -> list[str]:
+    alarms: dict[str, float] = m.rollout["alarms"]
+    return [
+        f"the {name} drafter's first guess is right {now:.0%} of the time, less than half of what it was: no token is "
+        "wrong, but its speed is gone; train it anew"
+        for name, now in alarms.items()
+    ]

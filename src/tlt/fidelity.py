@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tlt.cluster.local import LocalRollout, detokenizer, load_tokenizer, make_drafter, make_target, torch_dtype
-from tlt.config import Config, SpeculationConfig
+from tlt.cluster.local import LocalRollout, load_tokenizer, make_target, torch_dtype
+from tlt.config import Config
 from tlt.data import Cursor
-from tlt.draft.drafter import Candidates, Drafter, Node
-from tlt.draft.hostile import AdversarialDrafter, RandomDrafter, StatelessDrafter
-from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.tree import Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.strategy import Strategy
+from tlt.engine.engine import Engine
 from tlt.engine.runner import law_of
+from tlt.engine.tuner import Fixed
+from tlt.fidelity_modes import modes
 from tlt.loop import Parts, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
@@ -46,7 +46,7 @@ _MOST_PROMPTS = 8  # a step, unless --full
 # -- the oracle drafter -----------------------------------------------------------------------------------------------
 
 
-class OracleDrafter(StatelessDrafter):
+class OracleDrafter(NodeDrafter):
     """The target itself, computed without engine or cache: each node's whole context in one causal pass."""
 
     name = "oracle"
@@ -54,10 +54,10 @@ class OracleDrafter(StatelessDrafter):
     def __init__(self, target: Decoder) -> None:
         self.target = target
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         contexts = [[*node.request.prompt.token_ids, *node.committed, *node.path] for node in nodes]
         law = law_of([node.request.sampling for node in nodes], self.target.device)
-        return Candidates(None, log_law(last_logits(self.target, contexts), law)[0])
+        return Offer(None, log_law(last_logits(self.target, contexts), law)[0])
 
 
 def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
@@ -117,9 +117,8 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     parts, policy = make_parts(config, tokenizer)
     assert isinstance(parts.rollout, LocalRollout)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
-    modes = _modes(config.speculation, target.options.vocab_size)
-    engines = {name: Engine(target, config.engine, *mode, detokenizer(tokenizer)) for name, mode in modes.items()}
-    runs = {name: ModeRun(name) for name in modes}
+    engines = modes(config, target, tokenizer)
+    runs = {name: ModeRun(name) for name in engines}
     forks: list[Fork] = []
     tokens = 0
     with console.status("") as status:
@@ -162,17 +161,6 @@ def _verify_config(config: Config, dtype: str, full: bool) -> Config:
             "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
         }
     )
-
-
-def _modes(config: SpeculationConfig, vocab_size: int) -> dict[str, tuple[Drafter | None, Strategy]]:
-    wide = Strategy(depth=3, branching=4, verify_tokens=12)
-    return {
-        "suffix": make_drafter(config.model_copy(update={"drafter": "suffix"})),
-        "suffix, wide": (SuffixDrafter(config.history_tokens), wide),
-        "random": (RandomDrafter(vocab_size), wide),
-        "adversarial": (AdversarialDrafter(vocab_size), wide),
-        "plain": (None, PLAIN),  # last, so that its state is what the next step starts from
-    }
 
 
 def _verify_step(
@@ -314,7 +302,8 @@ def _oracle_checks(config: Config, policy: Policy, parts: Parts) -> list[dict[st
         )
         rows = min(_ORACLE_ROWS, len(parts.prompts))
         requests = [Request(parts.prompts[i], 0, 0, 1000 + i, params) for i in range(rows)]
-        engine = Engine(target, config.engine, OracleDrafter(target), Strategy(_ORACLE_DEPTH, 1, _ORACLE_DEPTH + 1))
+        chain = Strategy("oracle", _ORACLE_DEPTH, 1, _ORACLE_DEPTH + 1)
+        engine = Engine(target, config.engine, [OracleDrafter(target)], Fixed(chain))
         # nothing stops early, so all rows are admitted and outgrow the cache later: what comes back must agree as well
         longest = max(len(request.prompt.token_ids) for request in requests)
         engine.cache.bound_tokens = max(rows * (longest + 36), longest + _ORACLE_TOKENS + 32)

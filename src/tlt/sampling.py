@@ -67,12 +67,14 @@ def _gumbel_block(seeds: Tensor, positions: Tensor, lanes: Tensor) -> Tensor:
 
 
 class Law(NamedTuple):
-    """Sampling parameters of M rows as tensors [M]; `restricted` says whether any row has top-k or top-p on."""
+    """Sampling parameters of M rows as tensors [M]; `restricted` says whether any row has top-k or top-p on, `tempered`
+    whether any has a temperature other than 1."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     restricted: bool
+    tempered: bool = True
 
 
 def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
@@ -84,8 +86,10 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     shape = (-1,) + (1,) * (logits.dim() - 1)
-    temperature = law.temperature.to(wide.dtype)
-    full = torch.log_softmax(wide / torch.where(temperature > 0, temperature, 1.0).view(shape), dim=-1)
+    if law.tempered:
+        temperature = law.temperature.to(wide.dtype)
+        wide = wide / torch.where(temperature > 0, temperature, 1.0).view(shape)
+    full = torch.log_softmax(wide, dim=-1)
     if not law.restricted:
         return full, full
     ordered, ids = torch.sort(full, dim=-1, descending=True, stable=True)

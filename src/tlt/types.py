@@ -79,6 +79,12 @@ class RolloutStats:
     accepted: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
+    strategies: dict[str, int] = field(default_factory=dict)
+    """rounds by strategy"""
+    agreement: dict[str, float] = field(default_factory=dict)
+    """by drafter, how often its first guess was right lately"""
+    alarms: dict[str, float] = field(default_factory=dict)
+    """those whose agreement is below half of what it was when they were published"""
     seconds: dict[str, float] = field(default_factory=dict)
     """prefill, draft, verify, commit"""
 
@@ -110,4 +116,4 @@ class StepMetrics:
     tokens_per_second: float
     seconds: dict[str, float]
     update: dict[str, float]
-    rollout: dict[str, float]
+    rollout: dict[str, Any]

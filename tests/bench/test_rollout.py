@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_config
@@ -13,7 +14,9 @@ from tiny import tiny_config
 from tlt.bench import rollout
 from tlt.bench.peers import peers
 from tlt.bench.rollout import bench_rollout
+from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import engine
+from tlt.models.families import decoder_options, read_config
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +24,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def bench(home: Path, file: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def bench(home: Path, file: Path, tail: int = 0, **sections: dict[str, Any]) -> dict[str, Any]:
     config = tiny_config(home, **({"rollout": {"group_size": 2, "max_new_tokens": 12}} | sections))
-    bench_rollout(config, [1, 3], repeats=1, with_peers=False, json_file=file)
+    bench_rollout(config, [1, 3], tail=tail, repeats=1, with_peers=False, json_file=file)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def result(home: Path) -> dict[str, Any]:
-    return bench(home, home / "bench.json")
+    """With every drafter there is."""
+    config = tiny_config(home)
+    save_drafter(EagleLayer(eagle_options(decoder_options(read_config(config.model.path)), "eagle3", 16)), home / "d")
+    return bench(home, home / "bench.json", tail=4, speculation={"drafter": "adaptive", "path": str(home / "d")})
 
 
 def test_result_has_the_promised_keys(result: dict[str, Any]) -> None:
@@ -38,49 +44,85 @@ def test_result_has_the_promised_keys(result: dict[str, Any]) -> None:
     assert {"tlt", "torch", "transformers", "python"} <= set(result["versions"])
     assert result["machine"]["cpu"]
     for row in result["rows"]:
-        assert {"batch", "strategy", "tokens_per_second", "accept_length"} <= set(row)
+        assert {"batch", "case", "strategy", "tokens_per_second", "accept_length", "best"} <= set(row)
         assert row["tokens_per_second"] > 0
+        for key in ("ratio_to_plain", "ratio_to_best"):
+            low, middle, high = row[key]
+            assert 0 < low <= middle <= high
 
 
-def test_every_strategy_is_measured_at_every_batch_size(result: dict[str, Any]) -> None:
-    strategies = ["plain", "suffix", "suffix after an epoch"]
-    assert [(row["batch"], row["strategy"]) for row in result["rows"]] == [(b, s) for b in (1, 3) for s in strategies]
+def test_every_strategy_is_measured_in_every_case(result: dict[str, Any]) -> None:
+    cases = {(row["batch"], row["case"]): [] for row in result["rows"]}
+    for row in result["rows"]:
+        cases[row["batch"], row["case"]].append(row["strategy"])
+    assert list(cases) == [(1, "batch 1"), (3, "batch 3"), (4, "rollout of 4")]
+    for strategies in cases.values():
+        assert strategies == cases[1, "batch 1"]
+        assert strategies[0] == "plain"
+        assert strategies[-1] == "adaptive"
+        assert {name.split()[0] for name in strategies} >= {"plain", "suffix", "eagle", "mixed", "adaptive"}
 
 
-def test_plain_is_the_measure(result: dict[str, Any]) -> None:
+def test_plain_is_the_measure_and_the_best_is_a_fixed_strategy(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         if row["strategy"] == "plain":
             assert row["accept_length"] == 1.0
-            assert row["ratio_to_plain"] == 1.0
-        else:
-            assert row["accept_length"] >= 1.0
+            assert row["ratio_to_plain"] == [1.0, 1.0, 1.0]
+        assert row["accept_length"] >= 1.0
+        assert row["best"] != "adaptive"
+        if row["strategy"] == row["best"]:
+            assert row["ratio_to_best"] == [1.0, 1.0, 1.0]
+        same_case = [other for other in result["rows"] if other["case"] == row["case"]]
+        fixed = [other for other in same_case if other["strategy"] not in ("adaptive", "plain, harvest")]
+        assert row["best"] == max(fixed, key=lambda other: other["tokens_per_second"])["strategy"]
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.5])
+def test_a_ratio_is_the_median_of_pairs_in_its_interval(shift: float) -> None:
+    """A machine that slows down over the repeats slows both sides of a pair."""
+    theirs = [100.0 / (1 + 0.1 * k) for k in range(9)]
+    ours = [speed * shift * (1 + 0.001 * (k - 4)) for k, speed in enumerate(theirs)]
+    low, middle, high = rollout.ratio(ours, theirs)
+    assert middle == pytest.approx(shift)
+    assert shift * 0.996 <= low <= middle <= high <= shift * 1.004
+
+
+def test_an_interval_holds_the_true_ratio_nineteen_times_in_twenty() -> None:
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(200):
+        theirs = rng.normal(100, 5, 15)
+        low, _, high = rollout.ratio(theirs * rng.normal(1.3, 0.05, 15), theirs)
+        inside += low <= 1.3 <= high
+    assert inside >= 180
 
 
 def test_without_a_drafter_plain_is_all_there_is(home: Path, tmp_path: Path) -> None:
     rows = bench(home, tmp_path / "bench.json", speculation={"drafter": "off"})["rows"]
-    assert [row["strategy"] for row in rows] == ["plain", "plain"]
+    assert {row["strategy"].split(",")[0] for row in rows} == {"plain"}
 
 
-def test_history_is_an_earlier_epoch_of_the_same_prompts(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught: list[set[tuple[int, int]]] = []
-    teach = rollout._teach
+def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: dict[str, list[frozenset[int]]] = {}
+    decode = rollout._Bench._decode
 
-    def observed(drafter: Any, responses: Any) -> None:
-        taught.append({(r.request.prompt.prompt_id, r.request.epoch) for r in responses})
-        teach(drafter, responses)
+    def observed(self: Any, contender: Any, batch: int, requests: Any, timed: bool) -> Any:
+        seeds.setdefault(contender.name, []).append(frozenset(r.seed for r in requests))
+        return decode(self, contender, batch, requests, timed)
 
-    monkeypatch.setattr(rollout, "_teach", observed)
+    monkeypatch.setattr(rollout._Bench, "_decode", observed)
+    monkeypatch.setattr(rollout, "_HALF_WIDTH", -1.0)  # never narrow enough: as many repeats as are allowed
     bench(home, tmp_path / "bench.json")
-    assert taught == [{(0, 0), (1, 0)}, {(0, 0), (1, 0), (2, 0)}]  # batches of 1 and 3; every strategy decodes epoch 1
+    one, *others = seeds.values()
+    assert all(other == one for other in others), "all decode the same"
+    assert len(one) == 2 * (3 + 1), "two cases, three repeats and one to warm up"
+    assert len(set(one[1:4])) == 3
 
 
 def test_strategies_that_decode_other_tokens_are_not_compared(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
-    with pytest.raises(AssertionError, match="differ from plain"):
+    with pytest.raises(AssertionError, match="other tokens"):
         bench(home, tmp_path / "bench.json", rollout={"group_size": 2, "max_new_tokens": 24})
 
 

@@ -21,17 +21,29 @@ def request(prompt: Sequence[int] = (90, 91, 92), prompt_id: int = 0, epoch: int
     return Request(Prompt(prompt_id, "", tuple(prompt)), index, epoch, 0, SamplingParams())
 
 
+def row_of(drafter: SuffixDrafter, request: Request) -> int:
+    return next(i for i, (live, _) in enumerate(drafter.rows) if live == request)
+
+
+def commit(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:
+    drafter.commit(row_of(drafter, request), tokens)
+
+
+def close(drafter: SuffixDrafter, request: Request) -> None:
+    drafter.close(row_of(drafter, request))
+
+
 def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:
     """A response that was decoded to its end."""
     drafter.open(request, [])
     for token in tokens:
-        drafter.commit(request, [token])
-    drafter.close(request)
+        commit(drafter, request, [token])
+    close(drafter, request)
 
 
 def offers(drafter: SuffixDrafter, request: Request, committed: Sequence[int] = ()) -> dict[int, float]:
     """token -> q at the root, the escape left out."""
-    out = drafter.predict([Node(request, committed, ())])
+    out = drafter.propose([Node(request, committed, ())])
     assert out.ids is not None
     pairs = zip(out.ids[0].tolist(), out.log_q[0].exp().tolist(), strict=True)
     return {token: q for token, q in pairs if token >= 0 and q > 0}
@@ -42,7 +54,7 @@ def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
     path: tuple[int, ...] = ()
     state = None
     for _ in range(depth):
-        out = drafter.predict([Node(request, [], path, state)])
+        out = drafter.propose([Node(request, [], path, state)])
         assert out.ids is not None
         assert out.states is not None
         listed = [k for k, token in enumerate(out.ids[0].tolist()) if token >= 0]
@@ -60,14 +72,14 @@ def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
 def test_a_match_within_the_response() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     drafter.open(live, [])
-    drafter.commit(live, [1, 2, 3, 4, 5, 9, 1, 2])
+    commit(drafter, live, [1, 2, 3, 4, 5, 9, 1, 2])
     assert chain(drafter, live, 3) == [3, 4, 5]
 
 
 def test_a_match_within_the_prompt() -> None:
     drafter, live = SuffixDrafter(LOTS), request(prompt=(1, 2, 3, 4, 9))
     drafter.open(live, [])
-    drafter.commit(live, [1, 2])
+    commit(drafter, live, [1, 2])
     assert chain(drafter, live, 2) == [3, 4]
 
 
@@ -75,11 +87,11 @@ def test_a_match_in_a_sibling_that_is_still_growing() -> None:
     drafter, live, sibling = SuffixDrafter(LOTS), request(), request(index=1)
     drafter.open(sibling, [])
     drafter.open(live, [])
-    drafter.commit(live, [1, 2])
+    commit(drafter, live, [1, 2])
     assert offers(drafter, live) == {}
-    drafter.commit(sibling, [1, 2, 3])
+    commit(drafter, sibling, [1, 2, 3])
     assert chain(drafter, live, 5) == [3]
-    drafter.commit(sibling, [4])
+    commit(drafter, sibling, [4])
     assert chain(drafter, live, 5) == [3, 4]
 
 
@@ -87,7 +99,7 @@ def test_a_match_in_an_earlier_epoch_of_the_same_prompt() -> None:
     drafter, live = SuffixDrafter(LOTS), request(epoch=1)
     decoded(drafter, request(epoch=0, index=3), [1, 2, 3, 4])
     drafter.open(live, [])
-    drafter.commit(live, [1, 2])
+    commit(drafter, live, [1, 2])
     assert chain(drafter, live, 2) == [3, 4]
 
 
@@ -95,7 +107,7 @@ def test_no_match_from_another_prompt() -> None:
     drafter, live = SuffixDrafter(LOTS), request(prompt_id=1)
     decoded(drafter, request(prompt_id=0), [1, 2, 3, 4])
     drafter.open(live, [])
-    drafter.commit(live, [1, 2])
+    commit(drafter, live, [1, 2])
     assert offers(drafter, live) == {}
 
 
@@ -103,7 +115,7 @@ def test_a_long_match_beats_a_short_one() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     decoded(drafter, request(index=1), [1, 2, 3, 4, 50, 8, 8, 3, 4, 60, 8, 3, 4, 60])
     drafter.open(live, [])
-    drafter.commit(live, [1, 2, 3, 4])
+    commit(drafter, live, [1, 2, 3, 4])
     assert set(offers(drafter, live)) == {50}
 
 
@@ -112,7 +124,7 @@ def test_the_newest_epoch_comes_first_when_there_are_more_matches_than_are_looke
     decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
     decoded(drafter, request(epoch=1), [1, 2, 40] * 40)
     drafter.open(live, [])
-    drafter.commit(live, [7, 1, 2])
+    commit(drafter, live, [7, 1, 2])
     assert set(offers(drafter, live)) == {40}
 
 
@@ -124,7 +136,7 @@ def test_counts_and_escape_make_the_law() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     decoded(drafter, request(index=1), [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3])
     drafter.open(live, [])
-    drafter.commit(live, [6, 1, 2])
+    commit(drafter, live, [6, 1, 2])
     assert offers(drafter, live) == pytest.approx({3: 2 / 4.5, 4: 1 / 4.5})
 
 
@@ -133,7 +145,7 @@ def test_a_short_text_is_not_taken_for_a_long_match() -> None:
     drafter, live = SuffixDrafter(LOTS), request(prompt=(5,))
     decoded(drafter, request(prompt=(5,), index=1), [1, 2])
     drafter.open(live, [])
-    drafter.commit(live, [1])
+    commit(drafter, live, [1])
     assert offers(drafter, live) == pytest.approx({2: 1 / 2.5})
 
 
@@ -151,11 +163,11 @@ def test_every_offer_is_a_law_with_the_escape_and_names_only_what_followed(
         decoded(drafter, request(prompt, index=index), text)
     live = request(prompt, index=99)
     drafter.open(live, [])
-    drafter.commit(live, own)
+    commit(drafter, live, own)
     seen = [tuple(prompt) + tuple(text) for text in (*texts, own)]
     nodes = [Node(live, own, ())]
     for _ in range(4):
-        out = drafter.predict(nodes)
+        out = drafter.propose(nodes)
         assert out.ids is not None
         assert out.states is not None
         assert len(out.states) == len(nodes)
@@ -186,8 +198,8 @@ def test_a_batch_of_rows_is_each_row_alone() -> None:
     drafter, rows = SuffixDrafter(LOTS), [request(index=i) for i in range(3)]
     for row, tokens in zip(rows, ([1, 2, 3, 1, 2], [7], [4, 5, 4, 5, 4]), strict=True):
         drafter.open(row, [])
-        drafter.commit(row, tokens)
-    out = drafter.predict([Node(row, [], ()) for row in rows])
+        commit(drafter, row, tokens)
+    out = drafter.propose([Node(row, [], ()) for row in rows])
     assert out.ids is not None
     for m, row in enumerate(rows):
         together = {t: q for t, q in zip(out.ids[m].tolist(), out.log_q[m].exp().tolist(), strict=True) if t >= 0}
@@ -205,7 +217,7 @@ def test_old_epochs_age_out_and_the_bound_holds() -> None:
     drafter.open(live, [])
     assert drafter.kept_tokens <= 100
     assert drafter.kept_tokens == sum(len(s) for h in drafter.histories.values() for s in h.sequences.values())
-    drafter.commit(live, [2, 3])
+    commit(drafter, live, [2, 3])
     assert set(offers(drafter, live)) == {9, 8, 7}
 
 
@@ -223,12 +235,12 @@ def test_open_requests_are_never_forgotten() -> None:
     rows = [request(prompt_id=i) for i in range(5)]
     for row in rows:
         drafter.open(row, [])
-        drafter.commit(row, [1, 2, 3, 4, 1, 2])
+        commit(drafter, row, [1, 2, 3, 4, 1, 2])
     for row in rows:
         assert chain(drafter, row, 2) == [3, 4]
-        drafter.commit(row, [3])
+        commit(drafter, row, [3])
     for row in rows:
-        drafter.close(row)
+        close(drafter, row)
     drafter.open(request(prompt_id=9), [])
     assert drafter.kept_tokens <= 10
 
@@ -237,14 +249,14 @@ def test_open_requests_are_never_forgotten() -> None:
 def test_a_request_comes_back_after_a_preemption(forgotten: bool) -> None:
     drafter, live, other = SuffixDrafter(history_tokens=30), request(), request(prompt_id=1)
     drafter.open(live, [])
-    drafter.commit(live, [1, 2, 3, 4])
-    drafter.close(live)
+    commit(drafter, live, [1, 2, 3, 4])
+    close(drafter, live)
     if forgotten:
         decoded(drafter, other, [7] * 40)
         drafter.open(other, [])
         assert (0, 0) not in drafter.histories
     drafter.open(live, [1, 2, 3, 4])
-    drafter.commit(live, [8, 1, 2])
+    commit(drafter, live, [8, 1, 2])
     assert chain(drafter, live, 4) == [3, 4, 8, 1]
 
 
@@ -260,6 +272,6 @@ def test_a_request_decoded_anew_starts_from_what_it_has_now() -> None:
 def test_tensors_have_the_dtypes_the_tree_expects() -> None:
     drafter, live = SuffixDrafter(LOTS), request()
     drafter.open(live, [1, 2, 3, 1, 2])
-    out = drafter.predict([Node(live, [1, 2, 3, 1, 2], ())])
+    out = drafter.propose([Node(live, [1, 2, 3, 1, 2], ())])
     assert out.ids is not None
     assert (out.ids.dtype, out.log_q.dtype) == (torch.int64, torch.float32)

@@ -6,43 +6,52 @@ import math
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from tlt.draft.calibration import Calibration, cell
-from tlt.draft.drafter import Candidates, Drafter, Node
-from tlt.draft.tree import DraftTree, Strategy, grow, stack
+from tlt.draft.calibration import _EDGES, Calibration
+from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.strategy import Strategy
+from tlt.draft.tree import DraftTree, NoiseOf, Roots, _cut, _Grown, grow, stack
+from tlt.engine.runner import law_of
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 7
-STRATEGIES = st.builds(Strategy, st.integers(1, 5), st.integers(1, 4), st.integers(2, 12), st.sampled_from([0.0, 0.2]))
+STRATEGIES = st.builds(
+    Strategy, st.just("table"), st.integers(1, 5), st.integers(1, 4), st.integers(2, 12), st.sampled_from([0.0, 0.2])
+)
 
 
 def request(new_tokens: int = 50) -> Request:
     return Request(Prompt(0, "", (3, 1)), 0, 0, 0, SamplingParams(max_new_tokens=new_tokens))
 
 
-def noise_of(rows: Sequence[int], depths: Sequence[int], ids: Tensor | None) -> Tensor:
-    """A number for each (row, depth, id), finite for any id, as the engine's is."""
-    token = torch.arange(VOCAB) if ids is None else ids.clamp(0, VOCAB - 1)
-    place = torch.tensor([[31 * row + 17 * depth] for row, depth in zip(rows, depths, strict=True)])
-    return torch.sin(place * 1.7 + token * 2.3) * 3
+def noise_at(row: int, depth: int) -> list[float]:
+    """A number for each token."""
+    return [3 * math.sin((31 * row + 17 * depth) * 1.7 + token * 2.3) for token in range(VOCAB)]
 
 
-class TableDrafter:
+def noise_of(rows: int) -> NoiseOf:
+    """As the engine's: finite for any id."""
+
+    def noise(depth: int, ids: Tensor | None) -> Tensor:
+        table = torch.tensor([noise_at(row, depth) for row in range(rows)])[:, None]
+        return table if ids is None else table.expand(-1, ids.shape[1], -1).gather(2, ids.clamp(0, VOCAB - 1))
+
+    return noise
+
+
+class TableDrafter(NodeDrafter):
     """log q of a node is a function of its row's path; `states` carry the path, to check that they reach the child."""
 
     name = "table"
 
     def __init__(self, seed: int, listed: bool, garbage: bool = False) -> None:
         self.seed, self.listed, self.garbage = seed, listed, garbage
-
-    def open(self, request: Request, committed: Sequence[int]) -> None: ...
-    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
-    def close(self, request: Request) -> None: ...
 
     def row(self, node: Node) -> tuple[list[int], list[float]]:
         """ids and log q offered at a node."""
@@ -55,12 +64,12 @@ class TableDrafter:
                 ids[k] = {3: -1, 4: VOCAB, 5: 10**9, 6: ids[0]}.get(kind, ids[k]) if self.listed else ids[k]
         return ids, scores
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         assert all(node.state in (None, node.path) for node in nodes)
         offers = [self.row(node) for node in nodes]
         states = [[(*node.path, token) for token in ids] for node, (ids, _) in zip(nodes, offers, strict=True)]
         ids = torch.tensor([ids for ids, _ in offers]) if self.listed else None
-        return Candidates(ids, torch.tensor([scores for _, scores in offers]), states)
+        return Offer(ids, torch.tensor([scores for _, scores in offers]), states)
 
 
 def trees_of(
@@ -69,7 +78,15 @@ def trees_of(
     strategy: Strategy,
     known: Calibration | None = None,
 ) -> list[DraftTree]:
-    return grow(drafter, rows, strategy, noise_of, VOCAB, known or Calibration())
+    drafter.begin(None)
+    for asked, committed in rows:
+        drafter.open(asked, committed)
+    tokens = [committed[-1] if committed else asked.prompt.token_ids[-1] for asked, committed in rows]
+    room = [asked.sampling.max_new_tokens - len(committed) for asked, committed in rows]
+    stops = [[*asked.sampling.stop_token_ids, -1, -1][:2] for asked, _ in rows]
+    law = law_of([asked.sampling for asked, _ in rows], CPU)
+    roots = Roots(np.array(tokens), np.array(room), np.array(stops), law)
+    return grow(drafter, roots, strategy, noise_of(len(rows)), VOCAB, known or Calibration())
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -114,7 +131,7 @@ def test_a_grown_tree_is_sound_whatever_the_drafter_offers(
 @given(seed=st.integers(0, 10**6), listed=st.booleans(), branching=st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_children_are_the_noisy_top_k(seed: int, listed: bool, branching: int) -> None:
-    drafter, everything = TableDrafter(seed, listed), Strategy(3, branching, 1000)
+    drafter, everything = TableDrafter(seed, listed), Strategy("table", 3, branching, 1000)
     committed = [5]
     (tree,) = trees_of(drafter, [(request(), committed)], everything)
     where = paths(tree)
@@ -122,8 +139,8 @@ def test_children_are_the_noisy_top_k(seed: int, listed: bool, branching: int) -
     assert 0 in expanded
     for node in expanded:
         ids, scores = drafter.row(Node(request(), committed, where[node]))
-        noise = noise_of([0], [tree.depths[node]], None)[0]
-        ranked = sorted(ids, key=lambda token: -(scores[ids.index(token)] + float(noise[token])))
+        noise = noise_at(0, tree.depths[node])
+        ranked = sorted(ids, key=lambda token: -(scores[ids.index(token)] + noise[token]))
         assert [t for t, p in zip(tree.tokens[1:], tree.parents[1:], strict=True) if p == node] == ranked[:branching]
 
 
@@ -139,11 +156,11 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
 
 def test_a_listing_and_the_whole_vocabulary_give_the_same_tree() -> None:
     class Listing(TableDrafter):
-        def predict(self, nodes: Sequence[Node]) -> Candidates:
-            whole = super().predict(nodes)
+        def propose(self, nodes: Sequence[Node]) -> Offer:
+            whole = super().propose(nodes)
             return whole._replace(ids=torch.arange(VOCAB).expand(len(nodes), VOCAB))
 
-    strategy, rows = Strategy(4, 3, 20), [(request(), [5])]
+    strategy, rows = Strategy("table", 4, 3, 20), [(request(), [5])]
     whole = trees_of(TableDrafter(3, listed=False), rows, strategy)
     assert trees_of(Listing(3, listed=False), rows, strategy) == whole
 
@@ -151,28 +168,28 @@ def test_a_listing_and_the_whole_vocabulary_give_the_same_tree() -> None:
 @pytest.mark.parametrize(("new_tokens", "deepest"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
 def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepest: int) -> None:
     """Of `new_tokens`, one is committed and the last one is the bonus token at best."""
-    (tree,) = trees_of(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy(5, 2, 50))
+    (tree,) = trees_of(TableDrafter(1, False), [(request(new_tokens), [5])], Strategy("table", 5, 2, 50))
     assert max(tree.depths) == deepest
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float) -> None:
     class Garbage(TableDrafter):
-        def predict(self, nodes: Sequence[Node]) -> Candidates:
-            return Candidates(None, torch.full((len(nodes), VOCAB), bad))
+        def propose(self, nodes: Sequence[Node]) -> Offer:
+            return Offer(None, torch.full((len(nodes), VOCAB), bad))
 
-    (tree,) = trees_of(Garbage(0, False), [(request(), [5])], Strategy(3, 2, 8))
+    (tree,) = trees_of(Garbage(0, False), [(request(), [5])], Strategy("table", 3, 2, 8))
     assert tree == DraftTree([5])
 
 
 def test_one_bad_row_does_not_stop_another() -> None:
     class HalfBad(TableDrafter):
-        def predict(self, nodes: Sequence[Node]) -> Candidates:
+        def propose(self, nodes: Sequence[Node]) -> Offer:
             scores = torch.zeros(len(nodes), VOCAB)
             scores[[node.committed == [1] for node in nodes]] = math.nan
-            return Candidates(None, scores)
+            return Offer(None, scores)
 
-    bad, good = trees_of(HalfBad(0, False), [(request(), [1]), (request(), [2])], Strategy(2, 2, 8))
+    bad, good = trees_of(HalfBad(0, False), [(request(), [1]), (request(), [2])], Strategy("table", 2, 2, 8))
     assert len(bad.tokens) == 1
     assert len(good.tokens) > 2
 
@@ -180,72 +197,134 @@ def test_one_bad_row_does_not_stop_another() -> None:
 # -- chances and what is kept ------------------------------------------------------------------------------------------
 
 
+def cells(scores: Sequence[float], depth: int = 0, kind: int = 0) -> list[int]:
+    """Where children with these noisy scores, best first, and one sibling behind them are counted."""
+    kinds = np.array([[kind]]) if kind else None
+    return Calibration().cells(kinds, depth, np.array([[[*scores]]]), len(scores) - 1)[0, 0].tolist()
+
+
 @given(scores=st.lists(st.floats(-50, 50), min_size=2, max_size=6))
 @settings(deadline=None)
 def test_before_anything_is_counted_a_chance_falls_with_the_place(scores: list[float]) -> None:
     scores = sorted(scores, reverse=True)
-    gaps = [a - b for a, b in zip(scores, [*scores[1:], -math.inf], strict=True)]
-    cells = [cell(0, 0, k, scores[0] - s, gap) for k, (s, gap) in enumerate(zip(scores, gaps, strict=True))]
-    chances = [Calibration().chance(where) for where in cells]
+    chances = Calibration().table[cells([*scores, -math.inf])].tolist()
     assert all(0 < chance < 1 for chance in chances)
     assert chances == sorted(chances, reverse=True)
+
+
+@given(
+    scores=st.lists(st.floats(-9, 9), min_size=2, max_size=6, unique=True),
+    depth=st.integers(0, 3),
+    branching=st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_a_cell_tells_depth_place_and_lead_apart(scores: list[float], depth: int, branching: int) -> None:
+    """The best child's lead is over the next one; the others' is over the best, so it is negative."""
+    known, ranked = Calibration(), sorted(scores, reverse=True)
+    found = known.cells(None, depth, np.array([[ranked]]), branching)[0, 0].tolist()
+    assert len(found) == min(branching, len(scores))
+    for place, where in enumerate(found):
+        lead = ranked[0] - ranked[1] if place == 0 else ranked[place] - ranked[0]
+        slot = sum(edge < lead for edge in _EDGES)
+        assert where == (depth * 4 + min(place, 3)) * (len(_EDGES) + 1) + slot
+
+
+def test_kinds_of_guess_are_counted_apart() -> None:
+    known, scores = Calibration(), np.array([[[2.0, 1.0]], [[2.0, 1.0]]])
+    one, other = known.cells(np.array([[1], [2]]), 0, scores, 1).ravel().tolist()
+    for _ in range(200):
+        known.observe([-1, one], [0, 0], [0, 1])
+        known.observe([-1, other], [0, 0], [0])
+    known.next_round()
+    assert known.table[one] > 0.9
+    assert known.table[other] < 0.1
 
 
 def test_a_chance_becomes_what_was_counted_of_the_nodes_whose_parent_was_reached() -> None:
     """A root with two children, and a child of the second, which is reached half of the time and never taken."""
     known = Calibration()
-    first, second, below = cell(0, 0, 0, 0.0, 1.0), cell(0, 0, 1, 1.0, 1.0), cell(0, 1, 0, 0.0, 1.0)
+    first, second = cells([1.0, 0.0, -1.0])
+    (below,) = cells([1.0, 0.0], depth=1)
     for turn in range(2000):
         path = [0] if turn % 4 == 0 else [0, 1] if turn % 4 == 1 else [0, 2]
-        known.observe([None, first, second, below], [0, 0, 0, 2], path)
-    assert known.chance(first) == pytest.approx(0.25, abs=0.02)
-    assert known.chance(second) == pytest.approx(0.5, abs=0.02)
-    assert known.chance(below) < 0.02
-    assert known.counts[below][0] == 1000
+        known.observe([-1, first, second, below], [0, 0, 0, 2], path)
+    known.next_round()
+    assert known.table[first] == pytest.approx(0.25, abs=0.02)
+    assert known.table[second] == pytest.approx(0.5, abs=0.02)
+    assert known.table[below] < 0.02
+    assert known.seen[below] == 1000
+    assert known.agreement(2, 2) == pytest.approx([0.75, 0.0])
 
 
 def test_what_was_counted_long_ago_fades() -> None:
-    known, where = Calibration(), cell(3, 0, 0, 0.0, 1.0)
+    known, where = Calibration(), cells([1.0, 0.0], kind=3)[0]
     for taken in (0, 1):
         for _ in range(3000):
-            known.observe([None, where], [0, 0], [0, 1][: 1 + taken])
+            known.observe([-1, where], [0, 0], [0, 1][: 1 + taken])
             known.next_round()
-    assert known.chance(where) > 0.9
+    assert known.table[where] > 0.9
 
 
 def test_a_draft_that_was_never_taken_is_no_longer_verified() -> None:
-    drafter, strategy, known = TableDrafter(1, listed=False), Strategy(3, 2, 8, min_chance=0.2), Calibration()
-    row = (request(), [5])
+    drafter, strategy = TableDrafter(1, listed=False), Strategy("table", 3, 2, 8, min_chance=0.2)
+    known, row = Calibration(), (request(), [5])
     assert len(trees_of(drafter, [row], strategy, known)[0].tokens) > 1
     for _ in range(100):
         (tree,) = trees_of(drafter, [row], strategy, known)
         known.observe(tree.cells, tree.parents, [0])
+        known.next_round()
     assert trees_of(drafter, [row], strategy, known) == [DraftTree([5])]
 
 
 @st.composite
 def random_trees(draw: st.DrawFn) -> DraftTree:
+    """Tokens are the node numbers. A chance is below the parent's, as the calibration has it, but siblings may tie."""
     tree = DraftTree([0])
     for node in range(1, draw(st.integers(1, 14))):
-        # 1.0 and 0.0 make ties between a parent and its child
-        chance = draw(st.sampled_from([1.0, 0.5, 0.3, 1e-200, 0.0]))
-        tree.add(draw(st.integers(0, node - 1)), node, chance, cell(node, 0, 0, 0.0, 0.0))
+        parent = draw(st.integers(0, node - 1))
+        chance = draw(st.sampled_from([0.75, 0.5, 0.25, 1e-3]))
+        tree.tokens.append(node)
+        tree.parents.append(parent)
+        tree.depths.append(tree.depths[parent] + 1)
+        tree.chance.append(tree.chance[parent] * chance)
+        tree.cells.append(100 + node)
     return tree
 
 
-@given(tree=random_trees(), count=st.integers(1, 15))
+def levels(trees: Sequence[DraftTree]) -> list[_Grown]:
+    """What `grow` has before the cut: level by level, the rows padded to the widest with what is no node."""
+    found = []
+    number = [{0: 0} for _ in trees]  # node -> its number over all levels
+    count = 0
+    for depth in range(max(max(tree.depths) for tree in trees) + 1):
+        nodes = [[n for n in range(len(tree.tokens)) if tree.depths[n] == depth] for tree in trees]
+        width = max(len(row) for row in nodes)
+        for row, here in zip(number, nodes, strict=True):
+            row.update({n: count + i for i, n in enumerate(here)})
+        columns = [
+            [[tree.tokens[n], row[tree.parents[n]], tree.chance[n], tree.cells[n]] for n in here]
+            + [[7, 0, 0.0, 3]] * (width - len(here))
+            for tree, here, row in zip(trees, nodes, number, strict=True)
+        ]
+        tokens, parents, chance, where = np.array(columns).transpose(2, 0, 1)
+        found.append(_Grown(tokens.astype(int), parents.astype(int), chance, where.astype(int), depth))
+        count += width
+    return found
+
+
+@given(trees=st.lists(random_trees(), min_size=1, max_size=3), most=st.integers(1, 15))
 @settings(max_examples=300, deadline=None)
-def test_what_is_kept_is_the_likeliest_and_still_a_tree(tree: DraftTree, count: int) -> None:
-    kept = tree.keep_best(count)
-    assert len(kept.tokens) == min(count, len(tree.tokens))
-    assert sorted(kept.chance, reverse=True) == sorted(tree.chance, reverse=True)[: len(kept.tokens)]
-    # tokens are the old node numbers, so parents can be compared: each kept node hangs where it hung
-    for node in range(1, len(kept.tokens)):
-        old = kept.tokens[node]
-        assert kept.tokens[kept.parents[node]] == tree.parents[old]
-        assert (kept.depths[node], kept.chance[node]) == (tree.depths[old], tree.chance[old])
-        assert kept.cells[node] == tree.cells[old]
-        assert kept.parents[node] < node
+def test_what_is_kept_is_the_likeliest_and_still_a_tree(trees: list[DraftTree], most: int) -> None:
+    for tree, kept in zip(trees, _cut(levels(trees), most), strict=True):
+        assert len(kept.tokens) == min(most, len(tree.tokens))
+        assert sorted(kept.chance, reverse=True) == sorted(tree.chance, reverse=True)[: len(kept.tokens)]
+        # tokens are the old node numbers, so parents can be compared: each kept node hangs where it hung
+        for node in range(1, len(kept.tokens)):
+            old = kept.tokens[node]
+            assert kept.tokens[kept.parents[node]] == tree.parents[old]
+            assert (kept.depths[node], kept.chance[node]) == (tree.depths[old], tree.chance[old])
+            assert kept.cells[node] == tree.cells[old]
+            assert kept.parents[node] < node
 
 
 # -- stacking ----------------------------------------------------------------------------------------------------------

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Candidates, Node
+from tlt.draft.drafter import Candidates, Node, NodeDrafter, Offer
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.tree import Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 300  # 256 bytes and some merges of the tokenizer below
-TREE = Strategy(depth=4, branching=2, verify_tokens=8)
-CHAIN = Strategy(depth=6, branching=1, verify_tokens=7)
+TREE = Strategy("", depth=4, branching=2, verify_tokens=8)
+CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
 
 
 @cache
@@ -60,7 +61,13 @@ def target() -> Decoder:
 
 
 def engine(drafter: Any = None, strategy: Strategy = PLAIN, detokenize: Any = None, **config: int) -> Engine:
-    return Engine(target(), EngineConfig(**config), drafter, strategy, detokenize)
+    return make_engine(target(), EngineConfig(**config), drafter, strategy, detokenize)
+
+
+def make_engine(target: Decoder, config: EngineConfig, drafter: Any, shape: Strategy, detokenize: Any) -> Engine:
+    """Always drafts with this drafter, where there is one."""
+    drafters, strategy = ([drafter], shape._replace(drafter=drafter.name)) if drafter else ([], PLAIN)
+    return Engine(target, config, drafters, Fixed(strategy), detokenize)
 
 
 def request(prompt: Sequence[int] = (7, 8, 9), index: int = 0, prompt_id: int = 0, **params: Any) -> Request:
@@ -87,7 +94,7 @@ def tokens(responses: Sequence[Response]) -> list[list[int]]:
     return [response.token_ids for response in responses]
 
 
-class Replay:
+class Replay(NodeDrafter):
     """Offers what the target is known to say, so that every draft is accepted."""
 
     name = "replay"
@@ -95,13 +102,9 @@ class Replay:
     def __init__(self, known: Sequence[Response]) -> None:
         self.known = {response.request.seed: response.token_ids for response in known}
 
-    def open(self, request: Request, committed: Sequence[int]) -> None: ...
-    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
-    def close(self, request: Request) -> None: ...
-
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         next_ones = [self.known[n.request.seed][len(n.committed) + len(n.path) :][:1] or [-1] for n in nodes]
-        return Candidates(torch.tensor(next_ones), torch.zeros(len(nodes), 1))
+        return Offer(torch.tensor(next_ones), torch.zeros(len(nodes), 1))
 
 
 # -- what is sampled ---------------------------------------------------------------------------------------------------
@@ -274,7 +277,7 @@ class Scripted(Decoder):
         super().__init__(real.options, torch.float64, CPU)
         self.script = list(script)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, taps: Any = None) -> Tensor:
         return positions.unsqueeze(-1).double()  # the prompt is one token: position t is asked for token t
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -287,7 +290,7 @@ def said(text: str, *stops: str, strategy: Strategy = PLAIN) -> tuple[str, str]:
     script = tokenizer().encode(text).ids
     asked = request((0,), max_new_tokens=len(script), stop_strings=stops)
     known = Response(asked, script, [], [], "length")
-    speaking = Engine(Scripted(script), EngineConfig(), Replay([known]), strategy, detokenize)
+    speaking = make_engine(Scripted(script), EngineConfig(), Replay([known]), strategy, detokenize)
     (response,) = decode(speaking, [asked])
     assert response.text == detokenize(response.token_ids)
     return response.text, response.finish_reason
@@ -376,9 +379,9 @@ def test_a_sibling_admitted_later_copies_the_prompt_of_one_that_still_decodes() 
 
 
 class CountingDecoder(Decoder):
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, taps: Any = None) -> Tensor:
         self.sizes = [*getattr(self, "sizes", []), tokens.numel()]
-        return super().forward(tokens, positions, attend)
+        return super().forward(tokens, positions, attend, taps)
 
 
 def test_prefill_passes_stay_within_their_bound() -> None:
@@ -417,11 +420,11 @@ def test_a_request_that_can_never_run_is_refused_and_the_engine_lives() -> None:
 def test_an_engine_that_was_left_in_the_middle_starts_afresh() -> None:
     requests = some_requests(6)
     want = tokens(decode(engine(), requests))
-    one = engine(SuffixDrafter(10_000), TREE, max_rows=2)
+    drafter = SuffixDrafter(10_000)
+    one = engine(drafter, TREE, max_rows=2)
     next(one.generate(requests))
     assert tokens(decode(one, requests)) == want
-    assert isinstance(one.drafter, SuffixDrafter)
-    assert sum(one.drafter.live.values()) == 0, "the drafter is told that nobody decodes any more"
+    assert sum(drafter.live.values()) == 0, "the drafter is told that nobody decodes any more"
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------
@@ -480,15 +483,16 @@ class Failing(SuffixDrafter):
         setattr(self, method, fails)
 
 
-@pytest.mark.parametrize("call", [1, 5])
-@pytest.mark.parametrize("method", ["open", "commit", "close", "predict"])
+@pytest.mark.parametrize(
+    ("method", "call"), [("begin", 1), *((m, c) for m in ("open", "commit", "close", "propose") for c in (1, 5))]
+)
 def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: str, call: int) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
     broken = engine(Failing(method, call), TREE, max_rows=4)
     assert tokens(decode(broken, requests)) == want
     assert broken.stats.drafter_failures == 1
-    assert broken.drafter is None
+    assert not broken.drafters.usable
     assert tokens(decode(broken, requests)) == want
     assert broken.stats.drafter_failures == 0
     assert broken.stats.accept_length == 1.0
@@ -498,15 +502,34 @@ def test_a_drafter_that_raises_is_dropped_counted_and_changes_nothing(method: st
     "result",
     [
         "nothing of the kind",
-        Candidates(None, torch.zeros(1, 3)),
-        Candidates(torch.tensor([[VOCAB, -5, 10**12]] * 8), torch.zeros(8, 3)),
-        Candidates(torch.tensor([[1, 1, 1]] * 8), torch.full((8, 3), math.nan)),
-        Candidates(torch.tensor([[1.5, 2.5]] * 8), torch.zeros(8, 2)),
-        Candidates(None, torch.zeros(8, VOCAB), states=[]),
+        Offer(None, torch.zeros(1, 3)),
+        Offer(torch.tensor([[VOCAB, -5, 10**12]] * 8), torch.zeros(8, 3)),
+        Offer(torch.tensor([[1, 1, 1]] * 8), torch.full((8, 3), math.nan)),
+        Offer(torch.tensor([[1.5, 2.5]] * 8), torch.zeros(8, 2)),
+        Offer(None, torch.zeros(8, VOCAB), states=[]),
     ],
     ids=["no candidates", "too few", "out of vocabulary", "not a number", "fractions", "states missing"],
 )
 def test_garbage_from_a_drafter_changes_no_token(result: Any) -> None:
+    requests = some_requests(8)
+    want = tokens(decode(engine(), requests))
+    assert tokens(decode(engine(Failing("propose", 2, result), TREE), requests)) == want
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Candidates(None, torch.zeros(8, 1, 3)),
+        Candidates(torch.tensor([[[VOCAB, -5, 10**12]]] * 8), torch.zeros(8, 1, 3)),
+        Candidates(torch.tensor([[[1, 1, 1]]] * 8), torch.full((8, 1, 3), math.nan)),
+        Candidates(None, torch.zeros(8, VOCAB)),
+        Candidates(None, torch.zeros(8, 1, VOCAB), kinds=torch.full((8, 1), 10**6)),
+        Candidates(None, torch.zeros(8, 1, VOCAB + 1)),
+        Candidates(None, torch.zeros(8, 1, 0)),
+    ],
+    ids=["too few", "out of vocabulary", "not a number", "a dimension less", "no such kind", "too many", "empty"],
+)
+def test_garbage_from_a_batched_drafter_changes_no_token(result: Any) -> None:
     requests = some_requests(8)
     want = tokens(decode(engine(), requests))
     assert tokens(decode(engine(Failing("predict", 2, result), TREE), requests)) == want

@@ -25,16 +25,16 @@ import small
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small import PROMPTS, ContextDrafter, Stateless, Target, build, decode, make_requests
+from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 
 import tlt.engine.noise
-from tlt.draft.drafter import Candidates, Drafter, Node
+from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.tree import Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.engine.engine import Engine
 from tlt.types import Prompt, Request, SamplingParams
 
-TREE = Strategy(depth=3, branching=2, verify_tokens=8)
+TREE = Strategy("", depth=3, branching=2, verify_tokens=8)
 
 
 @cache
@@ -84,15 +84,15 @@ class Speculation(NamedTuple):
 
 SPECULATIONS = {
     "plain": Speculation("plain", PLAIN, lambda t: None),
-    "chain": Speculation("plain", Strategy(3, 1, 4), lambda t: ContextDrafter(t, 0.7, 0.7)),
-    "tree": Speculation("temperature", Strategy(3, 2, 10), lambda t: ContextDrafter(t, 0.7, 0.7), 12_500),
-    "sparse_tree_top_k": Speculation("top_k", Strategy(2, 3, 7), lambda t: ContextDrafter(t, 0.5, 1.0, listed=3)),
-    "tree_top_k_top_p": Speculation("all", Strategy(3, 2, 6), lambda t: ContextDrafter(t, 0.7, 0.7)),
-    "wrong_chain_top_p": Speculation("top_p", Strategy(2, 1, 3), lambda t: ContextDrafter(t, -1.0, 0.5)),
+    "chain": Speculation("plain", Strategy("", 3, 1, 4), lambda t: ContextDrafter(t, 0.7, 0.7)),
+    "tree": Speculation("temperature", Strategy("", 3, 2, 10), lambda t: ContextDrafter(t, 0.7, 0.7), 12_500),
+    "sparse_tree_top_k": Speculation("top_k", Strategy("", 2, 3, 7), lambda t: ContextDrafter(t, 0.5, 1.0, listed=3)),
+    "tree_top_k_top_p": Speculation("all", Strategy("", 3, 2, 6), lambda t: ContextDrafter(t, 0.7, 0.7)),
+    "wrong_chain_top_p": Speculation("top_p", Strategy("", 2, 1, 3), lambda t: ContextDrafter(t, -1.0, 0.5)),
     "float32_tree": Speculation(
-        "temperature", Strategy(3, 3, 10), lambda t: ContextDrafter(t, 1.0, 0.3), 2_000, torch.float32
+        "temperature", Strategy("", 3, 3, 10), lambda t: ContextDrafter(t, 1.0, 0.3), 2_000, torch.float32
     ),
-    "suffix_tree": Speculation("plain", Strategy(3, 2, 8), lambda t: SuffixDrafter(history_tokens=1_000), 1_500),
+    "suffix_tree": Speculation("plain", Strategy("", 3, 2, 8), lambda t: SuffixDrafter(history_tokens=1_000), 1_500),
 }
 
 
@@ -139,11 +139,11 @@ def mixed_requests() -> tuple[list[Request], list[small.Reference]]:
     return requests, small.reference(target(), requests)
 
 
-class Raises(Stateless):
+class Raises(NodeDrafter):
     """Fails at the third call of one of its methods."""
 
     def __init__(self, inner: ContextDrafter, method: str) -> None:
-        self.predict = inner.predict
+        self.propose = inner.propose
         self.calls = 0
         setattr(self, method, self._fail_later(getattr(self, method)))
 
@@ -157,16 +157,16 @@ class Raises(Stateless):
         return failing
 
 
-class Says(Stateless):
+class Says(NodeDrafter):
     """Proposes whatever it was built with, cut or repeated to the nodes asked about."""
 
     def __init__(self, ids: Sequence[int] | None, log_q: Sequence[float]) -> None:
         self.ids, self.log_q = ids, log_q
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         M = len(nodes)
         ids = None if self.ids is None else torch.tensor([self.ids] * M)
-        return Candidates(ids, torch.tensor([self.log_q] * M))
+        return Offer(ids, torch.tensor([self.log_q] * M))
 
 
 NAN = float("nan")
@@ -265,7 +265,7 @@ def test_tokens_of_one_row_at_a_time(strategy: Strategy) -> None:
 def test_tokens_do_not_depend_on_the_strategy(
     drafter: str, depth: int, branching: int, verify_tokens: int, **schedule: int
 ) -> None:
-    run_mixed(DRAFTERS[drafter](target()), Strategy(depth, branching, verify_tokens), Schedule(**schedule))
+    run_mixed(DRAFTERS[drafter](target()), Strategy("", depth, branching, verify_tokens), Schedule(**schedule))
 
 
 def test_tokens_with_a_drafter_swapped_every_round() -> None:
@@ -274,7 +274,7 @@ def test_tokens_with_a_drafter_swapped_every_round() -> None:
     engine = build(target(), next(drafters), TREE)
 
     def swap(engine: Engine) -> None:
-        engine.drafter = next(drafters)
+        engine.swap(next(drafters))
 
     small.check_tokens(decode(engine, requests, after_round=swap), expected)
     assert engine.stats.drafter_failures == 0
@@ -302,7 +302,7 @@ ORACLE_LAWS = {
 
 
 @pytest.mark.parametrize("memory", ["roomy", "preempted"])
-@pytest.mark.parametrize("strategy", [Strategy(4, 1, 5), TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("strategy", [Strategy("", 4, 1, 5), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("cut", ORACLE_LAWS)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_an_oracle_is_always_right(temperature: float, cut: str, strategy: Strategy, memory: str) -> None:

@@ -20,7 +20,8 @@ import tlt.engine.engine
 import tlt.engine.noise
 import tlt.engine.runner
 from tlt import sampling
-from tlt.draft.tree import DraftTree, Strategy, TreeBatch
+from tlt.draft.strategy import Strategy
+from tlt.draft.tree import DraftTree, TreeBatch
 from tlt.engine.attention import SlotStore
 from tlt.engine.engine import Engine
 from tlt.engine.noise import NoiseWindow
@@ -43,7 +44,9 @@ def _noise_is(patch: Patch, key: Callable[[NoiseWindow, Tensor, Tensor], tuple[T
         return gumbel_noise(seeds.reshape(-1), counters.reshape(-1), self.vocab_size).view(*seeds.shape, -1)
 
     def at_ids(self: NoiseWindow, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        return at(self, rows, positions).gather(-1, ids.clamp(0, self.vocab_size - 1))
+        rows, positions, ids = torch.broadcast_tensors(rows, positions, ids)
+        noise = at(self, rows, positions)
+        return noise.gather(-1, ids.clamp(0, self.vocab_size - 1)[..., None]).squeeze(-1)
 
     patch.setattr(NoiseWindow, "at", at)
     patch.setattr(NoiseWindow, "at_ids", at_ids)
@@ -117,9 +120,7 @@ def noise_keyed_by_row(patch: Patch) -> None:
 def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
     """Costs speed alone: the law and the tokens stay right."""
     noise_of = Engine._noise_of
-    patch.setattr(
-        Engine, "_noise_of", lambda self, rows, depths, ids: noise_of(self, rows, [d + 1 for d in depths], ids)
-    )
+    patch.setattr(Engine, "_noise_of", lambda self, depth, ids: noise_of(self, depth + 1, ids))
 
 
 # -- bugs: the target pass --------------------------------------------------------------------------------------------
@@ -248,13 +249,13 @@ def near_misses_accepted(patch: Patch) -> None:
         scores[:] = [log_p + noise]
         return rank(log_p, noise)
 
-    def lenient(self: Engine, trees: Sequence[DraftTree], sampled: Sampled) -> Any:
+    def lenient(self: Engine, trees: Sequence[DraftTree], sampled: Sampled, drafter: str) -> Any:
         for b, tree in enumerate(trees):
             for n in range(len(tree.tokens) - 1, 0, -1):
                 at_parent = scores[0][b, tree.parents[n]]
                 if at_parent[tree.tokens[n]] > at_parent.max() - 0.5:
                     sampled.tokens[b][tree.parents[n]] = tree.tokens[n]
-        return commit(self, trees, sampled)
+        return commit(self, trees, sampled, drafter)
 
     patch.setattr(tlt.engine.runner, "rank", observed)
     patch.setattr(Engine, "_commit", lenient)
@@ -317,7 +318,7 @@ def weights_of_the_target_before(patch: Patch) -> None:
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
-TREE = Strategy(depth=3, branching=2, verify_tokens=8)
+TREE = Strategy("", depth=3, branching=2, verify_tokens=8)
 WARM = SamplingParams(0.7, max_new_tokens=4)
 CUT = SamplingParams(0.7, top_p=0.8, max_new_tokens=4)
 LONG = (

@@ -12,8 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tlt.config import EngineConfig
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.tree import Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.draft.strategy import Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
 from tlt.fidelity import last_logits
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
@@ -76,15 +77,15 @@ def test_logits_agree_with_transformers(model: Any, dtype: torch.dtype, toleranc
 def test_speculation_changes_no_token_in_float64(model: Any, drafter: Any) -> None:
     target, asked, config = decoder(model, torch.float64), requests(80), EngineConfig(max_rows=16)
     plain = tokens(Engine(target, config), asked)
-    engine = Engine(target, config, drafter, Strategy(depth=4, branching=2, verify_tokens=8))
+    engine = Engine(target, config, [drafter], Fixed(Strategy(drafter.name, depth=4, branching=2, verify_tokens=8)))
     assert tokens(engine, asked) == plain
     assert engine.stats.drafted > 0
 
 
 def test_a_small_cache_preempts_and_changes_nothing(model: Any) -> None:
     target, asked = decoder(model, torch.float64), requests(80)
-    roomy = tokens(Engine(target, EngineConfig(), None, PLAIN), asked)
-    tight = Engine(target, EngineConfig(), None, PLAIN)
+    roomy = tokens(Engine(target, EngineConfig()), asked)
+    tight = Engine(target, EngineConfig())
     tight.cache.bound_tokens = 300
     assert tokens(tight, asked) == roomy
     assert tight.stats.preemptions > 0

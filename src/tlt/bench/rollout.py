@@ -1,139 +1,197 @@
 """`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and beside the peers.
 
-All strategies decode the same requests to the same tokens (asserted), in turn, so a ratio compares the very same work.
+All strategies decode the same requests to the same tokens (checked), in turn, so a ratio compares the very same work.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from tlt.bench.peers import peers
-from tlt.cluster.local import LocalRollout, load_tokenizer, make_drafter, make_target, sampling_params
+from tlt.cluster.local import load_tokenizer, make_drafters, make_target, make_tuner, sampling_params
 from tlt.config import Config
 from tlt.data import load_prompts
-from tlt.draft.drafter import Drafter
-from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.tree import Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.draft.buffer import HarvestBuffer
+from tlt.draft.calibration import Calibration
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
-from tlt.types import Prompt, Request, Response, SamplingParams
+from tlt.types import Prompt, Request, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128
+_HALF_WIDTH = 0.02  # repeats go on until the interval of every ratio to plain is this narrow, or three times as many
+_SHAPES = {
+    "suffix": ((6, 2, 8, 0.5),),
+    "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (6, 2, 12, 0.1)),
+    "mixed": ((6, 2, 12, 0.1),),
+}
 
 
 def bench_rollout(
-    config: Config, batches: Sequence[int], repeats: int, with_peers: bool, json_file: Path | None
+    config: Config, batches: Sequence[int], tail: int, repeats: int, with_peers: bool, json_file: Path | None
 ) -> None:
+    """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends."""
     console = Console(highlight=False)
     tokenizer = load_tokenizer(config.model.path)
     target = make_target(config.model)
     target.load(read_safetensors(config.model.path), version=0)
     prompts = load_prompts(config.data, lambda text: tokenizer(text)["input_ids"])
+    bench = _Bench(config, target, prompts, sampling_params(config.rollout, config.model.path, tokenizer))
     rows: list[dict[str, Any]] = []
     beside: list[dict[str, Any]] = []
     with console.status("") as status:
-        for batch in batches:
-            status.update(f"batch {batch}: strategies")
-            rows += _strategies(
-                config, target, prompts, sampling_params(config.rollout, config.model.path, tokenizer), batch, repeats
-            )
-            if with_peers:
-                status.update(f"batch {batch}: peers")
-                beside += _beside_peers(config, target, batch, repeats)
+        for batch, label, requests in bench.cases(batches, tail):
+            rows += bench.rows(batch, label, requests, repeats, lambda text, at=label: status.update(f"{at}: {text}"))
+        for batch in batches if with_peers else ():
+            status.update(f"batch {batch}: peers")
+            beside += _beside_peers(config, target, batch, repeats)
     _print(console, rows, beside)
     if json_file:
-        write_json(
-            json_file, {"rows": rows, "peers": beside, "dtype": config.model.dtype, "repeats": repeats, **provenance()}
-        )
+        facts = {"dtype": config.model.dtype, "drafter": config.speculation.path, **provenance()}
+        write_json(json_file, {"rows": rows, "peers": beside, **facts})
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
-def _strategies(
-    config: Config, target: Decoder, prompts: Sequence[Prompt], params: Any, batch: int, repeats: int
-) -> list[dict[str, Any]]:
-    """Plain against suffix drafting, which starts with nothing or with an earlier epoch of the same prompts."""
-    groups = max(2, 2 * batch // config.rollout.group_size)
+@dataclass
+class _Contender:
+    """A strategy, or `adaptive`; what it learned is kept from one repeat to the next, as in a training run."""
 
-    def requests(epoch: int) -> list[Request]:
+    name: str
+    tuner: Tuner
+    harvest: bool = False
+    calibration: Calibration | None = None
+    speeds: list[float] = field(default_factory=list)
+    accept_length: float = 1.0
+
+
+@dataclass
+class _Bench:
+    config: Config
+    target: Decoder
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+
+    def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
+        """(rows at once, label, requests)"""
+        G = self.config.rollout.group_size
+        found = [(batch, f"batch {batch}", max(2 * G, 2 * batch)) for batch in batches]
+        return found + ([(tail, f"rollout of {tail}", tail)] if tail else [])
+
+    def contenders(self, batch: int) -> list[_Contender]:
+        speculation = self.config.speculation
+        drafters, _ = make_drafters(speculation, self.target)
+        found = [_Contender("plain", Fixed(PLAIN)), _Contender("plain, harvest", Fixed(PLAIN), harvest=True)]
+        for drafter in drafters:
+            for shape in _SHAPES[drafter.name]:
+                strategy = Strategy(drafter.name, *shape)
+                found.append(_Contender(strategy.name, Fixed(strategy)))
+        if speculation.drafter == "adaptive":
+            engine = self.config.engine.model_copy(update={"max_rows": batch})
+            found.append(_Contender("adaptive", make_tuner(speculation, engine, self.target)))
+        return found
+
+    def requests(self, count: int, repeat: int) -> list[Request]:
+        """Each repeat decodes other responses to the same prompts."""
+        G, seed = self.config.rollout.group_size, self.config.run.seed
         return [
-            Request(prompts[i], k, epoch, request_seed(config.run.seed, "bench", i, epoch, k), params)
-            for i in range(min(groups, len(prompts)))
-            for k in range(config.rollout.group_size)
+            Request(prompt, i % G, repeat, request_seed(seed, "bench", prompt.prompt_id, repeat, i % G), self.params)
+            for i in range(count)
+            for prompt in [self.prompts[(i // G) % len(self.prompts)]]
         ]
 
-    drafter, strategy = make_drafter(config.speculation)
-    strategies: dict[str, tuple[type[SuffixDrafter] | None, Strategy]] = {"plain": (None, PLAIN)}
-    if drafter is not None:
-        strategies |= {"suffix": (SuffixDrafter, strategy), "suffix after an epoch": (SuffixDrafter, strategy)}
-    history = _decode(config, target, batch, None, PLAIN, requests(0))[1] if drafter is not None else []
-    speeds: dict[str, list[float]] = {name: [] for name in strategies}
-    accept: dict[str, float] = {}
-    reference: dict[int, list[int]] | None = None
-    for _ in range(repeats):
-        for name, (kind, how) in strategies.items():
-            fresh = kind(config.speculation.history_tokens) if kind else None
-            if fresh and name == "suffix after an epoch":
-                _teach(fresh, history)
-            seconds, responses, engine = _decode(config, target, batch, fresh, how, requests(1))
-            tokens = {r.request.seed: r.token_ids for r in responses}
-            reference = reference or tokens
-            different = sum(tokens[seed] != ids for seed, ids in reference.items())
-            assert config.model.dtype == "bfloat16" or different <= 1, (
-                f"{different} responses of {name} differ from plain"
-            )
-            speeds[name].append(engine.stats.tokens / seconds)
-            accept[name] = engine.stats.accept_length
-    return [
-        {
-            "batch": batch,
-            "strategy": name,
-            "tokens_per_second": statistics.median(speeds[name]),
-            "accept_length": accept[name],
-            "ratio_to_plain": statistics.median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True)),
-        }
-        for name in strategies
-    ]
+    def rows(
+        self, batch: int, label: str, count: int, repeats: int, note: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        contenders = self.contenders(batch)
+        for repeat in range(-1, 3 * repeats):  # the first one warms up
+            note(f"repeat {max(0, repeat + 1)}")
+            requests = self.requests(count, max(0, repeat + 1))
+            expected: dict[int, list[int]] | None = None
+            for contender in contenders if repeat % 2 else contenders[::-1]:
+                tokens = self._decode(contender, batch, requests, timed=repeat >= 0)
+                expected = expected or tokens
+                different = sum(tokens[key] != ids for key, ids in expected.items())
+                assert self.config.model.dtype == "bfloat16" or different <= 1, f"{contender.name}: other tokens"
+            if repeat + 1 >= repeats and self._settled(contenders):
+                break
+        return self._report(batch, label, contenders)
+
+    def _decode(
+        self, contender: _Contender, batch: int, requests: Sequence[Request], timed: bool
+    ) -> dict[int, list[int]]:
+        drafters, layout = make_drafters(self.config.speculation, self.target)  # fresh: no history of these requests
+        if contender.tuner.strategies == (PLAIN,):
+            drafters, layout = [], layout if contender.harvest else None
+        buffer = HarvestBuffer(self.config.drafter.buffer_tokens)
+        engine = Engine(
+            self.target,
+            self.config.engine.model_copy(update={"max_rows": batch}),
+            drafters,
+            contender.tuner,
+            layout=layout,
+            on_harvest=buffer.add if contender.harvest else None,
+        )
+        engine.calibration = contender.calibration = contender.calibration or engine.calibration
+        _synchronize(self.target.device)
+        start = time.perf_counter()
+        tokens = {id(response.request): response.token_ids for response in engine.generate(requests)}
+        _synchronize(self.target.device)
+        if timed:
+            contender.speeds.append(engine.stats.tokens / (time.perf_counter() - start))
+            contender.accept_length = engine.stats.accept_length
+        return tokens
+
+    def _settled(self, contenders: Sequence[_Contender]) -> bool:
+        plain = contenders[0].speeds
+        intervals = [ratio(contender.speeds, plain) for contender in contenders[1:]]
+        return all((high - low) / 2 <= _HALF_WIDTH * middle for low, middle, high in intervals)
+
+    def _report(self, batch: int, label: str, contenders: Sequence[_Contender]) -> list[dict[str, Any]]:
+        fixed = [c for c in contenders if c.name != "adaptive" and not c.harvest]
+        best = max(fixed, key=lambda c: statistics.median(c.speeds))
+        return [
+            {
+                "batch": batch,
+                "case": label,
+                "strategy": c.name,
+                "tokens_per_second": statistics.median(c.speeds),
+                "accept_length": c.accept_length,
+                "repeats": len(c.speeds),
+                "ratio_to_plain": ratio(c.speeds, contenders[0].speeds),
+                "ratio_to_best": ratio(c.speeds, best.speeds),
+                "best": best.name,
+            }
+            for c in contenders
+        ]
 
 
-def _decode(
-    config: Config,
-    target: Decoder,
-    batch: int,
-    drafter: Drafter | None,
-    strategy: Strategy,
-    requests: Sequence[Request],
-) -> tuple[float, list[Response], Engine]:
-    engine = Engine(target, config.engine.model_copy(update={"max_rows": batch}), drafter, strategy)
-    _synchronize(target.device)
-    start = time.perf_counter()
-    responses, _ = LocalRollout(engine).generate(requests, lambda _: None)
-    _synchronize(target.device)
-    return time.perf_counter() - start, responses, engine
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """The median of paired ratios, in the middle of its 95 % bootstrap interval."""
+    paired = np.array(ours) / np.array(theirs)
+    draws = np.random.default_rng(0).integers(len(paired), size=(2000, len(paired)))
+    low, high = np.percentile(np.median(paired[draws], axis=1), [2.5, 97.5])
+    return float(low), float(np.median(paired)), float(high)
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _teach(drafter: SuffixDrafter, responses: Sequence[Response]) -> None:
-    for response in responses:
-        drafter.open(response.request, [])
-        drafter.commit(response.request, response.token_ids)
-        drafter.close(response.request)
 
 
 # -- peers -------------------------------------------------------------------------------------------------------------
@@ -146,9 +204,11 @@ def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> 
     prompts = torch.randint(vocab_size, (batch, _PEER_PROMPT), generator=generator).tolist()
     params = SamplingParams(max_new_tokens=_PEER_TOKENS)
     requests = [Request(Prompt(i, "", tuple(p)), 0, 0, i, params) for i, p in enumerate(prompts)]
+    engine = Engine(target, config.engine.model_copy(update={"max_rows": batch}))
 
     def ours() -> None:
-        _decode(config, target, batch, None, PLAIN, requests)
+        for _ in engine.generate(requests):
+            pass
 
     contenders = {"tlt plain": ours, **peers(config.model, target.device, prompts, _PEER_TOKENS)}
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -173,12 +233,12 @@ def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> 
 
 
 def _print(console: Console, rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> None:
-    table = Table(
-        "batch", "strategy", "tokens/s", "accept length", "against plain", title="rollout, the recipe's prompts"
-    )
+    columns = ("case", "strategy", "tokens/s", "accept length", "against plain", "against the best")
+    table = Table(*columns, title="rollout, the recipe's prompts (median of paired ratios, 95 % interval)")
     for row in rows:
-        numbers = (f"{row['tokens_per_second']:,.0f}", f"{row['accept_length']:.2f}", f"{row['ratio_to_plain']:.2f}")
-        table.add_row(str(row["batch"]), row["strategy"], *numbers)
+        numbers = (f"{row['tokens_per_second']:,.0f}", f"{row['accept_length']:.2f}")
+        ratios = ("{1:.2f} ({0:.2f}-{2:.2f})".format(*row[key]) for key in ("ratio_to_plain", "ratio_to_best"))
+        table.add_row(row["case"], row["strategy"], *numbers, *ratios)
     console.print(table)
     if beside:
         title = f"plain decoding, {_PEER_PROMPT} + {_PEER_TOKENS} tokens"

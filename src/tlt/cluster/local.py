@@ -13,9 +13,15 @@ from transformers import AutoTokenizer
 
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.draft.drafter import Drafter
+from tlt.draft.eagle import load_drafter
+from tlt.draft.features import FeatureLayout
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.mixed import MixedDrafter
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.tree import Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.engine.engine import Engine
+from tlt.engine.profile import profile
+from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.types import Request, Response, RolloutStats, SamplingParams
@@ -39,14 +45,32 @@ class LocalRollout:
 
 
 def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:
-    return Engine(target, config, *make_drafter(speculation), detokenizer(tokenizer))
+    """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target
+    must hold weights."""
+    drafters, layout = make_drafters(speculation, target)
+    return Engine(target, config, drafters, make_tuner(speculation, config, target), detokenizer(tokenizer), layout)
 
 
-def make_drafter(config: SpeculationConfig) -> tuple[Drafter | None, Strategy]:
+def make_drafters(config: SpeculationConfig, target: Decoder) -> tuple[list[Drafter], FeatureLayout | None]:
+    """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
     if config.drafter == "off":
-        return None, PLAIN
-    strategy = Strategy(config.depth, config.branching, config.verify_tokens, config.min_chance)
-    return SuffixDrafter(config.history_tokens), strategy
+        return [], None
+    suffix = SuffixDrafter(config.history_tokens)
+    if config.path is None or config.drafter == "suffix":
+        return [suffix], None
+    learned = EagleDrafter(load_drafter(config.path, target.options), target)
+    layout = learned.options.layout
+    return [learned] if config.drafter == "eagle" else [learned, suffix, MixedDrafter(learned, suffix)], layout
+
+
+def make_tuner(config: SpeculationConfig, engine: EngineConfig, target: Decoder) -> Tuner:
+    if config.drafter == "off":
+        return Fixed(PLAIN)
+    if config.drafter != "adaptive":
+        return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
+    drafters, layout = make_drafters(config, target)
+    arms = strategies([drafter.name for drafter in drafters])
+    return Bandit(arms, profile(target, engine, drafters, arms, layout))
 
 
 def make_target(config: ModelConfig) -> Decoder:

@@ -7,60 +7,75 @@ depth, place, lead).
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-_EDGES = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
-_DEPTHS, _PLACES = 4, 4  # deeper nodes and later siblings share the last cell
+import numpy as np
+
+KINDS = 8  # classes of guess that all drafters together may tell apart
+_EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings share the last cell
+_OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
+_SHAPE = (KINDS, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
 _HALF_LIFE = (
     256  # rounds after which a count is worth half: drafters and targets change, and what looked bad is tried again
 )
-
-
-class Cell(NamedTuple):
-    kind: int
-    depth: int
-    place: int
-    lead: int
-
-
-def cell(kind: int, depth: int, place: int, behind: float, gap: float) -> Cell:
-    """`behind`: distance from the best sibling's noisy score; `gap`: lead over the next one. Any `kind` of the
-    drafter's."""
-    lead = gap if place == 0 else -behind
-    return Cell(kind, min(depth, _DEPTHS), min(place, _PLACES - 1), bisect.bisect(_EDGES, lead))
+_REFRESH = 8  # rounds between two looks at the counts
 
 
 class Calibration:
     def __init__(self) -> None:
-        self.counts: dict[Cell, list[float]] = {}  # [seen, agreed]
+        self.seen, self.agreed = np.zeros(math.prod(_SHAPE)), np.zeros(math.prod(_SHAPE))
         self.rounds = 0
+        self._prior = np.broadcast_to(_prior_table(), _SHAPE).ravel()
+        self._refresh()
 
-    def chance(self, cell: Cell) -> float:
+    def _refresh(self) -> None:
         """P(the target takes this child | its parent is reached): what was counted, with a prior of a few
-        pseudo-counts."""
-        seen, agreed = self.counts.get(cell, (0.0, 0.0))
-        return (agreed + _PRIOR_WEIGHT * _prior(cell)) / (seen + _PRIOR_WEIGHT)
+        pseudo-counts. Below 1, so that a child is always less likely than its parent."""
+        chance = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
+        self.table = np.minimum(chance, 0.9999)
 
-    def observe(self, cells: Sequence[Cell | None], parents: Sequence[int], path: Sequence[int]) -> None:
-        """Count one walked tree: each child of a node on the path was taken or not. The root has no cell."""
+    def cells(self, kinds: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
+        """Cells [B, W, k] of the children with the best noisy `scores` [B, W, k or k + 1], best first, k = branching
+        at most."""
+        k = min(branching, scores.shape[-1])
+        with np.errstate(invalid="ignore"):  # infinities come from what may not be drafted, or was not offered
+            lead = scores[..., :k] - scores[..., :1]
+            lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
+        cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
+        return cell if kinds is None else cell + kinds[..., None] * (_DEPTHS * _PLACES * _LEADS)
+
+    def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None:
+        """Count one walked tree: each child of a node on the path was taken or not. The root has no cell (-1)."""
         reached = set(path)
-        for node, where in enumerate(cells):
-            if where is not None and parents[node] in reached:
-                count = self.counts.setdefault(where, [0.0, 0.0])
-                count[0] += 1.0
-                count[1] += node in reached
+        for node in range(1, len(cells)):
+            if parents[node] in reached:
+                self.seen[cells[node]] += 1.0
+                self.agreed[cells[node]] += node in reached
+
+    def agreement(self, depth: int, branching: int, kind: int = 0) -> list[float | None]:
+        """By depth, how often one of the `branching` best children was taken where their parent was reached."""
+        seen, agreed = (x.reshape(_SHAPE)[kind] for x in (self.seen, self.agreed))
+        places = min(branching, _PLACES)
+        return [
+            float(agreed[d, :places].sum() / seen[d, 0].sum()) if seen[d, 0].sum() else None
+            for d in range(min(depth, _DEPTHS))
+        ]
 
     def next_round(self) -> None:
         self.rounds += 1
         if self.rounds % _HALF_LIFE == 0:
-            self.counts = {key: [seen / 2, agreed / 2] for key, (seen, agreed) in self.counts.items() if seen > 0.5}
+            self.seen /= 2
+            self.agreed /= 2
+        if self.rounds % _REFRESH == 0 or self.rounds < _REFRESH:
+            self._refresh()
 
 
-def _prior(cell: Cell) -> float:
-    """For the best sibling a logistic curve in its lead; for the others, what a small lead leaves them."""
-    lead = (-6.0, *_EDGES)[cell.lead]
-    return 1.0 / (1.0 + math.exp(-lead)) if cell.place == 0 else 0.5 * math.exp(min(0.0, lead)) / cell.place
+def _prior_table() -> np.ndarray:
+    """[_PLACES, _LEADS]: for the best sibling a logistic curve in its lead; for the others, what a small lead leaves
+    them."""
+    lead = np.array([-8.0, *_EDGES])
+    rest = [0.5 * np.exp(np.minimum(0.0, lead)) / place for place in range(1, _PLACES)]
+    return np.stack([1.0 / (1.0 + np.exp(-lead)), *rest])

@@ -1,4 +1,7 @@
-"""The drafter protocol. A new drafter is one file that gives log q for the nodes of a level; the tree does the rest."""
+"""The drafter protocol. A new drafter is one file that gives log q for the nodes of a level; the tree does the rest.
+
+Shapes: B live rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from tlt.draft.features import FeatureWindow
+from tlt.sampling import Law
 from tlt.types import Request
+
+
+class Level(NamedTuple):
+    """The nodes of one level of every row's tree: what is to be continued. Arrays, as trees grow on the host."""
+
+    depth: int
+    """0: the roots (the last committed tokens), W = 1"""
+    tokens: np.ndarray
+    """[B, W] int64"""
+    parents: np.ndarray
+    """[B, W] int64, place of each node's parent among the W of the level before"""
+    alive: np.ndarray
+    """[B, W] bool; what is proposed for the others is passed over"""
+    law: Law
+    """of the B requests"""
+
+
+class Candidates(NamedTuple):
+    """log q of the next token at each node. `ids` [B, W, K] lists the tokens that `log_q` [B, W, K] speaks of (None:
+    the whole vocabulary, in order); pad with -inf."""
+
+    ids: Tensor | None
+    log_q: Tensor
+    kinds: Tensor | None = None
+    """[B, W] class of guess, below calibration.KINDS, calibrated apart (how long the match was, say)"""
+
+
+class Drafter(Protocol):
+    """Rows stand in the engine's order: a new one comes last, and the last one takes the place of one that leaves.
+    The calls of a rollout: begin, then open, commit and close as rows come and go, and rounds of predict, a level at a
+    time from the roots down."""
+
+    name: str
+    published: float | None
+    """how often its first guess was right when it was made, if that is known"""
+
+    def begin(self, window: FeatureWindow | None) -> None:
+        """No row is live. `window` holds what the target computed for their last tokens, if the engine keeps that."""
+        ...
+
+    def open(self, request: Request, committed: Sequence[int]) -> None:
+        """A new last row, with the tokens it has already (after a preemption, or when drafters are swapped)."""
+        ...
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        """The engine committed these tokens."""
+        ...
+
+    def close(self, row: int) -> None:
+        """The request is finished or preempted; the last row takes its place."""
+        ...
+
+    def predict(self, level: Level) -> Candidates:
+        """log q, under each request's sampling law, of what follows each node. May list nothing for a node."""
+        ...
 
 
 @dataclass
 class Node:
-    """A node of a draft tree about to be expanded: the tokens from the root (the last committed one, not listed) down
-    to it."""
+    """A node about to be expanded: the tokens from the root (the last committed one, not listed) down to it."""
 
     request: Request
     committed: Sequence[int]
@@ -24,34 +85,82 @@ class Node:
     """whatever the drafter keeps to continue from here"""
 
 
-class Candidates(NamedTuple):
-    """log q of the next token at M nodes. `ids` [M, K] lists the tokens that `log_q` [M, K] speaks of (None: the whole
-    vocabulary, in order); pad with -inf. `states[m][k]` is handed to the child node if candidate k is taken."""
+class Offer(NamedTuple):
+    """As `Candidates`, of M nodes in a list: `ids` and `log_q` [M, K]; `states[m][k]` goes to the child that takes
+    candidate k."""
 
     ids: Tensor | None
     log_q: Tensor
     states: Sequence[Sequence[Any]] | None = None
     kinds: Sequence[int] | None = None
-    """a class of guess for each node, calibrated apart (how long the match was, say)"""
 
 
-class Drafter(Protocol):
-    """One level of all rows at a time. Calls come in the order open, (commit, predict)*, close for each request."""
+class NodeDrafter:
+    """Base of drafters in plain Python that look at one node at a time: they give `propose`."""
 
-    name: str
+    name = "nodes"
+    published: float | None = None
+
+    def begin(self, window: FeatureWindow | None) -> None:
+        self.rows: list[tuple[Request, list[int]]] = []
+        self._level: list[list[Node | None]] = []
+        self._states: dict[tuple[int, int], dict[int, Any]] = {}
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
-        """A request starts, or comes back after a preemption with the tokens it had."""
-        ...
+        self.rows.append((request, list(committed)))
 
-    def commit(self, request: Request, tokens: Sequence[int]) -> None:
-        """The engine committed these tokens."""
-        ...
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        self.rows[row][1].extend(tokens)
 
-    def close(self, request: Request) -> None:
-        """The request is finished or preempted."""
-        ...
+    def close(self, row: int) -> None:
+        last = self.rows.pop()
+        if row < len(self.rows):
+            self.rows[row] = last
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
-        """log q, under the request's sampling law, of what follows each node. May list nothing for a node."""
-        ...
+    def propose(self, nodes: Sequence[Node]) -> Offer:
+        raise NotImplementedError
+
+    def predict(self, level: Level) -> Candidates:
+        self._level = self._nodes(level)
+        places = [(b, w) for b, row in enumerate(self._level) for w, node in enumerate(row) if node is not None]
+        offer = self.propose([node for row in self._level for node in row if node is not None])
+        self._states = {}
+        if offer.states is not None:
+            listed = offer.ids.tolist() if offer.ids is not None else [range(offer.log_q.shape[-1])] * len(places)
+            for place, tokens, states in zip(places, listed, offer.states, strict=True):
+                self._states[place] = dict(zip(tokens, states, strict=False))  # padding has no state
+        return self._spread(offer, places, level.tokens.shape)
+
+    def _nodes(self, level: Level) -> list[list[Node | None]]:
+        alive = level.alive.tolist()
+        if level.depth == 0:
+            return [
+                [Node(request, committed, ()) if on else None]
+                for (request, committed), (on,) in zip(self.rows, alive, strict=True)
+            ]
+        tokens, parents = level.tokens.tolist(), level.parents.tolist()
+        return [
+            [self._child(b, p, t) if on else None for p, t, on in zip(parents[b], tokens[b], alive[b], strict=True)]
+            for b in range(len(tokens))
+        ]
+
+    def _child(self, row: int, place: int, token: int) -> Node:
+        parent = self._level[row][place]
+        assert parent is not None, "only living nodes have children"
+        state = self._states.get((row, place), {}).get(token)
+        return Node(parent.request, parent.committed, (*parent.path, token), state)
+
+    def _spread(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
+        """[M, K] of the living nodes -> [B, W, K] of all."""
+        shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
+        log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
+        ids = None if offer.ids is None else torch.full(shape, -1, device=device)
+        kinds = None if offer.kinds is None else torch.zeros(nodes, dtype=torch.long, device=device)
+        if places:
+            row, place = torch.tensor(places, device=device).unbind(1)
+            log_q[row, place] = offer.log_q
+            if ids is not None and offer.ids is not None:
+                ids[row, place] = offer.ids.to(device)
+            if kinds is not None:
+                kinds[row, place] = torch.tensor(offer.kinds, device=device)
+        return Candidates(ids, log_q, kinds)

@@ -7,21 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tlt.draft.drafter import Candidates, Node
-from tlt.types import Request
+from tlt.draft.drafter import Node, NodeDrafter, Offer
 
 
-class StatelessDrafter:
-    """Keeps nothing between calls."""
-
-    def open(self, request: Request, committed: Sequence[int]) -> None: ...
-
-    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
-
-    def close(self, request: Request) -> None: ...
-
-
-class RandomDrafter(StatelessDrafter):
+class RandomDrafter(NodeDrafter):
     """Guesses that know nothing."""
 
     name = "random"
@@ -29,13 +18,13 @@ class RandomDrafter(StatelessDrafter):
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.generator = vocab_size, torch.Generator().manual_seed(0)
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         shape = (len(nodes), 8)
         ids = torch.randint(self.vocab_size, shape, generator=self.generator)
-        return Candidates(ids, torch.randn(shape, generator=self.generator))
+        return Offer(ids, torch.randn(shape, generator=self.generator))
 
 
-class AdversarialDrafter(StatelessDrafter):
+class AdversarialDrafter(NodeDrafter):
     """In turn: sure of one wrong-looking token, duplicates, tokens out of the vocabulary, NaN and infinite scores."""
 
     name = "adversarial"
@@ -43,7 +32,7 @@ class AdversarialDrafter(StatelessDrafter):
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.calls = vocab_size, 0
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         self.calls += 1
         some = (self.calls * 7919) % self.vocab_size
         ids, log_q = [
@@ -53,4 +42,4 @@ class AdversarialDrafter(StatelessDrafter):
             ([some, 0, 1], [math.inf, -math.inf, 0.0]),
             ([some, (some + 1) % self.vocab_size, 2], [90.0, 80.0, -90.0]),
         ][self.calls % 5]
-        return Candidates(torch.tensor([ids] * len(nodes)), torch.tensor([log_q] * len(nodes)))
+        return Offer(torch.tensor([ids] * len(nodes)), torch.tensor([log_q] * len(nodes)))

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from tlt.draft.drafter import Candidates, Node
+from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.features import FeatureWindow
 from tlt.types import Request
 
 _ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
 _ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of "something not seen after this context"
+_KINDS = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess; 0 is the learned drafter alone
 _MATCHES = 16  # occurrences looked at, the newest first
 
 
@@ -51,7 +53,7 @@ class _History:
                     self.index.setdefault(tuple(sequence[-order:]), []).append(_Place(sequence, len(sequence)))
 
 
-class SuffixDrafter:
+class SuffixDrafter(NodeDrafter):
     name = "suffix"
 
     def __init__(self, history_tokens: int) -> None:
@@ -59,9 +61,14 @@ class SuffixDrafter:
         self.kept_tokens = 0
         self.histories: OrderedDict[tuple[int, int], _History] = OrderedDict()  # (prompt id, epoch), the oldest first
         self.epochs: dict[int, list[int]] = {}  # prompt id -> epochs kept, the oldest first
+        self.begin(None)
+
+    def begin(self, window: FeatureWindow | None) -> None:
+        super().begin(window)
         self.live: dict[tuple[int, int], int] = {}  # requests now open
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
+        super().open(request, committed)
         key = (request.prompt.prompt_id, request.epoch)
         self.live[key] = self.live.get(key, 0) + 1
         if key not in self.histories:
@@ -74,12 +81,16 @@ class SuffixDrafter:
             self._extend(history, sequence, known)
         self._forget()
 
-    def commit(self, request: Request, tokens: Sequence[int]) -> None:
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        super().commit(row, tokens)
+        request = self.rows[row][0]
         history = self.histories[request.prompt.prompt_id, request.epoch]
         self._extend(history, history.sequences[request.index], tokens)
 
-    def close(self, request: Request) -> None:
+    def close(self, row: int) -> None:
+        request = self.rows[row][0]
         self.live[request.prompt.prompt_id, request.epoch] -= 1
+        super().close(row)
 
     def _extend(self, history: _History, sequence: list[int], tokens: Sequence[int]) -> None:
         history.extend(sequence, tokens)
@@ -97,7 +108,7 @@ class SuffixDrafter:
                     del self.epochs[key[0]]
                 self.live.pop(key, None)
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         found = [node.state if node.path else self._match(node) for node in nodes]
         listed = [_followers(match) for match in found]
         width = 1 + max((len(followers) for followers in listed), default=0)
@@ -115,8 +126,8 @@ class SuffixDrafter:
             ids[m, : len(weights)] = torch.tensor([*followers, -1])
             log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])
             states[m] = [_Match(places, match.order) for places in followers.values()] + [None]
-        kinds = [match.order if match else 0 for match in found]
-        return Candidates(ids, log_q, states, kinds)
+        kinds = [_KINDS[match.order] if match else 0 for match in found]
+        return Offer(ids, log_q, states, kinds)
 
     def _match(self, node: Node) -> _Match | None:
         prompt_id = node.request.prompt.prompt_id

@@ -4,69 +4,35 @@ pass.
 The children of a node are the drafter's best tokens after the noise of that position is added (the same noise the
 target will add). A chain is a tree with one branch. Nodes are numbered so that a parent comes before its children;
 node 0 is the root.
-Shapes: B rows, N nodes a row (the largest tree; the others are padded), M nodes of a level.
+Shapes: B rows, W nodes of a level a row, k children of each, N nodes a row (the largest tree; the others are padded).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.draft.calibration import Calibration, Cell, cell
-from tlt.draft.drafter import Candidates, Drafter, Node
-from tlt.sampling import rank
-from tlt.types import Request
-
-
-class Strategy(NamedTuple):
-    """How to speculate in a round; `verify_tokens` counts the root, so 1 is plain decoding."""
-
-    depth: int
-    branching: int
-    verify_tokens: int
-    min_chance: float = 0.0
-    """a node less likely to be reached than this is not verified"""
+from tlt.draft.calibration import Calibration
+from tlt.draft.drafter import Candidates, Drafter, Level
+from tlt.draft.strategy import Strategy
+from tlt.sampling import Law, Ranking, rank
 
 
 @dataclass
 class DraftTree:
     """One row's tree; lists are indexed by node. `chance` is the estimated chance that the target's walk reaches the
-    node."""
+    node, `cells` where the calibration counts it (-1: the root)."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [0])
     depths: list[int] = field(default_factory=lambda: [0])
     chance: list[float] = field(default_factory=lambda: [1.0])
-    cells: list[Cell | None] = field(default_factory=lambda: [None])
-    """where the calibration counts each node"""
-
-    def add(self, parent: int, token: int, chance: float, where: Cell | None = None) -> int:
-        self.tokens.append(token)
-        self.cells.append(where)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.chance.append(self.chance[parent] * chance)
-        return len(self.tokens) - 1
-
-    def keep_best(self, count: int) -> DraftTree:
-        """The `count` likeliest nodes; a parent is never less likely than its child, so what is kept is a tree."""
-        if len(self.tokens) <= count:
-            return self
-        kept = sorted(sorted(range(len(self.tokens)), key=lambda n: (-self.chance[n], n))[:count])
-        place = {node: i for i, node in enumerate(kept)}
-        return DraftTree(
-            [self.tokens[n] for n in kept],
-            [place[self.parents[n]] for n in kept],
-            [self.depths[n] for n in kept],
-            [self.chance[n] for n in kept],
-            [self.cells[n] for n in kept],
-        )
+    cells: list[int] = field(default_factory=lambda: [-1])
 
 
 class TreeBatch(NamedTuple):
@@ -78,103 +44,113 @@ class TreeBatch(NamedTuple):
     visible: Tensor | None
 
 
-NoiseOf = Callable[[Sequence[int], Sequence[int], Tensor | None], Tensor]
-"""(rows, depths, ids or None) -> noise [M, K] at each row's next position + depth, for the listed ids or the whole
-vocabulary"""
+class Roots(NamedTuple):
+    """What the trees of B rows grow from."""
+
+    tokens: np.ndarray
+    """[B] last committed tokens"""
+    room: np.ndarray
+    """[B] tokens the response may still get"""
+    stops: np.ndarray
+    """[B, S] stop tokens, padded with -1"""
+    law: Law
+
+
+NoiseOf = Callable[[int, Tensor | None], Tensor]
+"""(depth, ids [B, W, K] or None) -> each row's noise at its next position + depth: [B, W, K] for the listed ids, or
+[B, 1, V]"""
+
+
+class _Grown(NamedTuple):
+    """Nodes of one level, [B, M] each; a chance of 0 marks what is no node. Parents are numbered over all levels."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    chance: np.ndarray
+    cells: np.ndarray
+    depth: int
 
 
 def grow(
-    drafter: Drafter,
-    rows: Sequence[tuple[Request, Sequence[int]]],
-    strategy: Strategy,
-    noise_of: NoiseOf,
-    vocab_size: int,
-    calibration: Calibration,
+    drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
-    """Draft a tree for each row (request, committed tokens; the prompt's last token is the root of a new response)."""
-    trees = [DraftTree([committed[-1] if committed else request.prompt.token_ids[-1]]) for request, committed in rows]
-    frontier = [_Leaf(row, 0, Node(request, committed, ())) for row, (request, committed) in enumerate(rows)]
+    """Draft a tree for each row. Only laws and noise are large; once ranked, all goes on in NumPy on the host."""
+    B, tokens = len(roots.tokens), roots.tokens[:, None]
+    rows = np.arange(B)[:, None]
+    chance, numbers, count = np.ones((B, 1)), np.zeros((B, 1), dtype=np.int64), 1
+    grown = [_Grown(tokens, numbers, chance, numbers - 1, 0)]
+    level = Level(0, tokens, numbers, roots.room[:, None] > 1, roots.law)
     for depth in range(strategy.depth):
-        frontier = [leaf for leaf in frontier if _goes_on(leaf.node)]
-        if not frontier:
+        if not level.alive.any():
             break
-        candidates = drafter.predict([leaf.node for leaf in frontier])
-        noise = noise_of([leaf.row for leaf in frontier], [depth] * len(frontier), candidates.ids)
-        grown: list[_Leaf] = []
-        for leaf, proposals in zip(
-            frontier, _proposals(candidates, noise, strategy.branching, vocab_size), strict=True
-        ):
-            grown += _add_children(trees[leaf.row], leaf, proposals, strategy, calibration)
-        frontier = _likeliest(trees, grown, strategy)
-    return [tree.keep_best(strategy.verify_tokens) for tree in trees]
+        candidates = drafter.predict(level)
+        best = rank(candidates.log_q, noise_of(depth, candidates.ids), k=strategy.branching + 1)
+        scores, tokens, valid = _children(candidates, best, strategy.branching, vocab_size)
+        kinds = None if candidates.kinds is None else candidates.kinds.cpu().numpy()
+        cells = calibration.cells(kinds, depth, scores, strategy.branching)
+        reach = (chance * level.alive)[..., None] * calibration.table[cells]
+        reach[~valid | (reach < strategy.min_chance)] = 0.0
+        k, tokens, reach = cells.shape[-1], tokens.reshape(B, -1), reach.reshape(B, -1)
+        grown.append(_Grown(tokens, np.repeat(numbers, k, axis=1), reach, cells.reshape(B, -1), depth + 1))
+        # of each row's new nodes the likeliest go on, if they can still be among the tokens to verify
+        picks = np.argsort(-reach, axis=1, kind="stable")[:, : strategy.branching]
+        numbers, count = picks + count, count + reach.shape[1]
+        tokens, chance = tokens[rows, picks], reach[rows, picks]
+        alive = _go_on(tokens, chance, depth + 1, roots, grown, strategy)
+        level = Level(depth + 1, tokens, picks // k, alive, roots.law)
+    return _cut(grown, strategy.verify_tokens)
 
 
-class _Leaf(NamedTuple):
-    """A node that may be expanded: the row it belongs to and its number in that row's tree."""
-
-    row: int
-    number: int
-    node: Node
-
-
-class _Proposal(NamedTuple):
-    token: int
-    behind: float  # distance from the best sibling's noisy score
-    gap: float  # lead over the next one
-    kind: int
-    state: Any
-
-
-def _goes_on(node: Node) -> bool:
-    """Nothing follows a stop token; and the last token of a response needs no draft: the pass before gives it."""
-    params = node.request.sampling
-    ended = bool(node.path) and node.path[-1] in params.stop_token_ids
-    return not ended and len(node.committed) + len(node.path) + 1 < params.max_new_tokens
-
-
-def _proposals(candidates: Candidates, noise: Tensor, branching: int, vocab_size: int) -> Iterator[list[_Proposal]]:
-    """For each node its best children, best first; what a drafter may not propose is passed over here."""
-    best = rank(candidates.log_q, noise, k=branching + 1)
+def _children(
+    candidates: Candidates, best: Ranking, branching: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Noisy scores [B, W, k or k + 1]; tokens [B, W, k] of each node's best candidates, and whether they may be its
+    children."""
     ids = best.picks if candidates.ids is None else candidates.ids.gather(-1, best.picks)
-    for m, (scores, tokens, picks) in enumerate(
-        zip(best.scores.tolist(), ids.tolist(), best.picks.tolist(), strict=True)
-    ):
-        found: dict[int, _Proposal] = {}
-        for k, (score, token, pick) in enumerate(zip(scores, tokens, picks, strict=True)):
-            if k == branching or not math.isfinite(score):
-                break  # NaN and padding rank nothing behind them
-            if 0 <= token < vocab_size and token not in found:
-                gap = score - scores[k + 1] if k + 1 < len(scores) else math.inf
-                state = candidates.states[m][pick] if candidates.states is not None else None
-                kind = candidates.kinds[m] if candidates.kinds is not None else 0
-                found[token] = _Proposal(token, scores[0] - score, gap, kind, state)
-        yield list(found.values())
+    scores, tokens = best.scores.cpu().numpy(), ids[..., :branching].cpu().numpy()
+    valid = np.isfinite(scores[..., :branching])
+    if candidates.ids is not None:
+        valid &= (tokens >= 0) & (tokens < vocab_size)
+        same = (tokens[..., :, None] == tokens[..., None, :]) & valid[..., None, :]
+        valid &= ~np.tril(same, -1).any(-1)
+    return scores, tokens, valid
 
 
-def _add_children(
-    tree: DraftTree, leaf: _Leaf, proposals: Sequence[_Proposal], strategy: Strategy, calibration: Calibration
-) -> Iterator[_Leaf]:
-    parent = leaf.node
-    for place, p in enumerate(proposals):
-        where = cell(p.kind, len(parent.path), place, p.behind, p.gap)
-        chance = calibration.chance(where)
-        if tree.chance[leaf.number] * chance >= strategy.min_chance:
-            number = tree.add(leaf.number, p.token, chance, where)
-            yield _Leaf(leaf.row, number, Node(parent.request, parent.committed, (*parent.path, p.token), p.state))
+def _go_on(
+    tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots, grown: Sequence[_Grown], strategy: Strategy
+) -> np.ndarray:
+    """[B, W]: nothing follows a stop token, and the last token of a response needs no draft: the pass before gives
+    it."""
+    alive = (chance > 0) & (roots.room[:, None] > depth + 1)
+    alive &= (tokens[..., None] != roots.stops[:, None, :]).all(-1)
+    if sum(level.chance.shape[1] for level in grown) > strategy.verify_tokens:
+        so_far = np.concatenate([level.chance for level in grown], axis=1)
+        alive &= (
+            chance >= -np.partition(-so_far, strategy.verify_tokens - 1, axis=1)[:, strategy.verify_tokens - 1, None]
+        )
+    return alive
 
 
-def _likeliest(trees: list[DraftTree], grown: Sequence[_Leaf], strategy: Strategy) -> list[_Leaf]:
-    """Of each row's new nodes the `branching` likeliest go on, if they can still be among the tokens to verify."""
-    by_row: dict[int, list[_Leaf]] = {}
-    for leaf in grown:
-        by_row.setdefault(leaf.row, []).append(leaf)
-    kept: list[_Leaf] = []
-    for row, leaves in by_row.items():
-        chance, full = trees[row].chance, len(trees[row].chance) >= strategy.verify_tokens
-        bar = sorted(chance, reverse=True)[strategy.verify_tokens - 1] if full else -1.0
-        leaves.sort(key=lambda leaf: -chance[leaf.number])
-        kept += [leaf for leaf in leaves[: strategy.branching] if chance[leaf.number] > bar]
-    return kept
+def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
+    """The `most` likeliest nodes of each row; a parent is likelier than its child, so what is kept is a tree."""
+    tokens, parents, chance, cells = (np.concatenate(columns, axis=1) for columns in list(zip(*grown, strict=True))[:4])
+    depths = [level.depth for level in grown for _ in range(level.tokens.shape[1])]
+    best = np.argsort(-chance, axis=1, kind="stable")[:, :most]
+    counts = (chance[np.arange(len(best))[:, None], best] > 0).sum(1).tolist()
+    trees = []
+    for row, count in enumerate(counts):
+        kept = np.sort(best[row, :count])
+        place = {node: i for i, node in enumerate(kept.tolist())}
+        trees.append(
+            DraftTree(
+                tokens[row, kept].tolist(),
+                [place[parent] for parent in parents[row, kept].tolist()],
+                [depths[node] for node in place],
+                chance[row, kept].tolist(),
+                cells[row, kept].tolist(),
+            )
+        )
+    return trees
 
 
 def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
@@ -182,15 +158,13 @@ def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
     B, N = len(trees), max(len(tree.tokens) for tree in trees)
     tokens = np.zeros((B, N), dtype=np.int64)
     depths = np.zeros((B, N), dtype=np.int64)
+    parents = np.tile(np.arange(N), (B, 1))
     for b, tree in enumerate(trees):
-        tokens[b, : len(tree.tokens)] = tree.tokens
-        depths[b, : len(tree.depths)] = tree.depths
+        count = len(tree.tokens)
+        tokens[b, :count], depths[b, :count], parents[b, :count] = tree.tokens, tree.depths, tree.parents
     if N == 1:
         return TreeBatch(torch.from_numpy(tokens).to(device), torch.from_numpy(depths).to(device), None)
-    visible = np.zeros((B, N, N), dtype=bool)
-    for b, tree in enumerate(trees):
-        for n, parent in enumerate(tree.parents):
-            visible[b, n] = visible[b, parent]  # parents come first, so theirs is complete
-            visible[b, n, n] = True
-        visible[b, range(len(tree.parents), N), range(len(tree.parents), N)] = True
+    visible = np.tile(np.eye(N, dtype=bool), (B, 1, 1))
+    for n in range(1, N):  # parents come first, so theirs is complete
+        visible[:, n] |= visible[np.arange(B), parents[:, n]]
     return TreeBatch(*(torch.from_numpy(a).to(device) for a in (tokens, depths, visible)))

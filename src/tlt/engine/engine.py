@@ -6,67 +6,89 @@ or preempted.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tlt.config import EngineConfig
+from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
-from tlt.draft.tree import DraftTree, Strategy, grow, stack
+from tlt.draft.features import FeatureLayout, FeatureWindow
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.tree import DraftTree, Roots, grow, stack
+from tlt.engine.drafters import Drafters
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.runner import Runner, Sampled, law_of
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
+from tlt.sampling import Law
 from tlt.types import Request, Response, RolloutStats
-
-log = logging.getLogger(__name__)
-
-PLAIN = Strategy(depth=0, branching=1, verify_tokens=1)
 
 
 class Engine:
-    """`drafter` None, or a strategy of one token to verify, is plain decoding. `detokenize` is needed for stop
-    strings."""
+    """`tuner` picks a strategy for each round; without drafters, or where theirs failed, that is plain decoding.
+
+    `detokenize` is needed for stop strings. `layout` says which features of the target are kept for each live row, and
+    `on_harvest` is given them as windows fill up and responses end.
+    """
 
     def __init__(
         self,
         target: Decoder,
         config: EngineConfig,
-        drafter: Drafter | None = None,
-        strategy: Strategy = PLAIN,
+        drafters: Sequence[Drafter] = (),
+        tuner: Tuner | None = None,
         detokenize: Callable[[Sequence[int]], str] | None = None,
+        layout: FeatureLayout | None = None,
+        on_harvest: Callable[[Harvest], None] | None = None,
     ) -> None:
         self.target, self.config, self.detokenize = target, config, detokenize
-        self.drafter = drafter if strategy.verify_tokens > 1 else None
-        self.strategy = strategy if self.drafter else PLAIN
+        self.tuner = tuner or Fixed(PLAIN)
+        self.drafters = Drafters(drafters)
+        self.layout, self.on_harvest = layout, on_harvest
         self.cache = KVCache(target.options, target.dtype, target.device, config.kv_memory_mb)
         self.runner = Runner(target, self.cache, config.prefill_tokens)
         self.calibration = Calibration()
+        self.window: FeatureWindow | None = None
         self.stats = RolloutStats()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
         """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
         run."""
+        self.start(requests)
+        while self.busy:
+            yield from self.round()
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """A new rollout: what was live or waiting is forgotten."""
         self.stats = RolloutStats(seconds={"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0})
-        self.scheduler = Scheduler(self.cache, self.config.max_rows, self.strategy.verify_tokens)
-        self.noise = NoiseWindow(
-            self.config.max_rows, self.target.options.vocab_size, self.strategy.depth, self.target.device
-        )
+        target, strategies = self.target, self.tuner.strategies
+        self.scheduler = Scheduler(self.cache, self.config.max_rows, max(s.verify_tokens for s in strategies))
+        depth = max(s.depth for s in strategies)
+        self.noise = NoiseWindow(self.config.max_rows, target.options.vocab_size, depth, target.device)
+        if self.layout:
+            self.window = FeatureWindow(self.layout, target.options.hidden_size, target.dtype, target.device)
+        self.runner.window = self.window
+        self.drafters.begin(self.window)
         self.scheduler.submit(requests)
-        self._law = None
-        try:
-            while self.scheduler.waiting or self.scheduler.live:
-                yield from self._round()
-        finally:  # the caller may leave in the middle
-            for row in self.scheduler.live:
-                self._tell("close", row.request)
+        self._law: Law | None = None
+
+    def swap(self, drafter: Drafter) -> None:
+        """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
+        self.drafters.swap(drafter, self.window, [(row.request, row.tokens) for row in self.scheduler.live])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.live)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -74,30 +96,38 @@ class Engine:
         yield
         self.stats.seconds[phase] += time.perf_counter() - start
 
-    def _round(self) -> list[Response]:
-        live = self.scheduler.live
+    def round(self) -> list[Response]:
+        """One turn; returns what finished."""
+        live, stats = self.scheduler.live, self.stats
         with self._timed("prefill"):
-            self._admit()
-            self._make_room()
+            prefilled = self._admit()
+        context = sum(row.kv_length for row in live) / len(live)
+        strategy = self.tuner.choose(len(live), context, self.drafters.usable.keys())
+        with self._timed("prefill"):
+            preempted = self._make_room(strategy)
+        tokens, start = stats.tokens, time.perf_counter()
         with self._timed("draft"):
-            self.noise.prepare([len(row.tokens) for row in live], self.strategy.depth)
-            trees = self._draft()
+            trees = self.draft(strategy)
         with self._timed("verify"):
-            if self._law is None:
-                self._law = law_of([row.request.sampling for row in live], self.target.device)
-            lengths, times = [row.kv_length for row in live], [len(row.tokens) for row in live]
-            sampled = self.runner.verify(stack(trees, self.target.device), lengths, self.noise, times, self._law)
+            sampled = self.verify(trees)
         with self._timed("commit"):
-            return self._commit(trees, sampled)
+            responses = self._commit(trees, sampled, strategy.drafter)
+        stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
+        spent = time.perf_counter() - start
+        stats.drafter_failures = self.drafters.failures
+        stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
+        stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
+        self.tuner.record(strategy, spent, stats.tokens - tokens, scored=not prefilled and not preempted)
+        return responses
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """New rows: prefill each context once, then copy it to the siblings that share it."""
+    def _admit(self) -> bool:
+        """New rows: prefill each context once, then copy it to the siblings that share it. Whether there were any."""
         before = len(self.scheduler.live)
         admitted = self.scheduler.admit()
         if not admitted:
-            return
+            return False
         self._law = None
         self.scheduler.reserve()
         live = self.scheduler.live
@@ -110,79 +140,133 @@ class Engine:
         live[before:] = fresh + copies
         for row in live[before:]:
             self.noise.append(row.request.seed, len(row.tokens), row.request.sampling.max_new_tokens)
-            self._tell("open", row.request, list(row.tokens))
+            self.drafters.open(row.request, list(row.tokens))
+            if self.window:
+                self.window.append()
         self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
         self.runner.prefill(before, [row.context for row in fresh])
         for slot in range(before + len(fresh), len(live)):
             row = live[slot]
-            self.cache.store.copy_slot(source[row.request.prompt.token_ids], slot, row.kv_length)
+            origin = source[row.request.prompt.token_ids]
+            self.cache.store.copy_slot(origin, slot, row.kv_length)
+            if self.window:
+                self.window.copy(origin, slot, row.kv_length)
+        return True
 
-    def _make_room(self) -> None:
+    def _make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
-        later."""
-        for row in self.scheduler.make_room(self.strategy.verify_tokens):
+        later. Whether any did."""
+        left = self.scheduler.make_room(strategy.verify_tokens)
+        for _ in left:
             self.stats.preemptions += 1
-            self._law = None
-            self.noise.remove(len(self.noise.seeds) - 1)
-            self._tell("close", row.request)
+            self._leave(len(self.noise.seeds) - 1)
+        return bool(left)
+
+    def _leave(self, slot: int) -> None:
+        """Every per-row structure but the scheduler's: the last row takes the place of the one that leaves."""
+        self._law = None
+        self.noise.remove(slot)
+        self.drafters.close(slot)
+        if self.window:
+            self.window.remove(slot)
 
     # -- draft --------------------------------------------------------------------------------------------------------
 
-    def _draft(self) -> list[DraftTree]:
-        live = self.scheduler.live
-        if self.drafter is not None:
-            try:
-                rows = [(row.request, row.tokens) for row in live]
-                vocab_size = self.target.options.vocab_size
-                return grow(self.drafter, rows, self.strategy, self._noise_of, vocab_size, self.calibration)
-            except Exception:
-                self._drop_drafter("propose")
-        return [DraftTree([row.root]) for row in live]
-
-    def _noise_of(self, rows: Sequence[int], depths: Sequence[int], ids: torch.Tensor | None) -> torch.Tensor:
+    def _start_rows(self, strategy: Strategy) -> None:
+        """What a round needs to know of each row: its law, its root, its noise."""
         live, device = self.scheduler.live, self.target.device
-        row = torch.tensor(rows, device=device)
-        position = torch.tensor([len(live[r].tokens) + d for r, d in zip(rows, depths, strict=True)], device=device)
-        return self.noise.at(row, position) if ids is None else self.noise.at_ids(row, position, ids.to(device))
+        times = [len(row.tokens) for row in live]
+        self.noise.prepare(times, strategy.depth)
+        if self._law is None:
+            self._law = law_of([row.request.sampling for row in live], device)
+            stops = [row.request.sampling.stop_token_ids for row in live]
+            most = max(1, max(len(s) for s in stops))
+            self._stops = np.array([[*s, *[-1] * (most - len(s))] for s in stops])
+            self._greedy = self._law.temperature == 0
+            self._any_greedy = bool(self._greedy.any())
+        self._times = torch.tensor(times, device=device)
+        self._rows = torch.arange(len(live), device=device)[:, None]
 
-    def _tell(self, event: str, *details: object) -> None:
-        if self.drafter is not None:
-            try:
-                getattr(self.drafter, event)(*details)
-            except Exception:
-                self._drop_drafter(event)
+    def draft(self, strategy: Strategy) -> list[DraftTree]:
+        self._start_rows(strategy)
+        live, device = self.scheduler.live, self.target.device
+        drafter = self.drafters.usable.get(strategy.drafter)
+        trees = None
+        if drafter is not None:
+            tokens, room = np.array(
+                [(row.root, row.request.sampling.max_new_tokens - len(row.tokens)) for row in live]
+            ).T
+            assert self._law is not None, "set just above"
+            roots = Roots(tokens, room, self._stops, self._law)
+            vocab_size = self.target.options.vocab_size
+            trees = self.drafters.guard(
+                strategy.drafter,
+                lambda: grow(drafter, roots, strategy, self._noise_of, vocab_size, self.calibration),
+                "propose",
+            )
+        return trees or [DraftTree([row.root]) for row in live]
 
-    def _drop_drafter(self, event: str) -> None:
-        """Rule 4: a drafter that fails costs speed, never a token. The rest of this engine's life is plain decoding."""
-        log.exception("the drafter failed to %s; going on without it", event)
-        self.stats.drafter_failures += 1
-        self.drafter, self.strategy = None, PLAIN
+    def _noise_of(self, depth: int, ids: Tensor | None) -> Tensor:
+        positions = self._times[:, None] + depth
+        if ids is None:
+            noise = self.noise.at(self._rows, positions)
+        else:
+            noise = self.noise.at_ids(self._rows[..., None], positions[..., None], ids)
+        return noise.masked_fill(self._greedy[:, None, None], 0.0) if self._any_greedy else noise
+
+    def verify(self, trees: Sequence[DraftTree]) -> Sampled:
+        """One target pass over all trees."""
+        assert self._law is not None, "draft comes before verify"
+        lengths = [row.kv_length for row in self.scheduler.live]
+        return self.runner.verify(stack(trees, self.target.device), lengths, self.noise, self._times, self._law)
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
-    def _commit(self, trees: Sequence[DraftTree], sampled: Sampled) -> list[Response]:
+    def _commit(self, trees: Sequence[DraftTree], sampled: Sampled, drafter: str) -> list[Response]:
         live, stats = self.scheduler.live, self.stats
         stats.rounds += 1
         self.calibration.next_round()
         stats.row_passes += len(live)
         moves: list[tuple[int, int, int]] = []
+        entries: list[tuple[int, int, int, int]] = []  # slot, node, position, the token that follows
         finished: list[tuple[int, str]] = []
         for slot, (row, tree) in enumerate(zip(live, trees, strict=True)):
             path = walk(tree, sampled.tokens[slot])
             self.calibration.observe(tree.cells, tree.parents, path)
+            if len(tree.tokens) > 1:
+                self.drafters.agreement[drafter].add(1 in path)
             start = row.kv_length
             moves += [(slot, start + node, start + i) for i, node in enumerate(path) if node != i]
+            entries += [(slot, node, start + i, sampled.tokens[slot][node]) for i, node in enumerate(path)]
             reason = self._append(row, path, sampled, slot)
             taken = row.kv_length - start
             stats.drafted += len(tree.tokens) - 1
             stats.accepted += min(taken, len(path) - 1)
             stats.tokens += taken
-            self._tell("commit", row.request, row.tokens[-taken:])
+            self.drafters.commit(slot, row.tokens[-taken:])
             if reason:
                 finished.append((slot, reason))
         if moves:
             self.cache.store.move(*torch.tensor(moves, device=self.target.device).unbind(1))
+        if self.window and sampled.features is not None:
+            slots, nodes, positions, following = map(list, zip(*entries, strict=True))
+            self.window.write(slots, positions, sampled.features[slots, nodes], following)
+            self._harvest(dict(finished))
         return [self._finish(slot, reason) for slot, reason in reversed(finished)]
+
+    def _harvest(self, finished: Collection[int]) -> None:
+        """Give away whole windows as they fill up, and the last window of what is finished."""
+        if self.on_harvest is None or self.window is None:
+            return
+        size = self.window.window
+        for slot, row in enumerate(self.scheduler.live):
+            full = self.window.length[slot] - row.harvested >= size
+            if full or slot in finished:
+                low = max(row.harvested, self.window.first[slot]) if full else self.window.start(slot)
+                high = low + size if full else self.window.length[slot]
+                features, tokens = self.window.read(slot, low, high)
+                prompt_length, row.harvested = len(row.request.prompt.token_ids), high
+                self.on_harvest(Harvest(self.target.version, low, prompt_length, tokens.cpu(), features.cpu()))
 
     def _append(self, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
         """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
@@ -209,9 +293,7 @@ class Engine:
 
     def _finish(self, slot: int, reason: str) -> Response:
         row = self.scheduler.live[slot]
-        self._tell("close", row.request)
         self.scheduler.remove(slot)
-        self.noise.remove(slot)
-        self._law = None
+        self._leave(slot)
         text = self.detokenize(row.tokens) if self.detokenize else ""
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)

@@ -64,6 +64,6 @@ class NoiseWindow:
         return self.ring[rows, positions % self.width]
 
     def at_ids(self, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        """Noise [M, K] of M (row, position) pairs, for the listed token ids; an id out of range gets some id's
+        """Noise of (row, position, token id) index tensors that broadcast together; an id out of range gets some id's
         noise."""
-        return self.ring[rows[:, None], (positions % self.width)[:, None], ids.clamp(0, self.vocab_size - 1)]
+        return self.ring[rows, positions % self.width, ids.clamp(0, self.vocab_size - 1)]

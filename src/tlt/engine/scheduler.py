@@ -21,6 +21,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
+    harvested: int = 0
+    """entries of the feature window below this one have been given away"""
 
     @property
     def context(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -94,19 +94,24 @@ class Decoder:
         self.layers, self.embedding, self.head, self.norm, self.version = layers, embedding, head, norm, version
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [B, N] -> hidden states after the final norm [B, N, D]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
+        """tokens, positions [B, N] -> hidden states after the final norm [B, N, D].
+
+        `taps` is filled: its keys are layers, its values become the states [B * N, D] that enter them.
+        """
         o = self.options
         heads, split = o.num_heads + o.num_kv_heads, (o.num_heads + o.num_kv_heads) * o.head_dim
         x = F.embedding(tokens.reshape(-1), self.embedding)  # [B * N, D] all the way: few and flat operations
-        cis = self._cis[positions.reshape(-1)]  # [B * N, 1, E/2]
+        cis = self.cis(positions.reshape(-1))
         for index, layer in enumerate(self.layers):
+            if taps is not None and index in taps:
+                taps[index] = x
             h = layer.input_norm(x)
             qkv = _linear(h, layer.qkv, layer.qkv_bias)
             qk, value = qkv[:, :split].view(-1, heads, o.head_dim), qkv[:, split:]
             if layer.qk_norm is not None:
                 qk = layer.qk_norm(qk)
-            qk = _rotate(qk, cis)
+            qk = rotate(qk, cis)
             mixed = attend(
                 index, qk[:, : o.num_heads], qk[:, o.num_heads :], value.view(-1, o.num_kv_heads, o.head_dim)
             )
@@ -115,6 +120,10 @@ class Decoder:
             gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x = torch.addmm(x if layer.down_bias is None else x + layer.down_bias, F.silu(gate).mul_(up), layer.down)
         return self.norm(x).view(*tokens.shape, -1)
+
+    def cis(self, positions: Tensor) -> Tensor:
+        """cos + i sin [M, 1, E/2] at positions [M], for `rotate`."""
+        return self._cis[positions]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -126,7 +135,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def _rotate(x: Tensor, cis: Tensor) -> Tensor:
+def rotate(x: Tensor, cis: Tensor) -> Tensor:
     """Rotary embedding of interleaved pairs, one complex product; bfloat16 is widened, having no complex type."""
     narrow = x.dtype == torch.bfloat16
     wide = x.float() if narrow else x
@@ -198,7 +207,7 @@ class _Loader:
         )
 
     def _paired(self, name: str, shape: tuple[int, ...], paired: bool) -> Tensor:
-        """Re-order each head from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1), which `_rotate` wants.
+        """Re-order each head from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1), which `rotate` wants.
 
         Queries and keys are re-ordered alike, so their products, and all that leaves the layer, stay the same.
         """

@@ -24,11 +24,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tlt import sampling
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Candidates, Drafter, Node
-from tlt.draft.tree import DraftTree, Strategy
-from tlt.engine.engine import PLAIN, Engine
+from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.tree import DraftTree
+from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.runner import Runner
+from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
 from tlt.sampling import gumbel_noise
@@ -77,7 +79,7 @@ class Target:
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
                     weight.fill_(1.5)  # sharp attention: a key at the wrong place, or of another branch, shows
             self.model.lm_head.weight.mul_(0.7)
-        _widen(self.model)
+        widen(self.model)
         self.decoder = Decoder(decoder_options(self.config), dtype, torch.device("cpu"))
         self.decoder.load(self.model.state_dict(), version=0)
         self._logits: dict[Context, list[float]] = {}
@@ -117,7 +119,7 @@ class Target:
         return law
 
 
-def _widen(model: Qwen3ForCausalLM) -> None:
+def widen(model: Qwen3ForCausalLM) -> None:
     """transformers keeps norms and rotary angles in float32 even under float64; a reference for float64 must not."""
     for module in model.modules():
         if type(module).__name__ == "Qwen3RMSNorm":
@@ -210,19 +212,7 @@ def _log(p: float) -> float:
 # -- drafters -------------------------------------------------------------------------------------------------------
 
 
-class Stateless:
-    """A drafter that needs no news of the engine."""
-
-    name = "stateless"
-
-    def open(self, request: Request, committed: Sequence[int]) -> None: ...
-
-    def commit(self, request: Request, tokens: Sequence[int]) -> None: ...
-
-    def close(self, request: Request) -> None: ...
-
-
-class ContextDrafter(Stateless):
+class ContextDrafter(NodeDrafter):
     """log q = `trust` times the target's own log p, plus noise of size `spread` that is a function of the context.
 
     trust 1 and spread 0 is the oracle; trust 0 knows nothing; a negative trust is wrong wherever it can be. `listed`
@@ -244,17 +234,17 @@ class ContextDrafter(Stateless):
             self._known[key] = [score + s for score, s in zip(scores, shift.tolist(), strict=True)]
         return self._known[key]
 
-    def predict(self, nodes: Sequence[Node]) -> Candidates:
+    def propose(self, nodes: Sequence[Node]) -> Offer:
         contexts = [(*node.request.prompt.token_ids, *node.committed, *node.path) for node in nodes]
         self.target.logits(contexts)
         log_q = torch.tensor(
             [self.log_q(c, n.request.sampling) for c, n in zip(contexts, nodes, strict=True)], dtype=torch.float64
         )
         if not self.listed:
-            return Candidates(None, log_q)
+            return Offer(None, log_q)
         best = log_q.topk(self.listed, dim=-1)
         pad = torch.full((len(nodes), 1), -1)
-        return Candidates(
+        return Offer(
             torch.cat([best.indices.flip(-1), pad], dim=-1),
             torch.cat([best.values.flip(-1), torch.full(pad.shape, -math.inf, dtype=torch.float64)], dim=-1),
         )
@@ -276,12 +266,21 @@ def build(
     bound_tokens: int | None = None,
     prefill_tokens: int = 2048,
 ) -> Engine:
-    """`bound_tokens` sets the cache's bound below what a config in MiB could say."""
+    """An engine that always drafts with this drafter and the shape of `strategy`; plain decoding without one.
+
+    `bound_tokens` sets the cache's bound below what a config in MiB could say.
+    """
     config = EngineConfig(max_rows=max_rows, prefill_tokens=prefill_tokens)
-    engine = Engine(target.decoder, config, drafter, strategy)
+    drafters = [] if drafter is None else [drafter]
+    engine = Engine(target.decoder, config, drafters, Fixed(strategy_for(drafter, strategy)))
     if bound_tokens is not None:
         engine.cache.bound_tokens = bound_tokens
     return engine
+
+
+def strategy_for(drafter: Drafter | None, shape: Strategy) -> Strategy:
+    """The shape (a strategy whose `drafter` says nothing) with this drafter."""
+    return PLAIN if drafter is None else shape._replace(drafter=drafter.name)
 
 
 def decode(
@@ -302,14 +301,14 @@ def decode(
 
 
 def _after_each_round(engine: Engine, action: Callable[[Engine], None]) -> None:
-    one_round = engine._round
+    one_round = engine.round
 
     def observed() -> list[Response]:
         responses = one_round()
         action(engine)
         return responses
 
-    engine._round = observed
+    engine.round = observed
 
 
 class Step(NamedTuple):
@@ -327,11 +326,11 @@ def record_steps(engine: Engine) -> list[Step]:
     steps: list[Step] = []
     commit = engine._commit
 
-    def observed(trees, sampled):
+    def observed(trees, sampled, drafter):
         rows = list(engine.scheduler.live)
         before = [len(row.tokens) for row in rows]
         tokens = [list(t) for t in sampled.tokens]
-        responses = commit(trees, sampled)
+        responses = commit(trees, sampled, drafter)
         for row, tree, picked, start in zip(rows, trees, tokens, before, strict=True):
             steps.append(Step(row.request, tree, picked, start, len(row.tokens)))
         return responses

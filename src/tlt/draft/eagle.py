@@ -1,0 +1,175 @@
+"""The learned drafters: one decoder layer over the target's hidden states, with the target's embedding and head.
+
+Entry p of a sequence stands for token p: its input is the target's features of token p and the embedding of token
+p + 1, its output predicts token p + 2. Where the target has not been yet, the features are the layer's own output of
+the entry before.
+
+- `eagle3` (arXiv 2503.01840): features of a low, a middle and a high layer, fused by fc; the layer's attention reads
+  the normed embedding beside the normed features.
+- `eagle1` (arXiv 2401.15077): the last hidden state alone, fused with the embedding by fc; no input norm, no output
+  norm. A quarter of the traffic.
+
+Tensor names and shapes are those of the published checkpoints, so that a folder written here needs no surgery.
+Shapes: M entries, D hidden, H query heads, K key-value heads, E head size, F features of a token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tlt.draft.features import FeatureLayout
+from tlt.models.families import DecoderOptions
+
+Kind = Literal["eagle1", "eagle3"]
+
+
+class DrafterError(ValueError):
+    """A drafter folder that cannot be used; the message names the thing and the remedy."""
+
+
+@dataclass(frozen=True)
+class EagleOptions:
+    kind: Kind
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_positions: int
+    taps: tuple[int, ...]
+    """hidden_states indices of the target that are fused; () for eagle1"""
+    window: int
+    """entries that are attended"""
+
+    @property
+    def layout(self) -> FeatureLayout:
+        return FeatureLayout(self.taps, self.window)
+
+
+def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptions:
+    """A drafter of the target's own shape."""
+    L = target.num_layers
+    return EagleOptions(
+        kind=kind,
+        hidden_size=target.hidden_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        vocab_size=target.vocab_size,
+        max_positions=target.max_positions,
+        taps=(min(2, L - 1), L // 2, max(0, L - 3)) if kind == "eagle3" else (),
+        window=window,
+    )
+
+
+class EagleLayer(nn.Module):
+    """The trainable tensors; `fuse`, `inputs` and `finish` are what the two kinds do differently."""
+
+    def __init__(self, options: EagleOptions) -> None:
+        super().__init__()
+        self.options = o = options
+        self.published: float | None = None
+        """how often its first guess was right on held-out prompts, once that was measured"""
+        D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
+        self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
+        self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)
+        self.k_proj = nn.Linear(wide, o.num_kv_heads * E, bias=False)
+        self.v_proj = nn.Linear(wide, o.num_kv_heads * E, bias=False)
+        self.o_proj = nn.Linear(o.num_heads * E, D, bias=False)
+        self.gate_proj = nn.Linear(D, o.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(D, o.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(o.intermediate_size, D, bias=False)
+        self.post_attention_layernorm = nn.RMSNorm(D, o.rms_norm_eps)
+        if o.kind == "eagle3":
+            self.input_layernorm = nn.RMSNorm(D, o.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(D, o.rms_norm_eps)
+            self.norm = nn.RMSNorm(D, o.rms_norm_eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [M, F], as kept by the engine -> [M, D]."""
+        D = self.options.hidden_size
+        return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
+
+    def inputs(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings and features [M, D] -> what attention projects, and the residual stream."""
+        if self.options.kind == "eagle3":
+            return torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1), g
+        z = self.fc(torch.cat([embedded, g], dim=-1))
+        return z, z
+
+    def mlp(self, x: Tensor) -> Tensor:
+        h = self.post_attention_layernorm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+    def finish(self, g: Tensor) -> Tensor:
+        """The layer's output -> what the target's head takes."""
+        return self.norm(g) if self.options.kind == "eagle3" else g
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def _published(name: str, kind: Kind) -> str:
+    """Module name -> name in a checkpoint."""
+    if name.startswith(("fc.", "norm.")):
+        return name
+    layer = "midlayer." if kind == "eagle3" else "layers.0."
+    part = name.split(".")[0]
+    home = {"q_proj": "self_attn.", "k_proj": "self_attn.", "v_proj": "self_attn.", "o_proj": "self_attn."}
+    home |= {"gate_proj": "mlp.", "up_proj": "mlp.", "down_proj": "mlp."}
+    return layer + home.get(part, "") + name
+
+
+def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
+    """model.safetensors with the published names, and config.json."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {_published(n, layer.options.kind): t.detach().contiguous().cpu() for n, t in layer.state_dict().items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = {"tlt_drafter": asdict(layer.options), "agreement": layer.published}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
+    """Raises DrafterError if the folder does not hold a drafter that fits the target."""
+    path = Path(folder)
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        raw, published = config["tlt_drafter"], config.get("agreement")
+        tensors = load_file(path / "model.safetensors")
+        options = EagleOptions(**{**raw, "taps": tuple(raw["taps"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DrafterError(
+            f"{path} holds no drafter that can be read ({error}): make one with tlt draft train"
+        ) from None
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(options, name) != getattr(target, name):
+            raise DrafterError(
+                f"the drafter in {path} was made for a target with {name} {getattr(options, name)}, "
+                f"but the model has {getattr(target, name)}"
+            )
+    if max(options.taps, default=0) >= target.num_layers:
+        raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
+    layer = EagleLayer(options)
+    wanted = {_published(name, options.kind): name for name in layer.state_dict()}
+    if wanted.keys() != tensors.keys():
+        odd = sorted(wanted.keys() ^ tensors.keys())[0]
+        raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: see {odd}")
+    try:
+        layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {error}") from None
+    layer.published = published
+    return layer

@@ -1,0 +1,43 @@
+"""Learned and suffix guesses as one law: q = (1 - w) q_learned + w q_suffix, w by how long the suffix's match was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tlt.draft.drafter import Candidates, Drafter, Level
+from tlt.draft.features import FeatureWindow
+from tlt.draft.suffix import SuffixDrafter
+from tlt.types import Request
+
+_WEIGHTS = (0.0, 0.1, 0.3, 0.6)  # of the suffix's law, by its kind of match: none, 2, 4 or 8 tokens
+
+
+class MixedDrafter:
+    """Both drafters are the engine's own, which tells them what happens: nothing is told here."""
+
+    name = "mixed"
+    published: float | None = None
+
+    def __init__(self, learned: Drafter, suffix: SuffixDrafter) -> None:
+        self.learned, self.suffix = learned, suffix
+
+    def begin(self, window: FeatureWindow | None) -> None: ...
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None: ...
+
+    def close(self, row: int) -> None: ...
+
+    def predict(self, level: Level) -> Candidates:
+        learned, suffix = self.learned.predict(level), self.suffix.predict(level)
+        assert suffix.ids is not None, "the suffix drafter lists its candidates"
+        assert suffix.kinds is not None, "and says how long the matches were"
+        q = learned.log_q.exp()
+        ids, kinds, known = (x.to(q.device) for x in (suffix.ids, suffix.kinds, suffix.log_q))
+        weight = torch.tensor(_WEIGHTS, dtype=q.dtype, device=q.device)[kinds][..., None]
+        known = known.to(q.dtype).exp().masked_fill_(ids < 0, 0.0)
+        q = q.mul_(1 - weight).scatter_add_(-1, ids.clamp(min=0), known * weight)
+        return Candidates(None, q.log_(), kinds)

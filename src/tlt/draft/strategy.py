@@ -1,0 +1,26 @@
+"""How to speculate in a round. (Apart from tree.py, so that the tuner can be run without torch.)"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Strategy(NamedTuple):
+    """`verify_tokens` counts the root, so 1 is plain decoding."""
+
+    drafter: str
+    """name of the drafter; of no meaning in plain decoding"""
+    depth: int
+    branching: int
+    verify_tokens: int
+    min_chance: float = 0.0
+    """a node less likely to be reached than this is not verified"""
+
+    @property
+    def name(self) -> str:
+        if self.verify_tokens == 1:
+            return "plain"
+        return f"{self.drafter} d{self.depth} b{self.branching} n{self.verify_tokens} p{self.min_chance:g}"
+
+
+PLAIN = Strategy("plain", 0, 1, 1)

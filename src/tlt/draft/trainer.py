@@ -1,0 +1,229 @@
+"""Training of the learned drafter on the harvest, a short step at a time.
+
+Unrolled as at inference (training-time test, EAGLE-3, arXiv 2503.01840): column 0 reads the target's features; column
+t reads the layer's own output of column t - 1 in their place, and attends the true entries up to its root and its own
+chain of guesses. The teacher is the target's full law, recomputed from its last hidden state with the head of that
+version.
+
+Sequences are packed one behind the other; attention stays inside each.
+Shapes: T entries of a pack, D hidden, H query heads, K key-value heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tlt.config import DrafterTrainConfig
+from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import EagleLayer
+from tlt.models.decoder import Decoder
+
+_LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
+
+
+class Pack(NamedTuple):
+    tokens: Tensor
+    """[T] the token that follows each entry"""
+    features: Tensor
+    """[T, F]"""
+    positions: Tensor
+    """[T] true ones"""
+    segments: Tensor
+    """[T] which harvest an entry is of"""
+    counted: Tensor
+    """[T] bool: the entry's column 0 predicts a token of a response"""
+
+
+def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
+    lengths = torch.tensor([len(item.tokens) for item in items])
+    start = torch.tensor([item.start for item in items]).repeat_interleave(lengths)
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    positions = torch.arange(int(lengths.sum())) - first + start
+    prompt = torch.tensor([item.prompt_length for item in items]).repeat_interleave(lengths)
+    return Pack(
+        torch.cat([item.tokens for item in items]).to(device),
+        torch.cat([item.features for item in items]).to(device),
+        positions.to(device),
+        torch.arange(len(items)).repeat_interleave(lengths).to(device),
+        (positions + 2 >= prompt).to(device),
+    )
+
+
+def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: random.Random) -> Iterator[Pack]:
+    """One pass over the items in random order, `tokens` entries a pack, and at least one item."""
+    order = list(items)
+    rng.shuffle(order)
+    held: list[Harvest] = []
+    for item in order:
+        if held and sum(len(h.tokens) for h in held) + len(item.tokens) > tokens:
+            yield pack(held, device)
+            held = []
+        held.append(item)
+    if held:
+        yield pack(held, device)
+
+
+# -- losses: log p and log q [M, V] -> [M] -------------------------------------------------------------------------
+
+
+def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return -(log_p.exp() * log_q).sum(-1)
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Shared-noise draft and target agree with a chance of at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def hybrid(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL where the laws are far apart, total variation where they are close (the LK loss of speculators)."""
+    distance = total_variation(log_p, log_q)
+    weight = torch.exp(-3.0 * (1 - distance.detach()))
+    return weight * (log_p.exp() * (log_p - log_q)).sum(-1) + (1 - weight) * distance
+
+
+def agreement(log_p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
+    """1 - the chance that argmax(log p + g) = argmax(log q + g): for each v, 1 / sum_u max(p_u / p_v, q_u / q_v); over
+    the target's `likeliest` tokens v."""
+    top_p, ids = log_p.topk(likeliest, dim=-1)
+    ratio_p = log_p[:, None] - top_p[..., None]
+    ratio_q = log_q[:, None] - log_q.gather(-1, ids)[..., None]
+    return 1 - torch.maximum(ratio_p, ratio_q).logsumexp(-1).neg().exp().sum(-1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "total_variation": total_variation,
+    "hybrid": hybrid,
+    "agreement": agreement,
+}
+
+
+# -- the unrolled pass ---------------------------------------------------------------------------------------------
+
+
+def unroll(
+    layer: EagleLayer, embedding: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Pack, steps: int
+) -> list[Tensor]:
+    """Columns 0 .. steps - 1: what the head takes at every entry, [T, D] each. Entry i of column t predicts the token
+    t + 2 behind token i; at the end of a sequence its input is some other token, and its output means nothing.
+
+    `cos_sin` [positions, E] each, of the target's rotary embedding in Hugging Face's order.
+    """
+    o, T = layer.options, len(batch.tokens)
+    share = o.num_heads // o.num_kv_heads
+    place = torch.arange(T, device=batch.tokens.device)
+    apart = place[:, None] - place
+    seen = (apart >= 0) & (apart < o.window) & (batch.segments[:, None] == batch.segments)
+    bias = torch.zeros(T, T, dtype=batch.features.dtype, device=place.device).masked_fill_(~seen, -torch.inf)
+    g = layer.fuse(batch.features)
+    keys: list[Tensor] = []  # of each column, [K, T, E]
+    values: list[Tensor] = []
+    out = []
+    for t in range(steps):
+        x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t), embedding), g)
+        at = (batch.positions + t).clamp(max=len(cos_sin[0]) - 1)
+        query, key = (_rotate_halves(p(x).view(T, -1, o.head_dim), cos_sin, at) for p in (layer.q_proj, layer.k_proj))
+        keys.append(key.transpose(0, 1))
+        values.append(layer.v_proj(x).view(T, o.num_kv_heads, o.head_dim).transpose(0, 1))
+        query = query.view(T, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
+        true = query @ keys[0].transpose(1, 2)[:, None] + bias  # [K, share, T, T]
+        own = [(query * k[:, None]).sum(-1, keepdim=True) for k in keys[1:]]  # its own chain: [K, share, T, 1] each
+        weights = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1)
+        mixed = weights[..., :T] @ values[0][:, None]
+        for s, v in enumerate(values[1:]):
+            mixed = mixed + weights[..., T + s, None] * v[:, None]
+        g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).reshape(T, -1)))
+        out.append(layer.finish(g))
+    return out
+
+
+def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    """[T, heads, E] in Hugging Face's order of pairs (i, i + E/2)."""
+    cos, sin = (table[positions, None] for table in cos_sin)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+class DrafterTrainer:
+    """Owns the trainable layer in float32 or wider, and its optimizer. The target's embedding and head are read from
+    the decoder at every step, so they are always those of its present version."""
+
+    def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
+        self.layer, self.target, self.config = layer, target, config
+        self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+        layer.to(target.device, self.dtype)
+        self.optimizer = torch.optim.AdamW(
+            layer.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.rng = random.Random(seed)
+        self.steps = 0
+        self.rate_scale = 1.0
+        """the caller's schedule: a factor on the learning rate"""
+        cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
+        self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
+
+    def loss(self, batch: Pack) -> tuple[Tensor, list[float]]:
+        """The mean loss over all columns, weighted by `decay`; and the mean of 1 - TV of each column."""
+        embedding, head = (x.to(self.dtype) for x in (self.target.embedding, self.target.head))
+        batch = batch._replace(features=batch.features.to(self.dtype))
+        columns = unroll(self.layer, embedding, self.cos_sin, batch, self.config.unroll)
+        last = batch.features[:, -self.layer.options.hidden_size :]
+        total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=last.device), 0.0, []
+        for t, out in enumerate(columns):
+            ahead = 1 + t
+            inside = batch.segments[ahead:] == batch.segments[:-ahead]
+            where = (inside & (batch.counted[:-ahead] | batch.counted[ahead:])).nonzero().squeeze(1)
+            if len(where) == 0:
+                overlaps.append(float("nan"))
+                continue
+            loss, overlap = self._column(out[where], last[where + ahead], head)
+            total = total + self.config.decay**t * loss
+            weight += self.config.decay**t
+            overlaps.append(overlap)
+        return total / max(weight, 1e-9), overlaps
+
+    def _column(self, out: Tensor, teacher: Tensor, head: Tensor) -> tuple[Tensor, float]:
+        """Mean loss and mean overlap of M entries, a chunk at a time, so that no [M, V] tensor outlives its chunk."""
+
+        def chunk(out: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+            log_p = torch.log_softmax(F.linear(teacher, head), dim=-1)
+            log_q = torch.log_softmax(F.linear(out, head), dim=-1)
+            overlap = 1 - total_variation(log_p, log_q.detach())
+            return LOSSES[self.config.loss](log_p, log_q).sum(), overlap.sum()
+
+        rows = max(1, _LOSS_ROWS // len(head))
+        if len(out) <= rows:
+            loss, overlap = chunk(out, teacher)
+        else:
+            parts = [
+                checkpoint(chunk, out[i : i + rows], teacher[i : i + rows], use_reentrant=False)
+                for i in range(0, len(out), rows)
+            ]
+            loss, overlap = (torch.stack(x).sum() for x in zip(*parts, strict=True))
+        return loss / len(out), overlap.item() / len(out)
+
+    def step(self, batch: Pack) -> list[float]:
+        """One optimizer step; returns the mean of 1 - TV of each column, before it."""
+        rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, overlaps = self.loss(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.layer.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.steps += 1
+        return overlaps
+
+    def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
+        """One pass over the harvest; gives what `step` gives, so that a caller may stop in between."""
+        for batch in packs(items, self.config.micro_batch_tokens, self.target.device, self.rng):
+            yield self.step(batch)

@@ -1,0 +1,170 @@
+"""`tlt draft train` and `tlt draft eval`: a learned drafter from prompts alone, and what it is worth.
+
+Harvest, then train: the target answers the recipe's prompts, and the drafter learns from what that computed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tlt.cluster.local import load_tokenizer, make_target, sampling_params
+from tlt.config import Config, ConfigError
+from tlt.data import load_prompts
+from tlt.draft.buffer import HarvestBuffer
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import Strategy
+from tlt.draft.suffix import SuffixDrafter
+from tlt.draft.trainer import DrafterTrainer
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.metrics import provenance, write_json
+from tlt.models.decoder import Decoder
+from tlt.models.weights import read_safetensors
+from tlt.sampling import request_seed
+from tlt.types import Request
+
+_HELD_OUT = 16  # prompts that no drafter is trained on
+_HARVEST_WITH = Strategy("suffix", 6, 1, 7, 0.6)
+_CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
+
+
+@dataclass
+class Workbench:
+    """The target of a recipe and requests for its prompts: those to train on, and those held out."""
+
+    config: Config
+    target: Decoder
+    train: list[Request]
+    held_out: list[Request]
+
+    @classmethod
+    def of(cls, config: Config) -> Workbench:
+        tokenizer = load_tokenizer(config.model.path)
+        target = make_target(config.model)
+        target.load(read_safetensors(config.model.path), version=0)
+        prompts = load_prompts(config.data, lambda text: tokenizer(text)["input_ids"])
+        if len(prompts) <= _HELD_OUT:
+            raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} are held out, so give more")
+        params = sampling_params(config.rollout, config.model.path, tokenizer)
+        requests = [
+            [
+                Request(prompt, k, 0, request_seed(config.run.seed, "draft", prompt.prompt_id, 0, k), params)
+                for k in range(config.rollout.group_size)
+            ]
+            for prompt in prompts
+        ]
+        random.Random(config.run.seed).shuffle(requests)
+        flat = [
+            [request for group in part for request in group] for part in (requests[_HELD_OUT:], requests[:_HELD_OUT])
+        ]
+        return cls(config, target, *flat)
+
+
+def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
+    """Write a drafter's folder: weights, config, and training.json with how it was made."""
+    console = Console(highlight=False)
+    bench = Workbench.of(config)
+    torch.manual_seed(config.run.seed)
+    layer = EagleLayer(eagle_options(bench.target.options, config.drafter.kind, config.drafter.window))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        began = time.perf_counter()
+        buffer = _harvest(bench, layer, harvest_tokens, progress)
+        harvested = time.perf_counter() - began
+        trainer = DrafterTrainer(layer, bench.target, config.drafter, config.run.seed)
+        overlaps = _train(trainer, buffer, seconds, progress)
+    results = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
+    layer.published = results[0]["agreement"][0]
+    save_drafter(layer, folder)
+    facts = {
+        "harvest_tokens": buffer.tokens,
+        "harvest_seconds": harvested,
+        "train_seconds": seconds,
+        "steps": trainer.steps,
+        "overlap": overlaps,
+        "config": config.drafter.model_dump(),
+    }
+    write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
+    _print(console, results)
+    console.print(f"the drafter is in {folder}; use it by --speculation.path {folder}")
+
+
+def _harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress) -> HarvestBuffer:
+    buffer = HarvestBuffer(min(tokens, bench.config.drafter.buffer_tokens))
+    drafter = SuffixDrafter(bench.config.speculation.history_tokens)
+    layout = layer.options.layout
+    engine = Engine(
+        bench.target, bench.config.engine, [drafter], Fixed(_HARVEST_WITH), layout=layout, on_harvest=buffer.add
+    )
+    task = progress.add_task("harvest", total=tokens, note="")
+    engine.start(bench.train)
+    while engine.busy and buffer.tokens < buffer.max_tokens:
+        engine.round()
+        progress.update(task, completed=buffer.tokens, note=f"{buffer.tokens:,} tokens")
+    progress.update(task, completed=tokens)
+    return buffer
+
+
+def _train(trainer: DrafterTrainer, buffer: HarvestBuffer, seconds: float, progress: Progress) -> list[float]:
+    """For that long, the learning rate falling to a tenth; returns the last steps' mean overlap by guess."""
+    task = progress.add_task("train", total=seconds, note="")
+    recent: list[list[float]] = []
+    began = time.perf_counter()
+    while True:
+        for overlaps in trainer.epoch(buffer.items):
+            spent = time.perf_counter() - began
+            recent = [*recent[-49:], overlaps]
+            means = [sum(column) / len(column) for column in zip(*recent, strict=True)]
+            progress.update(task, completed=min(spent, seconds), note=f"agreement of laws {means[0]:.3f}")
+            if spent >= seconds:
+                return means
+            trainer.rate_scale = 1 - 0.9 * spent / seconds
+
+
+def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy) -> dict[str, Any]:
+    """Accept length and agreement by depth on the held-out prompts; nothing is cut, so all depths are seen."""
+    drafter = EagleDrafter(layer, bench.target)
+    engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), layout=layer.options.layout)
+    began = time.perf_counter()
+    for _ in engine.generate(bench.held_out):
+        pass
+    seconds = time.perf_counter() - began
+    return {
+        "strategy": strategy.name,
+        "accept_length": engine.stats.accept_length,
+        "agreement": engine.calibration.agreement(strategy.depth, strategy.branching),
+        "tokens_per_second": engine.stats.tokens / seconds,
+        "tokens": engine.stats.tokens,
+    }
+
+
+def eval_drafter(config: Config, json_file: Path | None) -> None:
+    if config.speculation.path is None:
+        raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
+    bench = Workbench.of(config)
+    layer = load_drafter(config.speculation.path, bench.target.options)
+    results = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
+    _print(Console(highlight=False), results)
+    if json_file:
+        write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
+
+
+def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    depth = max(len(result["agreement"]) for result in results)
+    columns = ("strategy", "accept length", *(f"depth {d + 1}" for d in range(depth)))
+    table = Table(*columns, title=f"held-out prompts, {results[0]['tokens']:,} tokens; chance that a guess is right")
+    for result in results:
+        agreement = (f"{a:.2f}" if a is not None else "-" for a in result["agreement"])
+        table.add_row(result["strategy"], f"{result['accept_length']:.2f}", *agreement)
+    console.print(table)

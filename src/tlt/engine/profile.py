@@ -1,0 +1,104 @@
+"""The start-up profile: what a round takes by live rows and strategy, in a few seconds, before anything was decoded."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tlt.config import EngineConfig
+from tlt.draft.drafter import Drafter
+from tlt.draft.features import FeatureLayout
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.tree import DraftTree
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.models.decoder import Decoder
+from tlt.types import Prompt, Request, SamplingParams
+
+_PROMPT, _REPEATS, _DEPTH = 96, 3, 4
+_ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 16)
+
+
+def profile(
+    target: Decoder,
+    config: EngineConfig,
+    drafters: Sequence[Drafter],
+    strategies: Sequence[Strategy],
+    layout: FeatureLayout | None,
+) -> dict[int, dict[Strategy, float]]:
+    """rows -> strategy -> seconds of a round, from synthetic rows. The drafters are used up: give fresh ones."""
+    counts = sorted({min(rows, config.max_rows) for rows in _ROWS})
+    return {rows: _profile_rows(target, config, drafters, strategies, layout, rows) for rows in counts}
+
+
+def _profile_rows(
+    target: Decoder,
+    config: EngineConfig,
+    drafters: Sequence[Drafter],
+    strategies: Sequence[Strategy],
+    layout: FeatureLayout | None,
+    rows: int,
+) -> dict[Strategy, float]:
+    widest = Strategy(
+        "plain", max(s.depth for s in strategies), 1, max(*_NODES, *(s.verify_tokens for s in strategies))
+    )
+    engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
+    engine.start(_requests(rows, target.options.vocab_size))
+    engine.round()  # prefill
+    kept = engine.scheduler.make_room(widest.verify_tokens)
+    assert not kept or engine.scheduler.live, "a row always fits"
+
+    def rest() -> None:
+        engine.round()
+
+    plain = _median(rest, target.device)
+    trees = {n: [_chain(n)] * len(engine.scheduler.live) for n in _NODES}
+    verify = {n: _median(lambda n=n: engine.verify(trees[n]), target.device) for n in _NODES}
+    level = {
+        key: _median(
+            lambda key=key: engine.draft(Strategy(key[0], _DEPTH, key[1], widest.verify_tokens)), target.device
+        )
+        / _DEPTH
+        for key in {(s.drafter, s.branching) for s in strategies if s != PLAIN}
+    }
+    costs = {PLAIN: plain}
+    for s in strategies:
+        if s != PLAIN:
+            costs[s] = (
+                plain - verify[1] + _interpolate(verify, s.verify_tokens) + s.depth * level[s.drafter, s.branching]
+            )
+    return costs
+
+
+def _requests(rows: int, vocab_size: int) -> list[Request]:
+    """Nothing stops them while the profile looks on."""
+    tokens = torch.randint(vocab_size, (rows, _PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_new_tokens=64)
+    return [Request(Prompt(-1 - i, "", tuple(t)), 0, 0, i, params) for i, t in enumerate(tokens)]
+
+
+def _chain(nodes: int) -> DraftTree:
+    order = list(range(nodes))
+    return DraftTree(order, [max(0, n - 1) for n in order], order, [1.0] * nodes, [-1] * nodes)
+
+
+def _median(call: Callable[[], object], device: torch.device) -> float:
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _interpolate(points: dict[int, float], x: int) -> float:
+    """Linear between and beyond the points."""
+    keys = sorted(points)
+    low = max((k for k in keys[:-1] if k <= x), default=keys[0])
+    high = keys[keys.index(low) + 1]
+    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)

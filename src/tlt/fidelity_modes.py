@@ -1,0 +1,98 @@
+"""Every way to speculate that `tlt verify` holds against plain decoding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from tlt.cluster.local import detokenizer, make_tuner
+from tlt.config import Config
+from tlt.draft.drafter import Drafter
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.mixed import MixedDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed, Tuner
+from tlt.models.decoder import Decoder
+
+_WIDE = (3, 4, 12)  # depth, branching, tokens to verify
+
+
+def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
+    """Name -> an engine on the same target. The recipe's own drafter if it names one, else a random one of its kind."""
+    speculation, vocab_size = config.speculation, target.options.vocab_size
+    layer = _layer(config, target)
+
+    def suffix() -> SuffixDrafter:
+        return SuffixDrafter(speculation.history_tokens)
+
+    def engine(drafters: Sequence[Drafter], tuner: Tuner) -> Engine:
+        layout = layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
+        return Engine(target, config.engine, drafters, tuner, detokenizer(tokenizer), layout)
+
+    def everything() -> list[Drafter]:
+        learned, model_free = EagleDrafter(layer, target), suffix()
+        return [learned, model_free, MixedDrafter(learned, model_free)]
+
+    chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
+    found = {
+        "suffix": engine([suffix()], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
+        "suffix, wide": engine([suffix()], Fixed(Strategy("suffix", *_WIDE))),
+        "random": engine([RandomDrafter(vocab_size)], Fixed(Strategy("random", *_WIDE))),
+        "adversarial": engine([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", *_WIDE))),
+        "learned, chain": engine([EagleDrafter(layer, target)], Fixed(chain)),
+        "learned, tree": engine([EagleDrafter(layer, target)], Fixed(tree)),
+        "mixed": engine(everything(), Fixed(tree._replace(drafter="mixed"))),
+        "off and on": engine(everything(), InTurn([PLAIN] * 3 + [tree] * 2 + [tree._replace(drafter="suffix")])),
+        "adaptive": engine(
+            everything(), make_tuner(speculation.model_copy(update={"drafter": "adaptive"}), config.engine, target)
+        ),
+    }
+    swapped = engine([EagleDrafter(layer, target)], Fixed(tree))
+    weights = itertools.cycle([layer, _fresh(config, target)])
+    swapped.tuner = Before(swapped.tuner, lambda: swapped.swap(EagleDrafter(next(weights), target)))
+    # plain comes last, so that its state is what the next step starts from
+    return {**found, "swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
+
+
+def _layer(config: Config, target: Decoder) -> EagleLayer:
+    path = config.speculation.path
+    return load_drafter(path, target.options) if path else _fresh(config, target)
+
+
+def _fresh(config: Config, target: Decoder) -> EagleLayer:
+    torch.manual_seed(0)
+    return EagleLayer(eagle_options(target.options, config.drafter.kind, config.drafter.window))
+
+
+class InTurn:
+    """One strategy after the other, round by round."""
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self.strategies = tuple(strategies)
+        self._turn = itertools.cycle(strategies)
+
+    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+        return next(self._turn)
+
+    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...
+
+
+class Before:
+    """Another tuner, with an action before each of its choices."""
+
+    def __init__(self, tuner: Tuner, action: Callable[[], None]) -> None:
+        self.tuner, self.action = tuner, action
+        self.strategies = tuner.strategies
+
+    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+        self.action()
+        return self.tuner.choose(rows, context, usable)
+
+    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...

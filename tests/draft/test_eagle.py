@@ -1,0 +1,205 @@
+"""The learned drafter's layer and folder: the forward pass against a slow twin, the tensors against the published
+formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from twin import Model, make_layer, make_model
+
+from tlt.draft.eagle import DrafterError, EagleLayer, Kind, eagle_options, load_drafter, save_drafter
+from tlt.draft.trainer import Pack, unroll
+
+KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model(layers=8)
+
+
+# -- the forward pass --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 300])
+@pytest.mark.parametrize("window", [4, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_is_the_papers(model: Model, kind: Kind, window: int, start: int) -> None:
+    """One column, in the trainer's form; test_learned.py holds the engine's form to the same twin."""
+    layer, decoder = make_layer(model.decoder, kind, window), model.decoder
+    twin = model.twin(layer)
+    n, D = 9, layer.options.hidden_size
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(n, 4 * D if kind == "eagle3" else D, dtype=torch.float64, generator=generator)
+    tokens = torch.randint(11, (n,), generator=generator)
+    angles = torch.outer(torch.arange(512).double(), decoder.options.inv_freq.double()).repeat(1, 2)
+    batch = Pack(tokens, features, torch.arange(start, start + n), torch.zeros(n).long(), torch.ones(n).bool())
+    with torch.no_grad():
+        (column,) = unroll(layer, decoder.embedding, (angles.cos(), angles.sin()), batch, 1)
+    entries = twin.true_entries(features, tokens.tolist(), start)
+    for i in range(n):
+        (want,) = twin.chain(entries[: i + 1], [])
+        assert torch.allclose(column[i] @ decoder.head.T, twin.logits(want), rtol=0, atol=1e-10)
+
+
+def test_the_drafter_has_the_targets_own_shape(model: Model) -> None:
+    options, target = eagle_options(model.decoder.options, "eagle3", 77), model.decoder.options
+    for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size"):
+        assert getattr(options, name) == getattr(target, name)
+    assert (options.rms_norm_eps, options.max_positions) == (target.rms_norm_eps, target.max_positions)
+    assert (options.taps, options.window) == ((2, 4, 5), 77), "the inputs of layers 2, L/2 and L - 3"
+    assert eagle_options(target, "eagle1", 77).taps == ()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
+def test_a_shallow_target_has_taps_too(model: Model, layers: int) -> None:
+    options = eagle_options(replace(model.decoder.options, num_layers=layers), "eagle3", 8)
+    assert len(options.taps) == 3
+    assert all(0 <= tap < layers for tap in options.taps)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def published(kind: Kind) -> dict[str, tuple[int, ...]]:
+    """The tensors of a published checkpoint for D = 16, 4 heads of 8, 2 of them for keys and values, F = 24."""
+    D, q, kv, F = 16, 32, 16, 24
+    wide = 2 * D if kind == "eagle3" else D  # [embedding; hidden] or what fc made of them
+    p = "midlayer." if kind == "eagle3" else "layers.0."
+    layer = {
+        "self_attn.q_proj": (q, wide),
+        "self_attn.k_proj": (kv, wide),
+        "self_attn.v_proj": (kv, wide),
+        "self_attn.o_proj": (D, q),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+        "post_attention_layernorm": (D,),
+    }
+    if kind == "eagle3":
+        layer |= {"hidden_norm": (D,), "input_layernorm": (D,)}
+    outside = {"fc": (D, 3 * D), "norm": (D,)} if kind == "eagle3" else {"fc": (D, 2 * D)}
+    named = {p + name: shape for name, shape in layer.items()} | outside
+    return {name + ".weight": shape for name, shape in named.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_holds_the_published_names_and_shapes(model: Model, tmp_path: Path, kind: Kind) -> None:
+    save_drafter(make_layer(model.decoder, kind, 8), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == published(kind)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_comes_back(model: Model, tmp_path: Path, kind: Kind) -> None:
+    layer = make_layer(model.decoder, kind, 8).float()
+    layer.published = 0.71
+    save_drafter(layer, tmp_path / "new" / "folder")
+    back = load_drafter(tmp_path / "new" / "folder", model.decoder.options)
+    assert back.options == layer.options
+    assert back.published == 0.71
+    assert back.state_dict().keys() == layer.state_dict().keys()
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)
+
+
+# -- folders that are refused ------------------------------------------------------------------------------------------
+
+
+def config_with(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["tlt_drafter"].update(changes)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def tensors_with(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+def text(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "config is no JSON": (text("config.json", "{"), "tlt draft train"),
+    "config is no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "tlt draft train"),
+    "config is a list": (text("config.json", "[1]"), "tlt draft train"),
+    "config of something else": (text("config.json", '{"model_type": "llama"}'), "tlt draft train"),
+    "drafter's config is a list": (text("config.json", '{"tlt_drafter": [1]}'), "tlt draft train"),
+    "weights are no safetensors": (text("model.safetensors", "x" * 100), "tlt draft train"),
+    "weights are cut off": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-99]),
+        "tlt draft train",
+    ),
+    "an unknown field": (config_with(colour="red"), "colour"),
+    "an unknown kind": (config_with(kind="eagle9"), "eagle9"),
+    "another hidden size": (config_with(hidden_size=32), "hidden_size 32"),
+    "another vocabulary": (config_with(vocab_size=12), "vocab_size 12"),
+    "heads of another size than the tensors": (config_with(head_dim=4), "model.safetensors"),
+    "heads that do not divide": (config_with(num_kv_heads=3), "model.safetensors"),
+    "heads that are no number": (config_with(num_heads="four"), "num_heads"),
+    "no window": (config_with(window=0), "window"),
+    "a tap too deep": (config_with(taps=[2, 4, 8]), "layer 8"),
+    "a tap below 0": (config_with(taps=[-1, 4, 5]), "taps"),
+    "a tap that is no number": (config_with(taps=["a", 4, 5]), "taps"),
+    "two taps": (config_with(taps=[2, 4]), "taps"),
+    "more positions than the target": (config_with(max_positions=100_000), "max_positions"),
+    "a tensor missing": (tensors_with(lambda t: t.pop("fc.weight")), "fc.weight"),
+    "a tensor too many": (tensors_with(lambda t: t.update({"lm_head.weight": torch.zeros(1)})), "lm_head.weight"),
+    "a tensor of another shape": (tensors_with(lambda t: t.update({"fc.weight": torch.zeros(2, 3)})), "fc"),
+    "the other kind's tensors": (config_with(kind="eagle1", taps=[]), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_folder_is_refused_in_one_sentence(model: Model, tmp_path: Path, fault: str) -> None:
+    spoil, named = BAD[fault]
+    save_drafter(make_layer(model.decoder, "eagle3", 8), tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(DrafterError) as caught:
+        load_drafter(tmp_path, model.decoder.options)
+    message = str(caught.value)
+    assert named in message
+    assert str(tmp_path) in message
+
+
+def test_heads_that_the_targets_rotary_embedding_does_not_turn(model: Model, tmp_path: Path) -> None:
+    options = replace(eagle_options(model.decoder.options, "eagle3", 8), head_dim=4)
+    save_drafter(EagleLayer(options), tmp_path)
+    with pytest.raises(DrafterError, match="head_dim 4"):
+        load_drafter(tmp_path, model.decoder.options)
+
+
+def test_no_folder_at_all(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match="tlt draft train"):
+        load_drafter(tmp_path / "nowhere", model.decoder.options)
+
+
+def test_a_layer_does_not_begin_where_another_began(model: Model) -> None:
+    """Random weights come from torch's seed, so a recipe's seed makes the same drafter."""
+    options = eagle_options(model.decoder.options, "eagle3", 8)
+    torch.manual_seed(1)
+    one = EagleLayer(options).fc.weight
+    assert not torch.equal(one, EagleLayer(options).fc.weight)
+    torch.manual_seed(1)
+    assert torch.equal(one, EagleLayer(options).fc.weight)

@@ -1,0 +1,397 @@
+"""The learned drafter's state through the rollout's life: whatever happened before, its proposals are those of a fresh
+engine with the same weights, prefix and window, and those of a twin without any cache; in float64.
+
+A proposal is the law at a node of a round's tree. The calibration is held still, so that trees depend on laws alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from twin import Model, make_layer, make_model
+
+from tlt.config import EngineConfig
+from tlt.draft.calibration import Calibration
+from tlt.draft.drafter import Candidates, Level
+from tlt.draft.eagle import EagleLayer, Kind
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.suffix import SuffixDrafter
+from tlt.draft.tree import DraftTree
+from tlt.engine.engine import Engine
+from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.tuner import Fixed, Tuner
+from tlt.fidelity_modes import InTurn
+from tlt.types import Prompt, Request, SamplingParams
+
+TREE = Strategy("eagle", 3, 2, 8)
+CHAIN = Strategy("eagle", 4, 1, 5)
+KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
+Path = tuple[int, ...]
+Place = tuple[int, int]  # seed of the request, tokens it had
+
+
+class Still(Calibration):
+    """Counts nothing."""
+
+    def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None: ...
+
+    def next_round(self) -> None: ...
+
+
+@dataclass
+class Round:
+    """What was proposed for one row in one round."""
+
+    row: Row
+    layer: EagleLayer
+    length: int
+    """of the feature window"""
+    laws: dict[Path, Tensor] = field(default_factory=dict)
+    tree: DraftTree | None = None
+    committed: tuple[int, ...] = ()
+
+
+class Recorder(EagleDrafter):
+    """Writes down the law of every living node; rows are known by the engine's own order."""
+
+    def __init__(self, layer: EagleLayer, model: Model, log: dict[Place, Round]) -> None:
+        super().__init__(layer, model.decoder)
+        self.layer, self.log = layer, log
+        self.engine: Engine | None = None
+        self.paths: list[list[Path]] = []
+
+    def predict(self, level: Level) -> Candidates:
+        candidates = super().predict(level)
+        assert self.engine is not None
+        live = self.engine.scheduler.live
+        parents, tokens, alive = (x.tolist() for x in (level.parents, level.tokens, level.alive))
+        if level.depth == 0:
+            paths: list[list[Path]] = [[()] for _ in live]
+            for slot, row in enumerate(live):
+                where = (row.request.seed, len(row.tokens))
+                self.log[where] = Round(row, self.layer, self.window.length[slot], committed=tuple(row.tokens))
+        else:
+            paths = [
+                [(*self.paths[b][p], t) for p, t in zip(parents[b], tokens[b], strict=True)] for b in range(len(live))
+            ]
+        self.paths = paths
+        for slot, row in enumerate(live):
+            for w, on in enumerate(alive[slot]):
+                if on:
+                    found = self.log[row.request.seed, len(row.tokens)].laws
+                    found[paths[slot][w]] = candidates.log_q[slot, w].clone()
+        return candidates
+
+
+@dataclass
+class Life:
+    """An engine whose learned drafter is watched."""
+
+    model: Model
+    layer: EagleLayer
+    tuner: Tuner = field(default_factory=lambda: Fixed(TREE))
+    max_rows: int = 8
+    bound_tokens: int | None = None
+    log: dict[Place, Round] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        drafters = [Recorder(self.layer, self.model, self.log), SuffixDrafter(1000)]
+        config = EngineConfig(max_rows=self.max_rows, prefill_tokens=32)
+        layout = self.layer.options.layout
+        self.engine = Engine(self.model.decoder, config, drafters, self.tuner, layout=layout)
+        self.engine.calibration = Still()
+        drafters[0].engine = self.engine  # type: ignore[union-attr]
+        if self.bound_tokens:
+            self.engine.cache.bound_tokens = self.bound_tokens
+        draft = self.engine.draft
+
+        def observed(strategy: Strategy) -> list[DraftTree]:
+            trees = draft(strategy)
+            for row, tree in zip(self.engine.scheduler.live, trees, strict=True):
+                if strategy.drafter == "eagle" and (where := (row.request.seed, len(row.tokens))) in self.log:
+                    self.log[where].tree = tree
+            return trees
+
+        self.engine.draft = observed
+
+    def swap(self, layer: EagleLayer) -> None:
+        drafter = Recorder(layer, self.model, self.log)
+        drafter.engine = self.engine
+        self.engine.swap(drafter)
+
+    def run(self, requests: Sequence[Request]) -> dict[Place, Round]:
+        for _ in self.engine.generate(requests):
+            pass
+        assert self.engine.stats.drafter_failures == 0
+        for where in [where for where, round_ in self.log.items() if not round_.laws]:  # no room for a draft
+            del self.log[where]
+        return self.log
+
+
+def fresh(model: Model, round_: Round, strategy: Strategy) -> Round:
+    """What a new engine proposes that is given the prefix, and nothing else."""
+    life = Life(model, round_.layer, Fixed(strategy))
+    life.engine.start([])
+    life.engine.scheduler.waiting.append(Row(round_.row.request, list(round_.committed)))
+    life.engine._admit()
+    (tree,) = life.engine.draft(strategy)
+    (found,) = life.log.values()
+    found.tree = tree
+    return found
+
+
+def check_as_fresh(model: Model, log: dict[Place, Round], strategy: Strategy, every: int = 3) -> None:
+    assert len(log) > 8
+    for where, got in list(log.items())[::every]:
+        want = fresh(model, got, strategy)
+        assert got.laws.keys() == want.laws.keys(), where
+        for path, law in want.laws.items():
+            assert torch.allclose(got.laws[path], law, rtol=1e-8, atol=1e-8), (where, path)
+        assert got.tree is not None
+        assert want.tree is not None
+        assert (got.tree.tokens, got.tree.parents) == (want.tree.tokens, want.tree.parents), where
+
+
+def requests(count: int = 6, new_tokens: int = 40, group: int = 1, prompt: int = 5) -> list[Request]:
+    """Prompts of different lengths, responses of different lengths and laws."""
+    laws = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0})
+    return [
+        Request(
+            Prompt(n // group, "", tuple((3 * k + n // group) % 11 for k in range(prompt + n // group))),
+            n % group,
+            0,
+            77 + n,
+            SamplingParams(max_new_tokens=new_tokens - 5 * (n % 4), **laws[n % len(laws)]),
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+shapes = pytest.mark.parametrize(("kind", "window"), [("eagle3", 8), ("eagle3", 16), ("eagle3", 200), ("eagle1", 16)])
+
+
+# -- the twin ----------------------------------------------------------------------------------------------------------
+
+
+def check_as_twin(model: Model, log: dict[Place, Round], every: int) -> None:
+    twins = {id(round_.layer): model.twin(round_.layer) for round_ in log.values()}
+    for where, got in list(log.items())[::every]:
+        context = [*got.row.request.prompt.token_ids, *got.committed]
+        twin, window = twins[id(got.layer)], got.layer.options.window
+        params = got.row.request.sampling
+        features = model.features(context, got.layer.options.taps)[:-1]  # the root has not been through the target
+        start = max(0, len(context) - 1 - window)
+        entries = twin.true_entries(features[start:], context[start + 1 :], start)
+        for path, law in got.laws.items():
+            logits = twin.logits(twin.chain(entries, path)[-1]) / (params.temperature or 1.0)
+            inside = law.isfinite()
+            want = torch.log_softmax(logits[inside], 0)  # among what top-k and top-p leave
+            assert torch.allclose(law[inside], want, rtol=1e-7, atol=1e-7), (where, path)
+            assert logits[inside].min() >= logits[~inside].max() if not inside.all() else True
+
+
+@shapes
+def test_proposals_are_the_twins(model: Model, kind: Kind, window: int) -> None:
+    """Through transformers' hidden states, by full attention: windows, positions, tree masks, the cache."""
+    log = Life(model, make_layer(model.decoder, kind, window)).run(requests(4, new_tokens=60))
+    assert max(len(path) for round_ in log.values() for path in round_.laws) == 2
+    check_as_twin(model, log, every=17)
+
+
+def test_a_long_chain_is_the_twins(model: Model) -> None:
+    life = Life(model, make_layer(model.decoder, "eagle3", 16), Fixed(Strategy("eagle", 9, 1, 10)))
+    check_as_twin(model, life.run(requests(3)), every=9)
+
+
+def test_a_wide_tree_is_the_twins(model: Model) -> None:
+    life = Life(model, make_layer(model.decoder, "eagle3", 16), Fixed(Strategy("eagle", 5, 4, 20)))
+    check_as_twin(model, life.run(requests(3)), every=13)
+
+
+# -- the rollout's life ------------------------------------------------------------------------------------------------
+
+
+@shapes
+def test_rows_that_come_and_go(model: Model, kind: Kind, window: int) -> None:
+    """More requests than rows, of different lengths: the last row takes the place of one that is done."""
+    log = Life(model, make_layer(model.decoder, kind, window), max_rows=3).run(requests(8))
+    check_as_fresh(model, log, TREE)
+
+
+@shapes
+def test_speculation_off_and_on_again(model: Model, kind: Kind, window: int) -> None:
+    """Plain rounds and another drafter's between: the drafter catches up with what it did not see."""
+    tuner = InTurn([TREE, PLAIN, TREE, *[PLAIN] * 11, TREE, TREE, Strategy("suffix", 3, 2, 8), TREE])
+    log = Life(model, make_layer(model.decoder, kind, window), tuner).run(requests(6, new_tokens=60))
+    check_as_fresh(model, log, TREE, every=2)
+
+
+def test_off_for_longer_than_the_ring(model: Model) -> None:
+    """90 rounds of plain decoding, then on again: window 8 and its slack of 64 have gone round."""
+    tuner = InTurn([TREE, TREE, *[PLAIN] * 90, *[TREE] * 3])
+    log = Life(model, make_layer(model.decoder, "eagle3", 8), tuner).run(requests(4, new_tokens=150))
+    late = {where: round_ for where, round_ in log.items() if where[1] > 90}
+    assert late
+    check_as_fresh(model, log, TREE, every=1)
+
+
+@shapes
+def test_drafters_swapped_between_two_rounds(model: Model, kind: Kind, window: int) -> None:
+    layers = cycle([make_layer(model.decoder, kind, window, seed) for seed in range(3)])
+    life = Life(model, next(layers), max_rows=3)
+    one_round, count = life.engine.round, 0
+
+    def then_swap() -> list[Any]:
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            life.swap(next(layers))
+        return one_round()
+
+    life.engine.round = then_swap
+    check_as_fresh(model, life.run(requests(7)), TREE)
+
+
+@shapes
+def test_preemption_and_return(model: Model, kind: Kind, window: int) -> None:
+    life = Life(model, make_layer(model.decoder, kind, window), bound_tokens=180)
+    log = life.run(requests(8, new_tokens=60))
+    assert life.engine.stats.preemptions > 0
+    check_as_fresh(model, log, TREE)
+
+
+@shapes
+def test_siblings_copy_a_prompt_that_was_prefilled_once(model: Model, kind: Kind, window: int) -> None:
+    life = Life(model, make_layer(model.decoder, kind, window))
+    log = life.run(requests(6, new_tokens=30, group=3, prompt=20))
+    assert life.engine.stats.prefill_tokens == 19 + 20
+    check_as_fresh(model, log, TREE, every=1)
+
+
+def late_siblings(model: Model, window: int, first: int, others: int) -> Life:
+    """Two rows: one decodes `first` tokens, while its siblings come and go beside it and copy from it."""
+    prompt = Prompt(0, "", tuple(range(11)) * 2)
+    asked = [
+        Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=first if i == 0 else 14)) for i in range(1 + others)
+    ]
+    life = Life(model, make_layer(model.decoder, "eagle3", window), Fixed(CHAIN), max_rows=2)
+    life.run(asked)
+    assert life.engine.stats.prefill_tokens == 21
+    return life
+
+
+@pytest.mark.parametrize("window", [8, 16, 64])
+def test_a_sibling_that_comes_late_copies_from_one_that_still_decodes(model: Model, window: int) -> None:
+    """The source has gone on, but its ring still holds the prompt's last window."""
+    life = late_siblings(model, window, first=60, others=4)
+    check_as_fresh(model, life.log, CHAIN, every=1)
+
+
+def test_a_sibling_whose_source_has_forgotten_the_prompt(model: Model) -> None:
+    """The source is 150 tokens on, its ring holds 72: what is left of the prompt is nothing, or little. Its siblings
+    draft from what they decode themselves, as if the prompt had not been, and see no other's tokens."""
+    window = 8
+    life = late_siblings(model, window, first=150, others=9)
+    late = [round_ for (seed, _), round_ in life.log.items() if seed != 900]
+    assert late
+    for round_ in late:
+        context = [*round_.row.request.prompt.token_ids, *round_.committed]
+        first = max(0, len(context) - 1 - window)
+        features = model.features(context, round_.layer.options.taps)[:-1]
+        twin = model.twin(round_.layer)
+        possible = []
+        for start in range(first, len(context) - 1):
+            entries = twin.true_entries(features[start:], context[start + 1 :], start)
+            possible.append(torch.log_softmax(twin.logits(twin.chain(entries, ())[-1]), 0))
+        law = round_.laws.get(())
+        if law is None or not law.isfinite().all():
+            assert not round_.committed, "nothing to draft from, but only before the first round"
+        else:
+            assert any(torch.allclose(law, p, rtol=1e-7, atol=1e-7) for p in possible), len(round_.committed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_target_version(kind: Kind) -> None:
+    """Features, embedding and head are those of the version that decodes now."""
+    model, other = make_model(seed=0), make_model(seed=1)
+    life = Life(model, make_layer(model.decoder, kind, 16), max_rows=3)
+    life.run(requests(5))
+    life.log.clear()
+    model.decoder.load(other.hf.state_dict(), version=1)
+    log = life.run(requests(5))
+    check_as_fresh(other, log, TREE)
+    check_as_twin(other, log, every=17)
+
+
+def test_an_engine_that_was_left_in_the_middle(model: Model) -> None:
+    life = Life(model, make_layer(model.decoder, "eagle3", 16), max_rows=3)
+    next(life.engine.generate(requests(8)))
+    life.log.clear()
+    check_as_fresh(model, life.run(requests(5)), TREE)
+
+
+def test_new_weights_in_the_same_drafter(model: Model) -> None:
+    """`load`, then a new rollout."""
+    life = Life(model, make_layer(model.decoder, "eagle3", 16))
+    life.run(requests(3))
+    life.log.clear()
+    drafter, layer = life.engine.drafters.usable["eagle"], make_layer(model.decoder, "eagle3", 16, seed=5)
+    assert isinstance(drafter, Recorder)
+    drafter.load(layer)
+    drafter.layer = layer
+    check_as_fresh(model, life.run(requests(3)), TREE)
+
+
+# -- the edges ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_one_token_has_nothing_to_draft_from(model: Model) -> None:
+    """Its first round has no features. What the drafter says then depends on no neighbour, and on no row before."""
+    one = Request(Prompt(0, "", (4,)), 0, 0, 5, SamplingParams(max_new_tokens=20))
+    layer = make_layer(model.decoder, "eagle3", 16)
+    alone = Life(model, layer).run([one])
+    beside = Life(model, layer, max_rows=2).run([*requests(3), one])
+    after = Life(model, layer, max_rows=1).run([*requests(2), one])
+    check_as_fresh(model, {**alone, **{(s, n): r for (s, n), r in beside.items() if s == 5}}, TREE, every=1)
+    for log in (beside, after):
+        got, want = log[5, 0], alone[5, 0]
+        assert (got.tree and got.tree.tokens) == (want.tree and want.tree.tokens)
+
+
+def test_a_neighbour_without_features_changes_nothing(model: Model) -> None:
+    one = Request(Prompt(0, "", (4,)), 0, 0, 5, SamplingParams(max_new_tokens=20))
+    layer = make_layer(model.decoder, "eagle3", 16)
+    log = Life(model, layer).run([*requests(2), one])
+    check_as_fresh(model, {k: v for k, v in log.items() if k[0] != 5}, TREE, every=1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_do_not_see_each_other(model: Model, batch: int) -> None:
+    """The same requests one after the other, or together: the same proposals."""
+    layer = make_layer(model.decoder, "eagle3", 16)
+    together = Life(model, layer, max_rows=6).run(requests(6))
+    apart = Life(model, layer, max_rows=batch).run(requests(6))
+    assert together.keys() == apart.keys()
+    for where, round_ in together.items():
+        for path, law in round_.laws.items():
+            assert torch.allclose(law, apart[where].laws[path], rtol=1e-8, atol=1e-8)
+
+
+def test_a_tree_beyond_the_cache_of_guesses_fails_alone(model: Model) -> None:
+    """The configuration refuses such a strategy; where one comes in by another way, decoding goes on without it."""
+    life = Life(model, make_layer(model.decoder, "eagle3", 16), Fixed(Strategy("eagle", 30, 8, 200)))
+    plain = Engine(model.decoder, EngineConfig())
+    want = {r.request.seed: r.token_ids for r in plain.generate(requests(3))}
+    assert {r.request.seed: r.token_ids for r in life.engine.generate(requests(3))} == want

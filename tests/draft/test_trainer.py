@@ -1,0 +1,349 @@
+"""Training of the learned drafter: the unrolled pass against sequential drafting, the losses against hand-worked
+numbers, the agreement against a count of shared draws, and that a few steps teach something."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor
+from twin import Model, make_layer, make_model
+
+from tlt.config import DrafterTrainConfig, EngineConfig
+from tlt.draft import trainer
+from tlt.draft.buffer import Harvest
+from tlt.draft.calibration import Calibration
+from tlt.draft.drafter import Candidates, Level
+from tlt.draft.eagle import EagleLayer, Kind, eagle_options
+from tlt.draft.features import FeatureWindow
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import Strategy
+from tlt.draft.trainer import LOSSES, DrafterTrainer, pack, packs, unroll
+from tlt.draft.tree import Roots, grow
+from tlt.engine.engine import Engine
+from tlt.engine.runner import law_of
+from tlt.models.decoder import Decoder
+from tlt.types import Prompt, Request, SamplingParams
+
+CPU = torch.device("cpu")
+KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+def harvest(kind: Kind, start: int, length: int, prompt_length: int = 0, seed: int = 0) -> Harvest:
+    generator = torch.Generator().manual_seed(1000 * start + 10 * length + seed)
+    features = torch.randn(length, 64 if kind == "eagle3" else 16, dtype=torch.float64, generator=generator)
+    return Harvest(0, start, prompt_length, torch.randint(11, (length,), generator=generator), features)
+
+
+# -- the unrolled pass against sequential drafting ---------------------------------------------------------------------
+
+
+class Recorded(EagleDrafter):
+    """Keeps the laws it gave, level by level."""
+
+    def __init__(self, layer: EagleLayer, target: Decoder) -> None:
+        super().__init__(layer, target)
+        self.laws: list[Tensor] = []
+
+    def predict(self, level: Level) -> Candidates:
+        candidates = super().predict(level)
+        self.laws.append(candidates.log_q[:, 0].clone())
+        return candidates
+
+
+def drafted(model: Model, layer: EagleLayer, items: Sequence[Harvest], steps: int) -> dict[tuple[int, int, int], Tensor]:
+    """(item, entry, column) -> the law, as the engine drafts it: a row an item, one more entry of the target every
+    round (so that keys and values come from the cache), and noise that makes the true tokens the guesses."""
+    drafter, rows = Recorded(layer, model.decoder), len(items)
+    window = FeatureWindow(layer.options.layout, layer.options.hidden_size, torch.float64, CPU)
+    request = Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams())
+    drafter.begin(window)
+    for row, item in enumerate(items):
+        drafter.open(request, [])
+        window.append()
+        window.first[row] = item.start
+    room, stops = np.full(rows, 1000), np.full((rows, 1), -1)
+    roots = Roots(np.zeros(rows, dtype=np.int64), room, stops, law_of([SamplingParams()] * rows, CPU))
+    found = {}
+    for entry in range(max(len(item.tokens) for item in items)):
+        on = [row for row in range(rows) if entry < len(items[row].tokens)]
+        features = torch.stack([items[row].features[entry] for row in on])
+        positions = [items[row].start + entry for row in on]
+        window.write(on, positions, features, [int(items[row].tokens[entry]) for row in on])
+
+        def noise_of(depth: int, ids: Tensor | None, entry: int = entry) -> Tensor:
+            following = [int(item.tokens[min(entry + depth + 1, len(item.tokens) - 1)]) for item in items]
+            return 1e6 * F.one_hot(torch.tensor(following), 11).double()[:, None]
+
+        drafter.laws.clear()
+        grow(drafter, roots, Strategy("eagle", steps, 1, steps + 1), noise_of, 11, Calibration())
+        for column, laws in enumerate(drafter.laws):
+            for row in on:
+                if entry + column < len(items[row].tokens):
+                    found[row, entry, column] = laws[row]
+    return found
+
+
+@pytest.mark.parametrize("window", [3, 8, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_column_is_what_sequential_drafting_gives(model: Model, kind: Kind, window: int) -> None:
+    """Several sequences in a pack, of different lengths, some from the middle of a text."""
+    layer, steps = make_layer(model.decoder, kind, window), 5
+    items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))]
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(kind=kind, unroll=steps))
+    batch = pack(items, CPU)
+    with torch.no_grad():
+        columns = unroll(layer, model.decoder.embedding, made.cos_sin, batch, steps)
+        want = drafted(model, layer, items, steps)
+    offsets = [sum(len(item.tokens) for item in items[:row]) for row in range(len(items))]
+    assert len(want) == sum(n - t for n in (17, 9, 1, 21, 4) for t in range(steps) if n > t)
+    for (row, entry, column), law in want.items():
+        got = torch.log_softmax(model.decoder.head @ columns[column][offsets[row] + entry], 0)
+        assert torch.allclose(got, law, rtol=1e-8, atol=1e-8), (row, entry, column)
+
+
+def test_positions_beyond_the_targets_last_one_are_drafted_as_they_are_trained(model: Model) -> None:
+    """The guesses at the end of the longest text there can be."""
+    layer, item = make_layer(model.decoder, "eagle3", 8), harvest("eagle3", 500, 12)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=4))
+    with torch.no_grad():
+        columns = unroll(layer, model.decoder.embedding, made.cos_sin, pack([item], CPU), 4)
+        want = drafted(model, layer, [item], 4)
+    assert max(entry + column for _, entry, column in want) == 11
+    for (_, entry, column), law in want.items():
+        got = torch.log_softmax(model.decoder.head @ columns[column][entry], 0)
+        assert torch.allclose(got, law, rtol=1e-8, atol=1e-8)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+P, Q = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)
+
+
+def logs(*laws: Sequence[float]) -> Tensor:
+    return torch.tensor(laws, dtype=torch.float64).log()
+
+
+def test_losses_are_the_hand_worked_ones() -> None:
+    log_p, log_q = logs(P), logs(Q)
+    cross = -(0.5 * math.log(0.2) + 0.3 * math.log(0.2) + 0.2 * math.log(0.6))
+    entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
+    weight = math.exp(-3 * (1 - 0.4))
+    assert trainer.cross_entropy(log_p, log_q).item() == pytest.approx(cross)
+    assert trainer.total_variation(log_p, log_q).item() == pytest.approx(0.4)
+    assert trainer.hybrid(log_p, log_q).item() == pytest.approx(weight * (cross - entropy) + (1 - weight) * 0.4)
+    # the same winner v: 1 / sum over u of max(p_u / p_v, q_u / q_v)
+    agree = 1 / (1 + 1 + 3) + 1 / (5 / 3 + 1 + 3) + 1 / (5 / 2 + 3 / 2 + 1)
+    assert trainer.agreement(log_p, log_q, 3).item() == pytest.approx(1 - agree)
+
+
+def test_two_tokens_agree_as_often_as_their_laws_overlap() -> None:
+    assert trainer.agreement(logs((0.7, 0.3)), logs((0.4, 0.6)), 2).item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_least_where_the_laws_are_equal(name: str) -> None:
+    torch.manual_seed(0)
+    log_p = torch.log_softmax(torch.randn(5, 9, dtype=torch.float64), -1)
+    at_p = LOSSES[name](log_p, log_p)
+    for _ in range(20):
+        other = torch.log_softmax(log_p + 0.3 * torch.randn(5, 9, dtype=torch.float64), -1)
+        assert (LOSSES[name](log_p, other) > at_p).all()
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 2.0])
+def test_agreement_is_how_often_shared_noise_picks_the_same(sharpness: float) -> None:
+    torch.manual_seed(1)
+    log_p, log_q = torch.log_softmax(sharpness * torch.randn(2, 4, 9, dtype=torch.float64), -1)
+    draws = 400_000
+    for p, q in zip(log_p, log_q, strict=True):
+        g = -torch.empty(draws, 9, dtype=torch.float64).exponential_().log()
+        seen = ((p + g).argmax(-1) == (q + g).argmax(-1)).double().mean().item()
+        chance = 1 - trainer.agreement(p[None], q[None], likeliest=9).item()
+        assert chance == pytest.approx(seen, abs=5 * math.sqrt(0.25 / draws))
+        overlap = 1 - trainer.total_variation(p, q).item()
+        assert overlap / (2 - overlap) - 1e-9 <= chance <= overlap + 1e-9, "between (1 - TV) / (1 + TV) and 1 - TV"
+
+
+def test_agreement_over_the_likeliest_is_nearly_all_of_it() -> None:
+    torch.manual_seed(2)
+    log_p = torch.log_softmax(4 * torch.randn(6, 40, dtype=torch.float64), -1)
+    log_q = torch.log_softmax(log_p + torch.randn(6, 40, dtype=torch.float64), -1)
+    whole, part = trainer.agreement(log_p, log_q, 40), trainer.agreement(log_p, log_q)
+    assert (part >= whole).all()
+    missed = 1 - log_p.exp().topk(8).values.sum(-1)
+    assert (part - whole <= missed + 1e-12).all()
+
+
+def test_agreement_of_a_vocabulary_smaller_than_the_likeliest() -> None:
+    log_p, log_q = logs(P), logs(Q)
+    assert trainer.agreement(log_p, log_q).item() == pytest.approx(trainer.agreement(log_p, log_q, 3).item())
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+MIX = (("eagle3", 0, 13, 6), ("eagle3", 40, 7, 6), ("eagle3", 2, 9, 6), ("eagle3", 0, 3, 9))
+
+
+def mixed_items() -> list[Harvest]:
+    """A prompt and its response; a response's middle; one that starts in the prompt; a prompt alone."""
+    return [harvest("eagle3", start, length, prompt) for _, start, length, prompt in MIX]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name: str) -> None:
+    """Column t of entry i predicts token i + t + 2; its teacher is the head on the target's last state of entry
+    i + t + 1."""
+    layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.7
+    config = DrafterTrainConfig(unroll=4, decay=decay, loss=name)
+    made = DrafterTrainer(layer, model.decoder, config)
+    columns = unroll(layer, model.decoder.embedding, made.cos_sin, pack(items, CPU), 4)
+    loss, overlaps = made.loss(pack(items, CPU))
+    total, weight = 0.0, 0.0
+    for t, column in enumerate(columns):
+        each, offset = [], 0
+        for item in items:
+            for i in range(len(item.tokens)):
+                predicted = item.start + i + t + 2
+                if i + t + 1 < len(item.tokens) and predicted >= item.prompt_length:
+                    teacher = model.decoder.head @ item.features[i + t + 1, -16:]
+                    log_p, log_q = (
+                        torch.log_softmax(x, -1)[None] for x in (teacher, model.decoder.head @ column[offset + i])
+                    )
+                    each.append((LOSSES[name](log_p, log_q).item(), 1 - trainer.total_variation(log_p, log_q).item()))
+            offset += len(item.tokens)
+        total += decay**t * sum(e for e, _ in each) / len(each)
+        weight += decay**t
+        assert overlaps[t] == pytest.approx(sum(o for _, o in each) / len(each), abs=1e-12)
+    assert loss.item() == pytest.approx(total / weight, abs=1e-12)
+
+
+def test_a_pack_with_nothing_to_learn_changes_nothing(model: Model) -> None:
+    layer = make_layer(model.decoder, "eagle3", 8)
+    made, before = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=3)), layer.fc.weight.clone()
+    for items in ([harvest("eagle3", 0, 1)], [harvest("eagle3", 0, 4, prompt_length=100)]):
+        overlaps = made.step(pack(items, CPU))
+        assert all(math.isnan(overlap) for overlap in overlaps)
+    assert torch.equal(layer.fc.weight, before)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    layer, batch = make_layer(model.decoder, "eagle3", 8), pack(mixed_items(), CPU)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=3, loss=name))
+
+    def results() -> tuple[float, list[float], list[Tensor]]:
+        layer.zero_grad()
+        loss, overlaps = made.loss(batch)
+        loss.backward()
+        return loss.item(), overlaps, [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+
+    whole = results()
+    monkeypatch.setattr(trainer, "_LOSS_ROWS", 3 * 11)
+    parts = results()
+    assert parts[0] == pytest.approx(whole[0], abs=1e-12)
+    assert parts[1] == pytest.approx(whole[1], abs=1e-12)
+    assert len(whole[2]) == len(list(layer.parameters())), "every tensor learns"
+    for one, other in zip(parts[2], whole[2], strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+# -- packs -------------------------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), most=st.integers(1, 64), seed=st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_packs_lose_nothing_and_mix_nothing(lengths: list[int], most: int, seed: int) -> None:
+    items = [
+        Harvest(0, 7 * i, 7 * i + 3, torch.arange(n) + 100 * i, torch.full((n, 2), float(i)))
+        for i, n in enumerate(lengths)
+    ]
+    seen = []
+    for batch in packs(items, most, CPU, random.Random(seed)):
+        segments = batch.segments.tolist()
+        assert segments == sorted(segments)
+        assert len(segments) <= most or segments[-1] == 0, "only an item that fits nowhere is alone above the bound"
+        for segment in range(segments[-1] + 1):
+            mine = batch.segments == segment
+            which = int(batch.features[mine][0, 0])
+            item = items[which]
+            assert torch.equal(batch.tokens[mine], item.tokens)
+            assert torch.equal(batch.features[mine], item.features)
+            assert batch.positions[mine].tolist() == list(range(item.start, item.start + len(item.tokens)))
+            counted = [p + 2 >= item.prompt_length for p in batch.positions[mine].tolist()]
+            assert batch.counted[mine].tolist() == counted
+            seen.append(which)
+    assert sorted(seen) == list(range(len(items)))
+
+
+def test_an_epoch_comes_in_another_order_every_time() -> None:
+    items = [harvest("eagle3", 0, 5, seed=i) for i in range(20)]
+    rng = random.Random(0)
+    one, two = ([b.tokens.tolist() for b in packs(items, 10, CPU, rng)] for _ in range(2))
+    assert one != two
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> None:
+    config = DrafterTrainConfig(unroll=2, learning_rate=0.01, warmup_steps=4)
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
+    rates = []
+    for step in range(6):
+        made.rate_scale = 0.5 if step == 5 else 1.0
+        made.step(pack(mixed_items(), CPU))
+        rates.append(made.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.005])
+    assert made.steps == 6
+
+
+def rollout(model: Model, prompts: range) -> list[Harvest]:
+    items: list[Harvest] = []
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=items.append)
+    params = SamplingParams(0.7, max_new_tokens=48)
+    for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in prompts]):
+        pass
+    return items
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_few_steps_teach_what_was_not_seen(name: str) -> None:
+    """On held-out responses the laws come closer at every guess, under each loss."""
+    model = make_model(seed=1, dtype=torch.float32)
+    torch.manual_seed(0)
+    layer = EagleLayer(eagle_options(model.decoder.options, "eagle3", 32))
+    config = DrafterTrainConfig(unroll=3, loss=name, learning_rate=1e-2, warmup_steps=5, micro_batch_tokens=256)
+    made = DrafterTrainer(layer, model.decoder, config)
+    train, held_out = rollout(model, range(40)), pack(rollout(model, range(40, 52)), CPU)
+    before_loss, before = made.loss(held_out)
+    while made.steps < 60:
+        for _ in made.epoch(train):
+            pass
+    after_loss, after = made.loss(held_out)
+    assert after_loss.item() < before_loss.item()
+    assert after[0] > before[0] + 0.1
+    assert all(late > early for early, late in zip(before, after, strict=True))
+
+
+def test_training_reads_the_targets_present_head() -> None:
+    """The same harvest under another head has another teacher."""
+    model, other = make_model(seed=1), make_model(seed=2)
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=2))
+    batch = pack(mixed_items(), CPU)
+    one = made.loss(batch)[0].item()
+    model.decoder.load(other.hf.state_dict(), version=1)
+    assert made.loss(batch)[0].item() != pytest.approx(one, abs=1e-6)
