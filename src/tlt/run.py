@@ -68,7 +68,7 @@ def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None
     engine = make_engine(config.engine, config.speculation, target, tokenizer)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     device, dtype = torch_device(config.model), torch_dtype(config.model)
-    policy = Policy(folder, dtype, device, config.train, config.rollout.temperature)
+    policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
     cursor = Cursor(len(prompts), config.run.seed, config.data.shuffle)
     return Parts(prompts, cursor, LocalRollout(engine), reward, policy, sampling), policy
 

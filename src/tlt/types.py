@@ -56,6 +56,9 @@ class Response:
     """`stop` or `length`"""
     text: str = ""
     reward: float | None = None
+    """None: it has none, and is left out of its group's statistics and of the update"""
+    outcome: str = ""
+    """why there is no reward; empty where there is one"""
 
 
 @dataclass
@@ -86,6 +89,12 @@ class RolloutStats:
     def accept_length(self) -> float:
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
+    def __add__(self, other: RolloutStats) -> RolloutStats:
+        mine, theirs = vars(self), vars(other)
+        counts = {name: mine[name] + theirs[name] for name in mine if name != "seconds"}
+        spent = {phase: self.seconds.get(phase, 0.0) + seconds for phase, seconds in other.seconds.items()}
+        return RolloutStats(**counts, seconds=self.seconds | spent)
+
 
 @dataclass
 class TrainBatch:
@@ -95,7 +104,9 @@ class TrainBatch:
     response_ids: list[list[int]]
     advantages: list[float]
     rollout_logprobs: list[list[float]]
-    """for the mismatch metric only: they never enter the loss"""
+    """for the mismatch metric, and for truncated importance weights where those are on"""
+    carried: int = 0
+    """the first so many responses were decoded a step before, by another target: the mismatch leaves them out"""
 
 
 @dataclass
@@ -111,3 +122,5 @@ class StepMetrics:
     seconds: dict[str, float]
     update: dict[str, float]
     rollout: dict[str, float]
+    batch: dict[str, float] = field(default_factory=dict)
+    """what became of the groups decoded: waves, groups trained on, dropped or kept for the next step, and why"""

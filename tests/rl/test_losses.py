@@ -19,7 +19,8 @@ def inputs(
     policy = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     share = weights or [1 / len(ratios)] * len(ratios)
     wide = {"dtype": torch.float64}
-    return LossInputs(policy, old, torch.tensor(advantages, **wide), torch.tensor(share, **wide)), policy
+    lengths = [len(ratios)]
+    return LossInputs(policy, old, torch.tensor(advantages, **wide), torch.tensor(share, **wide), lengths), policy
 
 
 def one_token(ratio: float, advantage: float, low: float = 0.2, high: float = 0.2) -> tuple[LossOutputs, float]:
@@ -94,5 +95,5 @@ def test_no_gradient_through_the_report() -> None:
 
 
 def test_a_far_ratio_stays_finite_for_a_good_token() -> None:
-    given = LossInputs(*(torch.tensor([x]) for x in (0.0, -80.0, 1.0, 1.0)))
+    given = LossInputs(*(torch.tensor([x]) for x in (0.0, -80.0, 1.0, 1.0)), [1])
     assert math.isfinite(clipped_policy_loss(given, 0.2, 0.2).loss.item())

@@ -14,13 +14,14 @@ from tiny import random_batch, save_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.config import TrainConfig
+from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
 VOCAB = 31
+LONGEST = 12  # max_new_tokens
 UNBOUNDED = 1e9  # max_grad_norm that never bites
 
 
@@ -29,9 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
 
 
-def make_policy(folder: Path, dtype: torch.dtype = torch.float64, temperature: float = 1.0, **train: Any) -> Policy:
+def make_policy(
+    folder: Path,
+    dtype: torch.dtype = torch.float64,
+    temperature: float = 1.0,
+    reference: Path | None = None,
+    **train: Any,
+) -> Policy:
     settings = {"learning_rate": 1e-2, "max_grad_norm": UNBOUNDED, "micro_batch_tokens": 40} | train
-    return Policy(folder, dtype, CPU, TrainConfig(**settings), temperature)
+    rollout = RolloutConfig(temperature=temperature, max_new_tokens=LONGEST)
+    return Policy(folder, dtype, CPU, TrainConfig(**settings), rollout, reference)
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
