@@ -50,6 +50,9 @@ class Fake:
         tokens = sum(len(r.token_ids) for r in responses)
         return responses, RolloutStats(tokens=tokens, row_passes=tokens // 2, seconds={"verify": 0.5})
 
+    def release(self) -> None:
+        self.events.append("release")
+
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         self.events.append("update")
         self.batches.append(batch)
@@ -105,7 +108,7 @@ def test_rollout_reward_update_sync_in_this_order() -> None:
     run(fake, make_config(prompts_per_step=1, steps=1))
     rewards = [("reward", f"0/0/{index}") for index in range(G)]
     watched = [("rollout", 0, G), "generate", *["response"] * G, ("reward", 0, G), *rewards]
-    assert fake.events == [*watched, ("update", 0, G), "update", "load"]
+    assert fake.events == [*watched, ("update", 0, G), "release", "update", "load"]
 
 
 def test_the_engine_gets_the_weights_of_each_update_with_their_version() -> None:
@@ -189,7 +192,7 @@ def test_advantages_are_taken_within_each_group() -> None:
         for response, reward in zip(responses, rewards, strict=True):
             response.reward = reward
         groups.append(Group(prompt, responses))
-    assert make_batch(groups).advantages == [*grpo([1.0, 0.0, 0.0]), 0.0, 0.0, 0.0]
+    assert make_batch(groups, make_config()).advantages == [*grpo([1.0, 0.0, 0.0]), 0.0, 0.0, 0.0]
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

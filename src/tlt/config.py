@@ -123,8 +123,8 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = "grpo"
-    """grpo: every response counts the same; dapo: every token, and a higher upper clip; dr_grpo: every token, divided by
-    rollout.max_new_tokens; gspo: one ratio a response"""
+    """grpo: every response counts the same; dapo: every token, and a higher upper clip; dr_grpo: every token, divided
+    by rollout.max_new_tokens; gspo: one ratio a response"""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """the ratio is clipped below 1 minus this; left out, as the loss's authors have it: 0.2, gspo 3e-4"""
     clip_high: float | None = Field(default=None, gt=0)

@@ -111,7 +111,8 @@ class TrainBatch:
 
 @dataclass
 class StepMetrics:
-    """One line of metrics.jsonl. `seconds` are the driver's wall clock, disjoint, and sum to `seconds['total']`."""
+    """One line of metrics.jsonl. `reward` is the mean over the responses that have one, 0 if none has. `seconds` are
+    the driver's wall clock, disjoint, and sum to `seconds['total']`."""
 
     step: int
     reward: float

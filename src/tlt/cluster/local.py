@@ -37,6 +37,9 @@ class LocalRollout:
             on_response(response)
         return responses, self.engine.stats
 
+    def release(self) -> None:
+        self.engine.cache.release()
+
 
 def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:
     return Engine(target, config, *make_drafter(speculation), detokenizer(tokenizer))
