@@ -101,7 +101,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
             update = parts.policy.update(batch, step)
         with timed("sync", seconds):
             parts.rollout.load(parts.policy.state_dict(), version=step + 1)
-    fate = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
+    fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
     return StepResult(groups, _measure(step, groups, stats, update, fate, seconds))
 
 
