@@ -189,7 +189,7 @@ def test_truncated_weights_by_hand() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_importance_scales_each_tokens_loss_and_nothing_else(loss: str) -> None:
-    given, policy = two_responses()
+    given, _ = two_responses()
     surrogate = LOSSES[loss].surrogate
     factors = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
     scaled = surrogate(given._replace(importance=factors), 0.2, 0.3)

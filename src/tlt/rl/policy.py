@@ -187,7 +187,9 @@ def _load(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _checkpoint_layers(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the other name warns that it is going
+    enable = newer or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True  # transformers checkpoints in training alone; the parts within stay without dropout
