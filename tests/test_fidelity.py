@@ -95,7 +95,9 @@ def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[s
 
 
 def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
-    config = small(home, rollout={"max_waves": 3}, reward={"name": "tiny:starts_low"})
+    config = small(
+        home, rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4}, reward={"name": "tiny:every_third"}
+    )
     agree, result = check(config, tmp_path, steps=3)
     assert agree
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1

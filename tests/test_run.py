@@ -275,9 +275,9 @@ def waves(home: Path) -> Path:
 
 
 def in_waves(home: Path, folder: str) -> Config:
-    rollout = {"max_waves": 4, "max_new_tokens": 6, "overlong_tokens": 2}
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4, "max_new_tokens": 6, "overlong_tokens": 2}
     settings = {"loss": "dapo", "advantage": "rloo", "kl_weight": 0.01, "schedule": "linear"}
-    return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny:starts_low"})
+    return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny:every_third"})
 
 
 def test_dynamic_sampling_draws_several_waves_and_leaves_groups_over(waves: Path) -> None:
