@@ -140,7 +140,7 @@ class TrainConfig(Section):
     """tokens of one forward and backward pass, packing gaps counted"""
     logits_mb: int = Field(default=256, gt=0)
     """the logits of so many MiB are computed at once, and once more for the gradient where there are several such
-    chunks; a chunk needs about five times this"""
+    chunks; a chunk needs about four times this"""
     gradient_checkpointing: bool = False
     """keep only each layer's input and compute the rest once more for the gradient"""
 
