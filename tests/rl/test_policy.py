@@ -255,6 +255,14 @@ def test_an_empty_batch_changes_nothing(folder: Path, tmp_path: Path) -> None:
     make_policy(tmp_path / "policy").load_optimizer(tmp_path)
 
 
+def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder, updates_per_step=2)
+    batch.advantages[0] = math.inf
+    assert policy.update(batch, 0)["skipped"] == 0.5
+    assert all(tensor.isfinite().all() for tensor in policy.state_dict().values())
+    assert policy.update(random_batch(VOCAB, seed=1), 1)["skipped"] == 0.0
+
+
 def test_gradient_norm_is_bounded(folder: Path) -> None:
     batch = random_batch(VOCAB)
     bound = 1e-3

@@ -58,7 +58,8 @@ class Policy:
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
-        A batch without responses changes nothing, and its metrics are 0.
+        A batch without responses changes nothing, and its metrics are 0. `skipped` is the share of optimizer steps that
+        were left out because their gradient was not finite.
         """
         rate = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
@@ -68,7 +69,7 @@ class Policy:
         old = self._old_logprobs(batch) if parts > 1 else None
         borders = [round(count * k / parts) for k in range(parts + 1)]
         reports = [self._optimizer_step(batch, range(lo, hi), old) for lo, hi in pairwise(borders) if hi > lo]
-        names = ("loss", "entropy", "clipped", "grad_norm", *(["kl"] if self.reference else []))
+        names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
         gaps = torch.cat([gap for r in reports for gap in r["gaps"]] or [torch.zeros(1)])
         metrics["mismatch_mean"] = gaps.mean().item()
@@ -99,10 +100,12 @@ class Policy:
             totals["weight"] += inputs.weights.sum().item()
             gaps += _gaps(batch, micro, old_logprobs)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        self.optimizer.step()
+        skipped = not norm.isfinite()  # one step with it would spoil every weight for good
+        if not skipped:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         means = {name: totals[name] / totals["weight"] for name in ("entropy", "clipped", "kl")}
-        return {"loss": totals["loss"], **means, "grad_norm": float(norm), "gaps": gaps}
+        return {"loss": totals["loss"], **means, "grad_norm": float(norm), "skipped": float(skipped), "gaps": gaps}
 
     def _loss_inputs(
         self, batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, shares: dict[int, float]
