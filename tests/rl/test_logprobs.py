@@ -72,8 +72,12 @@ def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) 
     """A gradient of float32 logits would differ from the others by far more than the order of sums."""
     folder, batch = save_weights(tmp_path, 30_000, scale=0.1), random_batch(30_000, responses=20)
     whole, chunked = (make_policy(folder, torch.bfloat16, logits_mb=mb) for mb in (512, 1))
-    assert chunk_tokens(chunked.model, 1) < sum(map(len, batch.response_ids))
+    tokens, seen = sum(map(len, batch.response_ids)), []
+    chunked.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append((logits.dtype, len(logits))))
     ours, theirs = (policy.update(batch, 0) for policy in (chunked, whole))
+    assert {dtype for dtype, _ in seen} == {torch.bfloat16}
+    assert max(size for _, size in seen) == chunk_tokens(chunked.model, 1) < tokens
+    assert sum(size for _, size in seen) == 2 * tokens
     assert ours == pytest.approx(theirs, rel=1e-3)
     name = "model.embed_tokens.weight/exp_avg"
     one, other = chunked.optimizer_state()[name], whole.optimizer_state()[name]
