@@ -108,6 +108,7 @@ def test_with_importance_weights_rewards_are_compared_and_it_says_so(
 ) -> None:
     agree, result = check(small(home, train={"importance_cap": 2.0}), tmp_path)
     assert agree
+    assert result["compared"] == "tokens and rewards"
     assert all(r["steps_equal"] for r in result["runs"])
     said = " ".join(capsys.readouterr().out.split())
     assert "sha256 cannot be compared" in said

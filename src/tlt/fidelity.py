@@ -150,6 +150,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     if json_file:
         result = {
             "agree": agree,
+            "compared": "tokens and rewards" if config.train.importance_cap else "tokens and sha256",
             "dtype": dtype,
             "steps": steps,
             "tokens": tokens,
