@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -94,6 +95,36 @@ def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[s
     config = small(home, rollout={"max_new_tokens": 48}, train={"steps": 2})
     summary = run.train(config, False, Display(Console(quiet=True)))
     assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]
+
+
+def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
+    config = small(
+        home, rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4}, reward={"name": "tiny:every_third"}
+    )
+    agree, result = check(config, tmp_path, steps=3)
+    assert agree
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+
+
+def test_with_importance_weights_rewards_are_compared_and_it_says_so(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agree, result = check(small(home, train={"importance_cap": 2.0}), tmp_path)
+    assert agree
+    assert result["compared"] == "tokens and rewards"
+    assert all(r["steps_equal"] for r in result["runs"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sha256 cannot be compared" in said
+    assert "runs that differ in no token end with the same rewards: yes" in said
+
+
+def test_with_importance_weights_a_reward_that_differs_is_seen(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    monkeypatch.setattr("tiny.share_of_low_bytes", lambda prompt, answer: float(next(calls)))
+    agree, _ = check(small(home, train={"importance_cap": 2.0}), tmp_path)
+    assert not agree
 
 
 def test_float32_runs_and_holds(home: Path, tmp_path: Path) -> None:

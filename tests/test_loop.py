@@ -32,6 +32,8 @@ class Fake:
     batches: list[TrainBatch] = field(default_factory=list)
     loaded: list[tuple[float, int]] = field(default_factory=list)
     weight: float = 0.0
+    score: Callable[[Prompt, int], float | None] | None = None
+    """reward by prompt and index"""
 
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         self.events.append("load")
@@ -50,6 +52,9 @@ class Fake:
         tokens = sum(len(r.token_ids) for r in responses)
         return responses, RolloutStats(tokens=tokens, row_passes=tokens // 2, seconds={"verify": 0.5})
 
+    def release(self) -> None:
+        self.events.append("release")
+
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         self.events.append("update")
         self.batches.append(batch)
@@ -59,8 +64,10 @@ class Fake:
     def state_dict(self) -> Mapping[str, Tensor]:
         return {"weight": torch.tensor(self.weight)}
 
-    def reward(self, prompt: Prompt, text: str) -> float:
+    def reward(self, prompt: Prompt, text: str) -> Any:
         self.events.append(("reward", text))
+        if self.score:
+            return self.score(prompt, int(text.split("/")[-1]))
         return float(text.split("/")[-1]) * (prompt.prompt_id + 1)
 
     def phase(self, step: int, name: str, total: int) -> None:
@@ -79,21 +86,25 @@ def answer(request: Request) -> Response:
     return Response(request, token_ids, logprobs, full, reason, text)
 
 
-def make_config(prompts_per_step: int = 2, steps: int = 2) -> Config:
+def make_config(prompts_per_step: int = 2, steps: int = 2, max_waves: int = 0) -> Config:
     return parse_config(
         {
             "model": {"path": "-"},
             "data": {"path": "-"},
             "reward": {"name": "exact"},
-            "rollout": {"prompts_per_step": prompts_per_step, "group_size": G},
+            "rollout": {"prompts_per_step": prompts_per_step, "group_size": G, "max_waves": max_waves},
             "train": {"steps": steps},
             "run": {"seed": 9},
         }
     )
 
 
+def make_parts(fake: Fake, shuffle: bool = False, prompts: Sequence[Prompt] = PROMPTS) -> Parts:
+    return Parts(prompts, Cursor(len(prompts), 0, shuffle), fake, fake.reward, fake, SamplingParams(temperature=0.7))
+
+
 def run(fake: Fake, config: Config, first: int = 0, shuffle: bool = False) -> list[StepResult]:
-    parts = Parts(PROMPTS, Cursor(len(PROMPTS), 0, shuffle), fake, fake.reward, fake, SamplingParams(temperature=0.7))
+    parts = make_parts(fake, shuffle)
     return list(steps(parts, config, fake, first))
 
 
@@ -105,7 +116,7 @@ def test_rollout_reward_update_sync_in_this_order() -> None:
     run(fake, make_config(prompts_per_step=1, steps=1))
     rewards = [("reward", f"0/0/{index}") for index in range(G)]
     watched = [("rollout", 0, G), "generate", *["response"] * G, ("reward", 0, G), *rewards]
-    assert fake.events == [*watched, ("update", 0, G), "update", "load"]
+    assert fake.events == [*watched, ("update", 0, G), "release", "update", "load"]
 
 
 def test_the_engine_gets_the_weights_of_each_update_with_their_version() -> None:
@@ -189,7 +200,127 @@ def test_advantages_are_taken_within_each_group() -> None:
         for response, reward in zip(responses, rewards, strict=True):
             response.reward = reward
         groups.append(Group(prompt, responses))
-    assert make_batch(groups).advantages == [*grpo([1.0, 0.0, 0.0]), 0.0, 0.0, 0.0]
+    assert make_batch(groups, make_config()).advantages == [*grpo([1.0, 0.0, 0.0]), 0.0, 0.0, 0.0]
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+MANY = [Prompt(row, f"prompt {row}", (row, row + 1)) for row in range(40)]
+
+
+def spread_in(rows: set[int]) -> Callable[[Prompt, int], float]:
+    """Rewards differ within the groups of these prompts alone."""
+    return lambda prompt, index: float(index) if prompt.prompt_id in rows else 0.5
+
+
+def drawn(fake: Fake) -> list[int]:
+    """The prompts of all requests, in order."""
+    return [r.prompt.prompt_id for r in fake.requests if r.index == 0]
+
+
+def trained(batch: TrainBatch) -> list[int]:
+    return [prompt_ids[0] for prompt_ids in batch.prompt_ids[::G]]
+
+
+def test_waves_are_drawn_until_enough_groups_have_spread() -> None:
+    fake = Fake(score=spread_in({1, 3}))
+    parts = make_parts(fake, prompts=MANY)
+    result = one_step(parts, make_config(max_waves=9), fake, 0)
+    assert drawn(fake) == [0, 1, 2, 3]
+    assert fake.events.count("generate") == 2
+    assert trained(fake.batches[0]) == [1, 3]
+    assert (parts.carried, parts.cursor.position) == ([], 4)
+    assert result.metrics.batch == {
+        "waves": 2, "groups": 2, "carried": 0, "unrewarded": 0, "too_few": 0, "without_spread": 2
+    }  # fmt: skip
+
+
+def test_the_batch_is_the_first_groups_in_prompt_order_and_the_rest_open_the_next_step() -> None:
+    fake = Fake(score=spread_in({1, 2, 3, 5, 6, 7, 8, 9}))
+    parts = make_parts(fake, prompts=MANY)
+    config = make_config(max_waves=9)
+    first = one_step(parts, config, fake, 0)
+    assert trained(fake.batches[0]) == [1, 2]
+    assert [group.prompt.prompt_id for group in parts.carried] == [3]
+    kept = parts.carried[0]
+    second = one_step(parts, config, fake, 1)
+    assert drawn(fake) == [0, 1, 2, 3, 4, 5]  # prompt 3 is not decoded again
+    assert trained(fake.batches[1]) == [3, 5]
+    assert fake.batches[1].response_ids[:G] == [response.token_ids for response in kept.responses]
+    assert [batch.carried for batch in fake.batches] == [0, G]
+    assert [first.metrics.batch["carried"], second.metrics.batch["carried"]] == [1, 0]
+    assert [[g.prompt.prompt_id for g in result.groups] for result in (first, second)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_waves_are_bounded_and_then_the_step_goes_on_with_what_there_is() -> None:
+    fake = Fake(score=spread_in({5}))
+    parts = make_parts(fake, prompts=MANY)
+    one_step(parts, make_config(prompts_per_step=2, max_waves=2), fake, 0)
+    result = one_step(parts, make_config(prompts_per_step=2, max_waves=3), fake, 1)
+    assert [trained(batch) for batch in fake.batches] == [[], [5]]
+    assert drawn(fake) == list(range(10))
+    assert result.metrics.batch["waves"] == 3
+    assert fake.loaded[-1] == (2.0, 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dynamic_sampling_does_not_see_the_order_of_arrival(seed: int) -> None:
+    still, shuffled = (Fake(shuffle=s, score=spread_in({1, 2, 3, 6, 7, 9, 12, 13, 14, 15, 17})) for s in (None, seed))
+    for fake in (still, shuffled):
+        parts = make_parts(fake, prompts=MANY)
+        list(steps(parts, make_config(prompts_per_step=3, steps=3, max_waves=4), fake))
+    assert still.batches == shuffled.batches
+    assert still.requests == shuffled.requests
+
+
+def test_every_prompt_is_drawn_once_an_epoch_and_trained_on_at_most_once() -> None:
+    rows = {row for row in range(40) if row % 3}
+    fake = Fake(score=spread_in(rows))
+    parts = make_parts(fake, shuffle=True, prompts=MANY)
+    while parts.cursor.epoch == 0:
+        one_step(parts, make_config(prompts_per_step=4, max_waves=9), fake, 0)
+    assert sorted(r.prompt.prompt_id for r in fake.requests if r.index == r.epoch == 0) == list(range(40))
+    used = [row for batch in fake.batches for row in trained(batch)] + [g.prompt.prompt_id for g in parts.carried]
+    assert used == [row for row in drawn(fake) if row in rows]
+
+
+def test_counters_of_all_waves_are_summed() -> None:
+    fake = Fake(score=spread_in({3, 2}))
+    metrics = one_step(make_parts(fake, prompts=MANY), make_config(max_waves=2), fake, 0).metrics
+    assert metrics.tokens == 6 + 9 + 12 + 15  # lengths 1 + index + prompt
+    assert metrics.rollout["verify_seconds"] == 1.0
+    assert metrics.reward == pytest.approx((6 * 0.5 + 2 * (0 + 1 + 2)) / 12)  # of all that was decoded
+
+
+def test_without_dynamic_sampling_groups_without_spread_are_kept() -> None:
+    fake = Fake(score=spread_in({1}))
+    (result,) = run(fake, make_config(steps=1))
+    assert trained(fake.batches[0]) == [0, 1]
+    assert result.metrics.batch["without_spread"] == 1
+
+
+# -- responses without a reward ----------------------------------------------------------------------------------------
+
+
+def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
+    missing = {(0, 1), (1, 0), (1, 2), (2, 0), (2, 1), (2, 2)}
+    fake = Fake(score=lambda prompt, index: None if (prompt.prompt_id, index) in missing else float(index))
+    (result,) = run(fake, make_config(prompts_per_step=4, steps=1))
+    (batch,) = fake.batches
+    assert batch.response_ids == [[0], [2] * 3, [30] * 4, [31] * 5, [32] * 6]
+    assert batch.advantages == [*grpo([0.0, 2.0]), *grpo([0.0, 1.0, 2.0])]
+    assert result.metrics.reward == pytest.approx((0 + 2 + 1 + 0 + 1 + 2) / 6)
+    assert result.metrics.batch == {
+        "waves": 1, "groups": 2, "carried": 0, "unrewarded": 6, "too_few": 2, "without_spread": 0
+    }  # fmt: skip
+    assert result.metrics.tokens == 42  # they were decoded all the same
+
+
+def test_a_step_in_which_nothing_is_rewarded_goes_on() -> None:
+    fake = Fake(score=lambda prompt, index: None)
+    results = run(fake, make_config(steps=2))
+    assert [batch.response_ids for batch in fake.batches] == [[], []]
+    assert [result.metrics.reward for result in results] == [0.0, 0.0]
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

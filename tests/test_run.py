@@ -55,10 +55,10 @@ def whole(home: Path, folder: str = "whole", **sections: dict[str, Any]) -> Conf
     return tiny_config(home, train=train_section, run=run_section, **sections)
 
 
-def copy_of_the_run(home: Path, folder: str, at: int) -> Path:
+def copy_of_the_run(home: Path, folder: str, at: int, of: str = "whole") -> Path:
     """The unbroken run's folder as it stood when the checkpoint after `at` steps was written."""
     copy = home / folder
-    shutil.copytree(home / "whole", copy)
+    shutil.copytree(home / of, copy)
     for checkpoint in (copy / "checkpoints").iterdir():
         if int(checkpoint.name.removeprefix("step_")) > at:
             shutil.rmtree(checkpoint)
@@ -262,6 +262,37 @@ def _cut_short(call: Callable[..., Any]) -> Callable[..., Any]:
 def test_nothing_to_resume_is_an_error(home: Path) -> None:
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         train(whole(home, "nothing here"), resume=True)
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def waves(home: Path) -> Path:
+    """An unbroken run with dynamic sampling, of which every step is saved."""
+    train(in_waves(home, "waves"))
+    return home / "waves"
+
+
+def in_waves(home: Path, folder: str) -> Config:
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4, "max_new_tokens": 6, "overlong_tokens": 2}
+    settings = {"loss": "dapo", "advantage": "rloo", "kl_weight": 0.01, "schedule": "linear"}
+    return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny:every_third"})
+
+
+def test_dynamic_sampling_draws_several_waves_and_leaves_groups_over(waves: Path) -> None:
+    fates = [line["batch"] for line in read_metrics(waves)]
+    assert max(fate["waves"] for fate in fates) > 1
+    assert max(fate["carried"] for fate in fates[:-1]) > 0
+    assert sum(fate["without_spread"] for fate in fates) > 0
+
+
+@pytest.mark.parametrize("at", range(1, STEPS))
+def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> None:
+    copy = copy_of_the_run(home, f"waves resumed at {at}", at, of="waves")
+    summary = train(in_waves(home, copy.name), resume=True)
+    assert summary["policy_sha256"] == json.loads((waves / "summary.json").read_text())["policy_sha256"]
+    assert lessons(copy) == lessons(waves)
 
 
 # -- folders and bad input ---------------------------------------------------------------------------------------------

@@ -110,6 +110,11 @@ def share_of_low_bytes(prompt: Prompt, answer: str) -> float:
     return sum(char < "m" for char in answer) / max(1, len(answer))
 
 
+def every_third(prompt: Prompt, answer: str) -> float:
+    """A reward that many groups of a random model agree on, by the first letter."""
+    return float(sum(map(ord, answer[:1])) % 3 == 0)
+
+
 def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:
     """Random sequences of random lengths, advantages of both signs, rollout log-probs that mean nothing."""
     generator = torch.Generator().manual_seed(seed)

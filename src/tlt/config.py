@@ -84,6 +84,11 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop_strings: list[str] = []
+    max_waves: int = Field(default=0, ge=0)
+    """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
+    that differ; groups left over open the next step. 0: one wave, every group is used"""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """soft overlong penalty: over the last so many of max_new_tokens a reward sinks by up to 1; 0: off"""
 
 
 class EngineConfig(Section):
@@ -147,14 +152,33 @@ class TrainConfig(Section):
     steps: int = Field(default=100, gt=0)
     learning_rate: float = Field(default=1e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
+    """the rate rises evenly over the first so many steps"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """of the rate after the warm-up; linear and cosine fall towards 0 at the last step"""
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.2, gt=0)
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = "grpo"
+    """grpo: every response counts the same; dapo: every token, and a higher upper clip; dr_grpo: every token, divided
+    by rollout.max_new_tokens; gspo: one ratio a response"""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """the ratio is clipped below 1 minus this; left out, as the loss's authors have it: 0.2, gspo 3e-4"""
+    clip_high: float | None = Field(default=None, gt=0)
+    """the ratio is clipped above 1 plus this; left out: 0.2, dapo 0.28, gspo 4e-4"""
+    kl_weight: float = Field(default=0.0, ge=0)
+    """of the divergence from the model that training started from, which is kept in memory as a second model; 0: off"""
+    importance_cap: float = Field(default=0.0, ge=0)
+    """truncated importance weights min(trainer / rollout, cap) on the loss; rollout log-probs enter the update only
+    here, so that runs which round differently no longer end in the same bits. 0: off"""
     updates_per_step: int = Field(default=1, gt=0)
     """optimizer steps on each rollout: its responses, in prompt order, are split into this many mini-batches"""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """tokens of one forward and backward pass, packing gaps counted"""
+    logits_mb: int = Field(default=256, gt=0)
+    """the logits of so many MiB are computed at once, and once more for the gradient where there are several such
+    chunks; a chunk needs about four times this"""
+    gradient_checkpointing: bool = False
+    """keep only each layer's input and compute the rest once more for the gradient"""
 
 
 class RunConfig(Section):
@@ -194,7 +218,22 @@ class Config(Section):
             raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")
         if self.model.dtype == "float64" and self.model.device.startswith("cuda"):
             raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
+        _trainable(self.rollout, self.train)
         return self
+
+
+def _trainable(rollout: RolloutConfig, train: TrainConfig) -> None:
+    if rollout.overlong_tokens > rollout.max_new_tokens:
+        raise ValueError("rollout.overlong_tokens must not exceed rollout.max_new_tokens: it is the last part of it")
+    if train.schedule != "constant" and train.warmup_steps >= train.steps:
+        raise ValueError(
+            f"train.schedule = {train.schedule!r} begins after train.warmup_steps, which must be less than train.steps"
+        )
+    if train.importance_cap and (rollout.top_k or rollout.top_p < 1):
+        raise ValueError(
+            "train.importance_cap needs rollout.top_k = 0 and rollout.top_p = 1: no weight brings back a token that "
+            "the cut keeps from being drawn"
+        )
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:

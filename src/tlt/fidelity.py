@@ -128,8 +128,9 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
         status.update("oracle drafter")
         oracle = _oracle_checks(config, policy, parts)
     allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
+    end = "with the same rewards" if config.train.importance_cap else "in the same sha256"
     checks = {
-        "runs that differ in no token end in the same sha256": all(
+        f"runs that differ in no token end {end}": all(
             run.steps_equal or run.tokens_different for run in runs.values()
         ),
         "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
@@ -140,9 +141,15 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     }
     agree = all(checks.values())
     _print(console, runs, forks, oracle, checks, tokens, dtype)
+    if config.train.importance_cap:
+        console.print(
+            "sha256 cannot be compared, as train.importance_cap lets rollout log-probs into the loss: tokens and "
+            "rewards are"
+        )
     if json_file:
         result = {
             "agree": agree,
+            "compared": "tokens and rewards" if config.train.importance_cap else "tokens and sha256",
             "dtype": dtype,
             "steps": steps,
             "tokens": tokens,
@@ -175,26 +182,28 @@ def _verify_step(
 ) -> int:
     """All modes from the same state; the policy is left where the plain run ends. Returns the plain run's tokens."""
     before = _Snapshot.take(policy)
-    start = asdict(parts.cursor)
+    start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}
     for name, engine in engines.items():
         status.update(f"step {step + 1}: {name}")
         before.restore(policy)
         began = time.perf_counter()
-        mode = replace(parts, rollout=LocalRollout(engine), cursor=Cursor(**start))
+        mode = replace(parts, rollout=LocalRollout(engine), cursor=Cursor(**start), carried=carried)
         mode.rollout.load(policy.state_dict(), step)
         results[name] = one_step(mode, config, _Silent(), step)
-        engine.cache.release()
         run, metrics = runs[name], results[name].metrics
         run.seconds += time.perf_counter() - began
         run.rewards.append(metrics.reward)
         run.accept_length = metrics.accept_length
         run.policy_sha256 = sha256(policy.state_dict())
-        parts.cursor = mode.cursor
+        parts.cursor, parts.carried = mode.cursor, mode.carried
     plain = runs["plain"]
     reference: Decoder | None = None
     for name, result in results.items():
-        runs[name].steps_equal &= runs[name].policy_sha256 == plain.policy_sha256
+        if config.train.importance_cap:
+            runs[name].steps_equal &= _rewards(result) == _rewards(results["plain"])
+        else:
+            runs[name].steps_equal &= runs[name].policy_sha256 == plain.policy_sha256
         for ours, theirs in _pairs(results["plain"], result):
             if ours.token_ids != theirs.token_ids:
                 reference = reference or _float64_target(config, before.weights)
@@ -221,11 +230,16 @@ class _Snapshot:
 
 
 def _pairs(plain: StepResult, other: StepResult) -> list[tuple[Response, Response]]:
+    """Of the prompts that both decoded: after a fork, dynamic sampling may draw a wave more in one of them."""
     return [
         pair
-        for ours, theirs in zip(plain.groups, other.groups, strict=True)
+        for ours, theirs in zip(plain.groups, other.groups, strict=False)
         for pair in zip(ours.responses, theirs.responses, strict=True)
     ]
+
+
+def _rewards(result: StepResult) -> list[float | None]:
+    return [response.reward for group in result.groups for response in group.responses]
 
 
 def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:

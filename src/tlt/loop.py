@@ -2,15 +2,18 @@
 
 1. take the next prompts; each asks for a group of G responses, every response with a seed of its own
 2. rollout: the engine decodes them, speculatively or not; the tokens are the same
-3. reward each response; advantages within each group
+3. reward each response; with dynamic sampling, more waves of prompts until enough groups have rewards that differ
 4. update the policy on the batch, in prompt order whatever the order of arrival
 5. give the new weights to the engine, and start over
+
+A group that dynamic sampling leaves over is kept as it is and opens the next step: it is one update old by then, as no
+step leaves over more than the next one takes. Decoding its prompt again would be exact and cost up to half the rollout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +22,7 @@ from tlt.config import Config
 from tlt.data import Cursor
 from tlt.metrics import timed
 from tlt.rewards import Reward
-from tlt.rl.advantages import grpo
+from tlt.rl.groups import has_spread, is_comparable, make_batch, usable
 from tlt.sampling import request_seed
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, StepMetrics, TrainBatch
 
@@ -33,6 +36,10 @@ class Rollout(Protocol):
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
     ) -> tuple[list[Response], RolloutStats]:
         """All responses, in any order; `on_response` is called as each one finishes."""
+        ...
+
+    def release(self) -> None:
+        """Give back the memory that an update on the same device could use; the next `generate` takes it again."""
         ...
 
 
@@ -62,11 +69,14 @@ class Parts:
     reward: Reward
     policy: Trainable
     sampling: SamplingParams
+    carried: list[Group] = field(default_factory=list)
+    """groups that the step before left over; they open the next one"""
 
 
 @dataclass
 class StepResult:
     groups: list[Group]
+    """decoded in this step, trained on or not"""
     metrics: StepMetrics
 
 
@@ -79,21 +89,54 @@ def steps(parts: Parts, config: Config, watcher: Watcher, first: int = 0) -> Ite
 def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepResult:
     seconds: dict[str, float] = {}
     with timed("total", seconds):
+        groups, stats, waves = _decode(parts, config, watcher, step, seconds)
+        carried = len(parts.carried)
+        good = usable([*parts.carried, *groups], config)
+        count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
+        used, parts.carried = good[:count], good[count:]
+        with timed("update", seconds):
+            batch = make_batch(used, config, carried)
+            watcher.phase(step, "update", len(batch.response_ids))
+            parts.rollout.release()
+            update = parts.policy.update(batch, step)
+        with timed("sync", seconds):
+            parts.rollout.load(parts.policy.state_dict(), version=step + 1)
+    fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
+    return StepResult(groups, _measure(step, groups, stats, update, fate, seconds))
+
+
+def _decode(
+    parts: Parts, config: Config, watcher: Watcher, step: int, seconds: dict[str, float]
+) -> tuple[list[Group], RolloutStats, int]:
+    """Rewarded groups in prompt order, wave after wave until enough of them can be used; how, and in how many waves."""
+    groups: list[Group] = []
+    stats, waves = RolloutStats(), 0
+    while waves < max(1, config.rollout.max_waves):
         requests = _requests(parts, config)
         with timed("rollout", seconds):
             watcher.phase(step, "rollout", len(requests))
-            responses, stats = parts.rollout.generate(requests, watcher.response)
+            responses, wave = parts.rollout.generate(requests, watcher.response)
         with timed("reward", seconds):
             watcher.phase(step, "reward", len(requests))
-            groups = _in_prompt_order(requests, responses)
-            for response in (response for group in groups for response in group.responses):
-                response.reward = parts.reward(response.request.prompt, response.text)
-        with timed("update", seconds):
-            watcher.phase(step, "update", len(requests))
-            update = parts.policy.update(make_batch(groups), step)
-        with timed("sync", seconds):
-            parts.rollout.load(parts.policy.state_dict(), version=step + 1)
-    return StepResult(groups, _measure(step, groups, stats, update, seconds))
+            groups += _rewarded(parts, _in_prompt_order(requests, responses))
+        stats, waves = stats + wave, waves + 1
+        if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
+            break
+    return groups, stats, waves
+
+
+def _rewarded(parts: Parts, groups: list[Group]) -> list[Group]:
+    for response in (response for group in groups for response in group.responses):
+        response.reward = parts.reward(response.request.prompt, response.text)
+    return groups
+
+
+def _faults(groups: Sequence[Group]) -> dict[str, int]:
+    """Responses without a reward, groups with fewer than two that have one, groups whose rewards are all equal."""
+    unrewarded = sum(response.reward is None for group in groups for response in group.responses)
+    comparable = [group for group in groups if is_comparable(group)]
+    without_spread = sum(not has_spread(group) for group in comparable)
+    return {"unrewarded": unrewarded, "too_few": len(groups) - len(comparable), "without_spread": without_spread}
 
 
 def _requests(parts: Parts, config: Config) -> list[Request]:
@@ -116,33 +159,22 @@ def _in_prompt_order(requests: Sequence[Request], responses: Sequence[Response])
     return list(groups.values())
 
 
-def make_batch(groups: Sequence[Group]) -> TrainBatch:
-    batch = TrainBatch([], [], [], [])
-    for group in groups:
-        rewards = [_reward_of(response) for response in group.responses]
-        for response, advantage in zip(group.responses, grpo(rewards), strict=True):
-            batch.prompt_ids.append(group.prompt.token_ids)
-            batch.response_ids.append(response.token_ids)
-            batch.advantages.append(advantage)
-            batch.rollout_logprobs.append(response.full_logprobs)
-    return batch
-
-
-def _reward_of(response: Response) -> float:
-    assert response.reward is not None, "responses are rewarded before the update"
-    return response.reward
-
-
 def _measure(
-    step: int, groups: Sequence[Group], stats: RolloutStats, update: dict[str, float], seconds: dict[str, float]
+    step: int,
+    groups: Sequence[Group],
+    stats: RolloutStats,
+    update: dict[str, float],
+    fate: dict[str, float],
+    seconds: dict[str, float],
 ) -> StepMetrics:
     responses = [response for group in groups for response in group.responses]
+    rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)
     counters = {key: value for key, value in asdict(stats).items() if key not in ("tokens", "seconds")}
     seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
     return StepMetrics(
         step=step,
-        reward=sum(_reward_of(response) for response in responses) / len(responses),
+        reward=sum(rewards) / max(1, len(rewards)),
         lengths={
             "mean": sum(lengths) / len(lengths),
             "median": lengths[len(lengths) // 2],
@@ -156,4 +188,5 @@ def _measure(
         seconds=seconds,
         update=update,
         rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
+        batch=fate,
     )

@@ -24,6 +24,7 @@ from tlt.loop import Parts, steps
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
 from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import make_reward
+from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 
 
@@ -39,6 +40,7 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
     if found:
         policy.load_optimizer(found.folder)
         parts.cursor = Cursor(**found.state["cursor"])
+        parts.carried = from_plain(found.state["carried"], parts.prompts, parts.sampling)
         first = found.state["step"]
         display.note(f"going on from step {first} ({found.folder})")
     write_json(folder / "config.json", config.model_dump())
@@ -68,7 +70,7 @@ def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None
     engine = make_engine(config.engine, config.speculation, target, tokenizer)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     device, dtype = torch_device(config.model), torch_dtype(config.model)
-    policy = Policy(folder, dtype, device, config.train, config.rollout.temperature)
+    policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
     cursor = Cursor(len(prompts), config.run.seed, config.data.shuffle)
     return Parts(prompts, cursor, LocalRollout(engine), reward, policy, sampling), policy
 
@@ -94,5 +96,6 @@ def _save(config: Config, done: int, parts: Parts, policy: Policy, tokenizer: An
         policy.save(folder)
         tokenizer.save_pretrained(folder / "policy")
 
-    state = {"step": done, "cursor": asdict(parts.cursor), "metrics": metrics}
+    carried = to_plain(parts.carried)
+    state = {"step": done, "cursor": asdict(parts.cursor), "carried": carried, "metrics": metrics}
     checkpoint.save(Path(config.run.folder) / "checkpoints", done, state, write, config.run.keep)

@@ -56,6 +56,9 @@ class Response:
     """`stop` or `length`"""
     text: str = ""
     reward: float | None = None
+    """None: it has none, and is left out of its group's statistics and of the update"""
+    outcome: str = ""
+    """why there is no reward; empty where there is one"""
 
 
 @dataclass
@@ -92,6 +95,17 @@ class RolloutStats:
     def accept_length(self) -> float:
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
+    def __add__(self, other: RolloutStats) -> RolloutStats:
+        """Two rollouts as one; of what is not a sum (agreement, alarms) the later one's."""
+        mine, theirs = vars(self), vars(other)
+        counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
+        sums = {name: _sum_by_key(mine[name], theirs[name]) for name in ("strategies", "seconds")}
+        return RolloutStats(**counts, **sums, agreement=other.agreement, alarms=other.alarms)
+
+
+def _sum_by_key(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    return mine | {key: mine.get(key, 0) + value for key, value in theirs.items()}
+
 
 @dataclass
 class TrainBatch:
@@ -101,12 +115,15 @@ class TrainBatch:
     response_ids: list[list[int]]
     advantages: list[float]
     rollout_logprobs: list[list[float]]
-    """for the mismatch metric only: they never enter the loss"""
+    """for the mismatch metric, and for truncated importance weights where those are on"""
+    carried: int = 0
+    """the first so many responses were decoded a step before, by another target: the mismatch leaves them out"""
 
 
 @dataclass
 class StepMetrics:
-    """One line of metrics.jsonl. `seconds` are the driver's wall clock, disjoint, and sum to `seconds['total']`."""
+    """One line of metrics.jsonl. `reward` is the mean over the responses that have one, 0 if none has. `seconds` are
+    the driver's wall clock, disjoint, and sum to `seconds['total']`."""
 
     step: int
     reward: float
@@ -117,3 +134,5 @@ class StepMetrics:
     seconds: dict[str, float]
     update: dict[str, float]
     rollout: dict[str, Any]
+    batch: dict[str, float] = field(default_factory=dict)
+    """what became of the groups decoded: waves, groups trained on, dropped or kept for the next step, and why"""

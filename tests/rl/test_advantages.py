@@ -1,13 +1,18 @@
-"""GRPO's advantages against numbers worked by hand and against torch."""
+"""Advantages against numbers worked by hand, against torch, and against an enumerated policy gradient."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt.rl.advantages import grpo
+from tlt.config import TrainConfig
+from tlt.rl.advantages import ADVANTAGES, dr_grpo, grpo, reinforce_pp, rloo
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 
@@ -44,3 +49,72 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(rewards: list[floa
     assert sum(advantages) == pytest.approx(0, abs=1e-6)
     by_reward = sorted(range(len(rewards)), key=lambda i: rewards[i])
     assert [advantages[i] for i in by_reward] == sorted(advantages)
+
+
+# -- the others --------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_knows_every_advantage() -> None:
+    assert set(get_args(TrainConfig.model_fields["advantage"].annotation)) == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "expected"),
+    [
+        (dr_grpo, [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
+        (dr_grpo, [3.0, 0.0, 0.0], [2.0, -1.0, -1.0]),
+        # the others of the first: 0, 0, 1, mean 1/3; of the second: 1, 0, 1, mean 2/3
+        (rloo, [1.0, 0.0, 0.0, 1.0], [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        (rloo, [3.0, 0.0], [3.0, -3.0]),
+        (rloo, [1.0, 2.0, 6.0], [1 - 4, 2 - 3.5, 6 - 1.5]),
+    ],
+)
+def test_a_group_by_hand(
+    advantage: Callable[[Sequence[float]], list[float]], rewards: list[float], expected: list[float]
+) -> None:
+    assert advantage(rewards) == pytest.approx(expected, abs=1e-12)
+
+
+def test_reinforce_pp_by_hand() -> None:
+    # five rewards, mean 2; squares 4 + 1 + 0 + 1 + 4 = 10, / 4 = 2.5, root 1.581139
+    found = reinforce_pp([[0.0, 1.0], [2.0, 3.0, 4.0]])
+    assert found[0] == pytest.approx([-2 / 1.581140, -1 / 1.581140], abs=1e-6)
+    assert found[1] == pytest.approx([0, 1 / 1.581140, 2 / 1.581140], abs=1e-6)
+
+
+def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
+    # mean 1/4; squares 9/16 + 3/16 = 3/4, / 3 = 1/4, root 1/2
+    assert reinforce_pp([[1.0, 0.0], [0.0, 0.0]]) == [
+        pytest.approx([1.5, -0.5], abs=1e-5),
+        pytest.approx([-0.5, -0.5], abs=1e-5),
+    ]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_rollout_without_spread_or_without_groups_teaches_nothing(name: str) -> None:
+    assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7]) == [[0.0] * 3, [0.0] * 7]
+    assert ADVANTAGES[name]([]) == []
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_groups_do_not_see_each_other(name: str) -> None:
+    one, other = [1.0, 0.0, 0.5], [7.0, 9.0]
+    assert ADVANTAGES[name]([one, other]) == [*ADVANTAGES[name]([one]), *ADVANTAGES[name]([other])]
+
+
+@pytest.mark.parametrize(("advantage", "share"), [(rloo, 1.0), (dr_grpo, 2 / 3)])
+def test_the_mean_over_all_groups_is_the_policy_gradient(
+    advantage: Callable[[Sequence[float]], list[float]], share: float
+) -> None:
+    """Four actions, groups of three, all 64 by their chance: RLOO is unbiased, Dr. GRPO short by (n - 1) / n."""
+    scores = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    worth = [1.0, -0.5, 0.25, 2.0]
+    log_p = torch.log_softmax(scores, -1)
+    (expected,) = torch.autograd.grad((log_p.exp() * torch.tensor(worth)).sum(), scores, retain_graph=True)
+    surrogate = torch.zeros((), dtype=torch.float64)
+    for group in itertools.product(range(4), repeat=3):
+        chance = log_p[list(group)].sum().exp().detach()
+        advantages = torch.tensor(advantage([worth[a] for a in group]), dtype=torch.float64)
+        surrogate = surrogate + chance * (advantages * log_p[list(group)]).mean()
+    (found,) = torch.autograd.grad(surrogate, scores)
+    assert torch.allclose(found, share * expected, rtol=0, atol=1e-12)

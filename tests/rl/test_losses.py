@@ -1,14 +1,27 @@
-"""The clipped loss against numbers worked by hand, and its gradient."""
+"""Losses against numbers worked by hand, and their gradients."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from tlt.rl.losses import LossInputs, LossOutputs, clipped_policy_loss
+from tlt.config import TrainConfig
+from tlt.rl.losses import (
+    LOSSES,
+    LossInputs,
+    LossOutputs,
+    by_longest,
+    by_response,
+    by_token,
+    clipped_policy_loss,
+    k3,
+    sequence_policy_loss,
+    truncated_weights,
+)
 
 
 def inputs(
@@ -19,7 +32,8 @@ def inputs(
     policy = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     share = weights or [1 / len(ratios)] * len(ratios)
     wide = {"dtype": torch.float64}
-    return LossInputs(policy, old, torch.tensor(advantages, **wide), torch.tensor(share, **wide)), policy
+    lengths = [len(ratios)]
+    return LossInputs(policy, old, torch.tensor(advantages, **wide), torch.tensor(share, **wide), lengths), policy
 
 
 def one_token(ratio: float, advantage: float, low: float = 0.2, high: float = 0.2) -> tuple[LossOutputs, float]:
@@ -94,5 +108,91 @@ def test_no_gradient_through_the_report() -> None:
 
 
 def test_a_far_ratio_stays_finite_for_a_good_token() -> None:
-    given = LossInputs(*(torch.tensor([x]) for x in (0.0, -80.0, 1.0, 1.0)))
+    given = LossInputs(*(torch.tensor([x]) for x in (0.0, -80.0, 1.0, 1.0)), [1])
     assert math.isfinite(clipped_policy_loss(given, 0.2, 0.2).loss.item())
+
+
+# -- one ratio a response ----------------------------------------------------------------------------------------------
+
+
+def two_responses() -> tuple[LossInputs, Tensor]:
+    """Token ratios 2, 1/2, 2 and 4, 1: sequence ratios 2^(1/3) = 1.259921 and 4^(1/2) = 2; A = 1 and -1."""
+    given, policy = inputs([2.0, 0.5, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, -1.0, -1.0], [1 / 6] * 3 + [1 / 4] * 2)
+    return given._replace(lengths=[3, 2]), policy
+
+
+def test_sequence_ratios_by_hand() -> None:
+    given, policy = two_responses()
+    out = sequence_policy_loss(given, 0.2, 0.3)
+    # half of -1.259921 and half of 2: nothing is clipped, as the bad response got likelier
+    assert out.loss.item() == pytest.approx((-1.259921 + 2.0) / 2, abs=1e-6)
+    assert out.clipped.item() == 0.0
+    (gradient,) = torch.autograd.grad(out.loss, policy)
+    # each token moves its response's ratio by a share of 1/n, and a response is half of the loss
+    expected = [-1.259921 / 6] * 3 + [2.0 / 4] * 2
+    assert gradient.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_sequence_is_clipped_as_a_whole() -> None:
+    given, policy = two_responses()
+    out = sequence_policy_loss(given, 0.2, 0.25)
+    assert out.loss.item() == pytest.approx((-1.25 + 2.0) / 2, abs=1e-6)
+    assert out.clipped.item() == pytest.approx(1 / 2)
+    (gradient,) = torch.autograd.grad(out.loss, policy)
+    assert gradient.tolist() == pytest.approx([0.0] * 3 + [0.5] * 2, abs=1e-6)
+
+
+def test_gradcheck_of_sequences() -> None:
+    given, policy = two_responses()
+    assert torch.autograd.gradcheck(
+        lambda p: sequence_policy_loss(given._replace(policy_logprobs=p), 0.2, 0.3).loss, policy
+    )
+
+
+# -- shares, clips and additions ---------------------------------------------------------------------------------------
+
+
+def test_shares_by_hand() -> None:
+    assert by_response([2, 4], 8) == [1 / 4, 1 / 8]
+    assert by_token([2, 4], 8) == [1 / 6, 1 / 6]
+    assert by_longest([2, 4], 8) == [1 / 16, 1 / 16]
+
+
+def test_the_configuration_knows_every_loss() -> None:
+    assert set(get_args(TrainConfig.model_fields["loss"].annotation)) == set(LOSSES)
+
+
+def test_clips_are_those_of_the_papers() -> None:
+    clips = {name: (loss.clip_low, loss.clip_high) for name, loss in LOSSES.items()}
+    assert clips == {"grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+
+
+def test_k3_by_hand() -> None:
+    policy = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(2)], dtype=torch.float64)
+    # d = 0, ln 2, -ln 2: 0, 2 - 0.693147 - 1, 0.5 + 0.693147 - 1; slope by policy: 1 - exp(d)
+    found = k3(policy, reference)
+    assert found.tolist() == pytest.approx([0.0, 0.306853, 0.193147], abs=1e-6)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    assert gradient.tolist() == pytest.approx([0.0, -1.0, 0.5], abs=1e-12)
+
+
+def test_the_mean_of_k3_is_the_divergence() -> None:
+    p, q = (torch.softmax(torch.tensor(x, dtype=torch.float64), -1) for x in ([0.1, 1.0, -2.0], [0.5, -1.0, 0.0]))
+    assert (p * k3(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-12)
+
+
+def test_truncated_weights_by_hand() -> None:
+    old, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0 - math.log(4), -1.0 + math.log(4)])
+    assert truncated_weights(old, rollout, 2.0).tolist() == pytest.approx([1.0, 2.0, 0.25])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_importance_scales_each_tokens_loss_and_nothing_else(loss: str) -> None:
+    given, _ = two_responses()
+    surrogate = LOSSES[loss].surrogate
+    factors = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
+    scaled = surrogate(given._replace(importance=factors), 0.2, 0.3)
+    alone = [surrogate(given._replace(weights=given.weights * (torch.arange(5) == t)), 0.2, 0.3) for t in range(5)]
+    assert scaled.loss.item() == pytest.approx(sum(f * o.loss.item() for f, o in zip(factors, alone, strict=True)))
+    assert scaled.clipped == surrogate(given, 0.2, 0.3).clipped

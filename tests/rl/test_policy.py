@@ -14,13 +14,17 @@ from tiny import random_batch, save_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.config import TrainConfig
+from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
-from tlt.rl.policy import Policy
+from tlt.rl import policy as policy_module
+from tlt.rl.batching import MicroBatch, pack
+from tlt.rl.losses import LOSSES
+from tlt.rl.policy import Policy, learning_rate
 from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
 VOCAB = 31
+LONGEST = 12  # max_new_tokens
 UNBOUNDED = 1e9  # max_grad_norm that never bites
 
 
@@ -29,9 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
 
 
-def make_policy(folder: Path, dtype: torch.dtype = torch.float64, temperature: float = 1.0, **train: Any) -> Policy:
+def make_policy(
+    folder: Path,
+    dtype: torch.dtype = torch.float64,
+    temperature: float = 1.0,
+    reference: Path | None = None,
+    **train: Any,
+) -> Policy:
     settings = {"learning_rate": 1e-2, "max_grad_norm": UNBOUNDED, "micro_batch_tokens": 40} | train
-    return Policy(folder, dtype, CPU, TrainConfig(**settings), temperature)
+    rollout = RolloutConfig(temperature=temperature, max_new_tokens=LONGEST)
+    return Policy(folder, dtype, CPU, TrainConfig(**settings), rollout, reference)
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
@@ -43,13 +54,23 @@ def plain_logprobs(model: Any, prompt: tuple[int, ...], response: list[int], tem
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
-def plain_loss(model: Any, batch: TrainBatch, temperature: float, members: range, old: list[Tensor]) -> Tensor:
-    """The clipped loss written out: mean over responses of the mean over their tokens, clip 0.2 on both sides."""
+def plain_loss(
+    model: Any, batch: TrainBatch, temperature: float, members: range, old: list[Tensor], loss: str = "grpo"
+) -> Tensor:
+    """The losses written out, clip 0.2 on both sides."""
     total = torch.zeros((), dtype=torch.float64)
     for i in members:
         logprobs = plain_logprobs(model, batch.prompt_ids[i], batch.response_ids[i], temperature)
         ratio, advantage = torch.exp(logprobs - old[i]), batch.advantages[i]
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / len(members)
+        if loss == "gspo":
+            ratio = torch.exp((logprobs - old[i]).mean())
+        terms = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        if loss in ("grpo", "gspo"):
+            total = total - terms.mean() / len(members)
+        elif loss == "dapo":
+            total = total - terms.sum() / sum(len(batch.response_ids[j]) for j in members)
+        else:
+            total = total - terms.sum() / (LONGEST * len(members))
     return total
 
 
@@ -108,18 +129,24 @@ def test_entropy_is_that_of_the_tempered_law(folder: Path) -> None:
 # -- the gradient ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_gradient_is_that_of_an_unpacked_loss(folder: Path, temperature: float) -> None:
+@pytest.mark.parametrize(("loss", "temperature"), [*((name, 1.0) for name in LOSSES), ("grpo", 0.6)])
+def test_gradient_is_that_of_an_unpacked_loss(folder: Path, loss: str, temperature: float) -> None:
     batch, model = random_batch(VOCAB), plain_model(folder)
     old = all_plain_logprobs(model, batch, temperature)
-    expected = gradient_of(model, lambda m: plain_loss(m, batch, temperature, range(len(old)), old))
-    assert_close(gradient_of_update(make_policy(folder, temperature=temperature), batch), expected, 1e-9)
+    expected = gradient_of(model, lambda m: plain_loss(m, batch, temperature, range(len(old)), old, loss))
+    policy = make_policy(folder, temperature=temperature, loss=loss, clip_low=0.2, clip_high=0.2)
+    assert_close(gradient_of_update(policy, batch), expected, 1e-9)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 40, 10_000])
-def test_update_does_not_depend_on_the_micro_batches(folder: Path, micro_batch_tokens: int) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_update_does_not_depend_on_the_micro_batches(folder: Path, loss: str, micro_batch_tokens: int) -> None:
+    """Nor, a budget of 1 being no packing at all, on what is packed with what."""
     batch = random_batch(VOCAB)
-    one, other = make_policy(folder), make_policy(folder, micro_batch_tokens=micro_batch_tokens)
+    settings = {"loss": loss, "kl_weight": 0.1, "importance_cap": 2.0}
+    starting = save_weights(folder / "starting", VOCAB, seed=1, scale=0.3)
+    one = make_policy(folder, reference=starting, **settings)
+    other = make_policy(folder, reference=starting, micro_batch_tokens=micro_batch_tokens, **settings)
     ours, theirs = one.update(batch, 0), other.update(batch, 0)
     assert ours == pytest.approx(theirs, abs=1e-9)
     # Adam divides by the root of the squared gradient: where that is 0 up to rounding, its sign alone decides
@@ -130,10 +157,15 @@ def test_update_does_not_depend_on_the_micro_batches(folder: Path, micro_batch_t
     )
 
 
-@pytest.mark.parametrize("baseline", [0.0, 0.4])
-def test_gradient_of_all_responses_by_their_chance_is_the_policy_gradient(tmp_path: Path, baseline: float) -> None:
+@pytest.mark.parametrize(
+    ("loss", "divisor", "baseline"),
+    [("grpo", 2, 0.0), ("grpo", 2, 0.4), ("dapo", 2, 0.4), ("gspo", 2, 0.4), ("dr_grpo", LONGEST, 0.4)],
+)
+def test_gradient_of_all_responses_by_their_chance_is_the_policy_gradient(
+    tmp_path: Path, loss: str, divisor: int, baseline: float
+) -> None:
     """V = 3, two tokens, nine responses: their loss, weighted by chance, has the gradient of -J / 2 (two tokens a
-    response), with J the expected reward; and a baseline changes nothing."""
+    response; Dr. GRPO divides by the longest), with J the expected reward; and a baseline changes nothing."""
     folder = save_weights(tmp_path, vocab_size=3)
     responses = [list(pair) for pair in itertools.product(range(3), repeat=2)]
     rewards = [1.0, 0.0, 0.3, 0.0, 2.0, 0.0, 0.5, 0.0, -1.0]
@@ -146,9 +178,9 @@ def test_gradient_of_all_responses_by_their_chance_is_the_policy_gradient(tmp_pa
     assert chance.sum().item() == pytest.approx(1, abs=1e-12)
     advantages = [9 * p * (r - baseline) for p, r in zip(chance.tolist(), rewards, strict=True)]
     batch = TrainBatch([(1, 0)] * 9, responses, advantages, [[0.0, 0.0]] * 9)
-    expected = gradient_of(model, lambda m: -(chances(m) * torch.tensor(rewards, dtype=torch.float64)).sum() / 2)
+    expected = gradient_of(model, lambda m: -(chances(m) * torch.tensor(rewards, dtype=torch.float64)).sum() / divisor)
     # transformers' norms work in float32 even in a float64 model, so what a baseline adds vanishes only up to that
-    assert_close(gradient_of_update(make_policy(folder), batch), expected, 2e-7)
+    assert_close(gradient_of_update(make_policy(folder, loss=loss), batch), expected, 2e-7)
 
 
 def test_a_response_without_advantage_contributes_exactly_nothing(folder: Path) -> None:
@@ -168,6 +200,67 @@ def test_prompt_tokens_are_not_trained_on(folder: Path) -> None:
     batch.advantages[:] = [0.0, 0.0]
     gradient = gradient_of_update(make_policy(folder), batch)
     assert all(not g.any() for g in gradient.values())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gaps_between_packed_sequences_contribute_exactly_nothing(
+    folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_batch(VOCAB)
+    clean = gradient_of_update(make_policy(folder, loss=loss), batch)
+    filled = 0
+
+    def pack_with_junk(*args: Any) -> MicroBatch:
+        nonlocal filled
+        micro = pack(*args)
+        seen = micro.mask[:, 0].sum(1)  # by how many: in a gap by itself alone, and the sequences have two tokens
+        gap = (seen == 1) & (micro.position_ids == 0)
+        filled += int(gap.sum())
+        micro.input_ids[gap] = 17
+        return micro
+
+    monkeypatch.setattr(policy_module, "pack", pack_with_junk)
+    junk = gradient_of_update(make_policy(folder, loss=loss), batch)
+    assert filled > 0
+    assert all(torch.equal(clean[name], junk[name]) for name in clean)
+
+
+def test_layers_computed_anew_give_the_same_bits(folder: Path) -> None:
+    found, passes = [], []
+    for again in (False, True):
+        policy = make_policy(folder, gradient_checkpointing=again)
+        seen: list[int] = []
+        policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        found.append(gradient_of_update(policy, random_batch(VOCAB)))
+        passes.append(len(seen))
+    assert passes[1] == 2 * passes[0] > 0
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_layers_computed_anew_drop_nothing_out(folder: Path) -> None:
+    policy = make_policy(folder, gradient_checkpointing=True)
+    training = {type(module).__name__ for module in policy.model.modules() if module.training}
+    assert training == {"Qwen3DecoderLayer"}
+
+
+def test_an_empty_batch_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    for updates in (1, 2):
+        policy = make_policy(folder, updates_per_step=updates, kl_weight=0.1)
+        before = sha256(policy.state_dict())
+        metrics = policy.update(TrainBatch([], [], [], []), 0)
+        assert metrics.pop("learning_rate") == 1e-2
+        assert set(metrics.values()) == {0.0}
+        assert sha256(policy.state_dict()) == before
+    policy.save(tmp_path)
+    make_policy(tmp_path / "policy").load_optimizer(tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder, updates_per_step=2)
+    batch.advantages[0] = math.inf
+    assert policy.update(batch, 0)["skipped"] == 0.5
+    assert all(tensor.isfinite().all() for tensor in policy.state_dict().values())
+    assert policy.update(random_batch(VOCAB, seed=1), 1)["skipped"] == 0.0
 
 
 def test_gradient_norm_is_bounded(folder: Path) -> None:
@@ -190,26 +283,34 @@ def test_an_unchanged_policy_reports_minus_the_mean_advantage_and_nothing_clippe
     assert metrics["clipped"] == 0.0
 
 
-def test_later_steps_use_the_log_probs_from_before_the_first(folder: Path) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_later_steps_use_the_log_probs_from_before_the_first(folder: Path, loss: str) -> None:
     """Against the same two AdamW steps on the unpacked loss."""
     batch, model = random_batch(VOCAB), plain_model(folder)
-    policy = make_policy(folder, updates_per_step=2)
+    policy = make_policy(folder, updates_per_step=2, loss=loss, clip_low=0.2, clip_high=0.2)
     metrics = policy.update(batch, 0)
     old = all_plain_logprobs(model, batch, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95))
     losses = []
     for members in (range(3), range(3, 6)):
-        loss = plain_loss(model, batch, 1.0, members, old)
-        losses.append(loss.item())
+        with torch.no_grad():
+            ratio_one = plain_loss(model, batch, 1.0, members, all_plain_logprobs(model, batch, 1.0), loss).item()
+        value = plain_loss(model, batch, 1.0, members, old, loss)
+        losses.append(value.item())
         optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         optimizer.step()
     assert metrics["loss"] == pytest.approx(sum(losses) / 2, abs=1e-7)
-    ratio_one = -sum(batch.advantages[3:]) / 3
     assert abs(losses[1] - ratio_one) > 1e-3  # else the test could not tell old from new
     ours, theirs = dict(policy.model.named_parameters()), dict(model.named_parameters())
     share = [((ours[n] - theirs[n]).abs() < 1e-6).double().mean().item() for n in ours]
     assert min(share) > 0.99  # see above: Adam and gradients of 0
+
+
+def test_clips_are_the_losss_own_unless_given(folder: Path) -> None:
+    assert make_policy(folder, loss="gspo").clip == (3e-4, 4e-4)
+    assert make_policy(folder, loss="dapo", clip_low=0.1).clip == (0.1, 0.28)
+    assert make_policy(folder, loss="dapo", clip_high=0.5).clip == (0.2, 0.5)
 
 
 @pytest.mark.parametrize(("steps", "rates"), [(0, [1e-2, 1e-2, 1e-2]), (4, [2.5e-3, 5e-3, 7.5e-3])])
@@ -218,6 +319,76 @@ def test_learning_rate_warms_up(folder: Path, steps: int, rates: list[float]) ->
     for step, rate in enumerate(rates):
         policy.update(random_batch(VOCAB), step)
         assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "rates"),
+    [
+        # of 1e-2, over 8 steps; without warm-up the fall begins at once, at 1
+        ("linear", 0, [1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        ("linear", 4, [1 / 4, 2 / 4, 3 / 4, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4]),
+        # (1 + cos(pi k / 4)) / 2
+        ("cosine", 4, [1 / 4, 2 / 4, 3 / 4, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+        ("constant", 2, [1 / 2, *[1.0] * 7]),
+    ],
+)
+def test_schedules_by_hand(schedule: Any, warmup: int, rates: list[float]) -> None:
+    config = TrainConfig(learning_rate=1e-2, steps=8, schedule=schedule, warmup_steps=warmup)
+    found = [learning_rate(config, step) / 1e-2 for step in range(8)]
+    assert found == pytest.approx(rates, abs=1e-6)
+
+
+# -- the reference -----------------------------------------------------------------------------------------------------
+
+
+def test_the_divergence_from_where_training_started_is_zero_at_first(folder: Path) -> None:
+    policy = make_policy(folder, kl_weight=0.5)
+    gradient = gradient_of_update(make_policy(folder), random_batch(VOCAB))
+    assert_close(gradient_of_update(policy, random_batch(VOCAB)), gradient, 1e-12)
+    assert policy.update(random_batch(VOCAB), 1)["kl"] > 1e-4
+
+
+def test_the_divergence_is_added_to_the_loss(folder: Path, tmp_path: Path) -> None:
+    batch, model = random_batch(VOCAB), plain_model(folder)
+    starting = save_weights(tmp_path, VOCAB, seed=1, scale=0.3)
+    old, reference = (all_plain_logprobs(m, batch, 1.0) for m in (model, plain_model(starting)))
+    apart: list[float] = []
+
+    def loss(m: Any) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
+            d = reference[i] - plain_logprobs(m, prompt, response, 1.0)
+            total = total + (torch.exp(d) - d - 1).mean() / len(old)
+        apart.append(total.item())
+        return plain_loss(m, batch, 1.0, range(len(old)), old) + 0.3 * total
+
+    expected = gradient_of(model, loss)
+    policy = make_policy(folder, reference=starting, kl_weight=0.3)
+    frozen = sha256(policy.reference.state_dict())
+    # transformers' norms work in float32 even in a float64 model, and here two gradients meet in them
+    assert_close(gradient_of_update(policy, batch), expected, 2e-6)
+    assert make_policy(folder, reference=starting, kl_weight=0.3).update(batch, 0)["kl"] == pytest.approx(apart[0])
+    assert sha256(policy.reference.state_dict()) == frozen
+
+
+# -- truncated importance weights --------------------------------------------------------------------------------------
+
+
+def test_importance_weights_scale_each_token(folder: Path) -> None:
+    batch, model = random_batch(VOCAB), plain_model(folder)
+    old = all_plain_logprobs(model, batch, 1.0)
+    batch.rollout_logprobs = [(x - torch.linspace(-1, 1.5, len(x))).tolist() for x in old]
+
+    def loss(m: Any) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
+            weight = torch.exp(old[i] - torch.tensor(batch.rollout_logprobs[i], dtype=torch.float64)).clamp(max=2.0)
+            ratio = torch.exp(plain_logprobs(m, prompt, response, 1.0) - old[i])
+            total = total - (weight * ratio * batch.advantages[i]).mean() / len(old)
+        return total
+
+    expected = gradient_of(model, loss)
+    assert_close(gradient_of_update(make_policy(folder, importance_cap=2.0), batch), expected, 1e-9)
 
 
 # -- the mismatch ------------------------------------------------------------------------------------------------------
@@ -235,6 +406,18 @@ def test_mismatch_finds_a_known_error_of_the_rollout(folder: Path, updates_per_s
     assert metrics["mismatch_mean"] == pytest.approx(1.0 / tokens, abs=1e-6)
     assert tokens < 1000  # so the 99.9th percentile, the nearest rank from above, is the largest
     assert metrics["mismatch_p999"] == pytest.approx(0.75, abs=1e-5)
+
+
+def test_mismatch_leaves_out_what_another_target_decoded(folder: Path) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder, micro_batch_tokens=10_000)
+    batch.rollout_logprobs = [x.tolist() for x in policy._old_logprobs(batch)]
+    batch.rollout_logprobs[0][0] += 9.0
+    batch.rollout_logprobs[1][0] += 9.0
+    batch.rollout_logprobs[2][0] += 0.25
+    batch.carried = 2
+    assert policy.update(batch, 0)["mismatch_p999"] == pytest.approx(0.25, abs=1e-5)
+    batch.carried = len(batch.response_ids)
+    assert policy.update(batch, 0)["mismatch_mean"] == 0.0
 
 
 def test_mismatch_of_float64_is_not_rounded_to_float32(folder: Path) -> None:

@@ -43,6 +43,9 @@ class LocalRollout:
             on_response(response)
         return responses, self.engine.stats
 
+    def release(self) -> None:
+        self.engine.cache.release()
+
 
 def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:
     """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target

@@ -1,11 +1,15 @@
-"""Advantages: pure functions from a group's rewards to one number a response."""
+"""Advantages: pure functions from rewards to one number a response, by the name that `train.advantage` gives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _EPSILON = 1e-6
+
+Rewards = Sequence[Sequence[float]]
+"""[group][response]; every group has at least two"""
+Advantage = Callable[[Rewards], list[list[float]]]
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
@@ -14,8 +18,47 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
     [1, 0, 0, 1] -> mean 0.5, deviation 0.57735 -> [0.866, -0.866, -0.866, 0.866]. A group of equal rewards gives zeros.
     """
+    centred = dr_grpo(rewards)
+    deviation = math.sqrt(math.fsum(a**2 for a in centred) / (len(rewards) - 1))
+    return [a / (deviation + _EPSILON) for a in centred]
+
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Dr. GRPO (arXiv 2503.20783): reward - mean, so that a group's weight does not grow as its spread shrinks.
+
+    [1, 0, 0, 1] -> [0.5, -0.5, -0.5, 0.5]. Its other half, a length that divides nothing, is `train.loss = 'dr_grpo'`.
+    """
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)  # the mean of equal numbers may be off by a rounding, and Adam would enlarge it
     mean = math.fsum(rewards) / len(rewards)
-    deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-    return [(r - mean) / (deviation + _EPSILON) for r in rewards]
+    return [r - mean for r in rewards]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """RLOO (arXiv 2402.14740): reward - mean of the others, which is n / (n - 1) (reward - mean).
+
+    [1, 0, 0, 1] -> 1 - 1/3, 0 - 2/3 -> [2/3, -2/3, -2/3, 2/3].
+    """
+    return [a * len(rewards) / (len(rewards) - 1) for a in dr_grpo(rewards)]
+
+
+def reinforce_pp(rewards: Rewards) -> list[list[float]]:
+    """REINFORCE++ (arXiv 2501.03262): (reward - mean) / (standard deviation + 1e-6) over the whole rollout, with n - 1.
+
+    Each response counts once, whatever its length. [[1, 0], [0, 0]] -> mean 0.25, deviation 0.5 -> [[1.5, -0.5],
+    [-0.5, -0.5]]: a group of equal rewards teaches as well.
+    """
+    flat = iter(grpo([r for group in rewards for r in group]) if rewards else [])
+    return [[next(flat) for _ in group] for group in rewards]
+
+
+def _in_each_group(advantage: Callable[[Sequence[float]], list[float]]) -> Advantage:
+    return lambda rewards: [advantage(group) for group in rewards]
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": _in_each_group(grpo),
+    "dr_grpo": _in_each_group(dr_grpo),
+    "rloo": _in_each_group(rloo),
+    "reinforce_pp": reinforce_pp,
+}

@@ -1,7 +1,12 @@
-"""Losses over the tokens of packed responses. Each log-prob is named by who made it; T response tokens in all."""
+"""Losses over the tokens of packed responses, by the name that `train.loss` gives.
+
+A loss is a surrogate, a share of it for each token, and the clip its authors use. Each log-prob is named by who made
+it; T response tokens in all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,13 +21,20 @@ class LossInputs(NamedTuple):
     advantages: Tensor
     """[T] its response's advantage"""
     weights: Tensor
-    """[T] share of each token in the loss; they sum to 1 over an optimizer step"""
+    """[T] share of each token in the loss"""
+    lengths: Sequence[int]
+    """tokens of each response, in their order; they sum to T"""
+    importance: Tensor | float = 1.0
+    """[T] a further factor of each token's loss"""
 
 
 class LossOutputs(NamedTuple):
     loss: Tensor
     clipped: Tensor
-    """weighted share of tokens whose ratio was clipped"""
+    """weighted count of tokens whose ratio was clipped"""
+
+
+# -- surrogates --------------------------------------------------------------------------------------------------------
 
 
 def clipped_policy_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
@@ -31,8 +43,68 @@ def clipped_policy_loss(inputs: LossInputs, clip_low: float, clip_high: float) -
 
     r = exp(policy - old). For A = 1, r = 1.5, high = 0.2 a token gives -1.2 and no gradient; for A = -1 it gives 1.5.
     """
-    ratio = torch.exp(inputs.policy_logprobs - inputs.old_logprobs)
+    return _clipped(torch.exp(inputs.policy_logprobs - inputs.old_logprobs), inputs, clip_low, clip_high)
+
+
+def sequence_policy_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
+    """GSPO (arXiv 2507.18071): the same with one ratio a response, exp(mean over its tokens of policy - old)."""
+    apart = (inputs.policy_logprobs - inputs.old_logprobs).split(list(inputs.lengths))
+    means = torch.stack([response.mean() for response in apart])
+    repeats = torch.tensor(inputs.lengths, device=means.device)
+    return _clipped(torch.exp(means).repeat_interleave(repeats), inputs, clip_low, clip_high)
+
+
+def _clipped(ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     plain, clipped = ratio * inputs.advantages, bounded * inputs.advantages
-    loss = -(torch.minimum(plain, clipped) * inputs.weights).sum()
+    loss = -(torch.minimum(plain, clipped) * inputs.weights * inputs.importance).sum()
     return LossOutputs(loss, ((clipped < plain) * inputs.weights).sum().detach())
+
+
+# -- shares ------------------------------------------------------------------------------------------------------------
+# the weight of a token of each response, from the lengths of all responses of an optimizer step and the longest allowed
+
+
+def by_response(lengths: Sequence[int], longest: int) -> list[float]:
+    """Every response counts the same: [2, 4] -> [1/4, 1/8]."""
+    return [1 / (n * len(lengths)) for n in lengths]
+
+
+def by_token(lengths: Sequence[int], longest: int) -> list[float]:
+    """Every token counts the same: [2, 4] -> [1/6, 1/6]."""
+    return [1 / sum(lengths)] * len(lengths)
+
+
+def by_longest(lengths: Sequence[int], longest: int) -> list[float]:
+    """Every token counts the same, by a number that the lengths leave alone: [2, 4], longest 8 -> [1/16, 1/16]."""
+    return [1 / (longest * len(lengths))] * len(lengths)
+
+
+class Loss(NamedTuple):
+    surrogate: Callable[[LossInputs, float, float], LossOutputs]
+    share: Callable[[Sequence[int], int], list[float]]
+    clip_low: float
+    clip_high: float
+
+
+LOSSES = {
+    "grpo": Loss(clipped_policy_loss, by_response, 0.2, 0.2),
+    "dapo": Loss(clipped_policy_loss, by_token, 0.2, 0.28),  # arXiv 2503.14476
+    "dr_grpo": Loss(clipped_policy_loss, by_longest, 0.2, 0.2),  # arXiv 2503.20783
+    "gspo": Loss(sequence_policy_loss, by_response, 3e-4, 4e-4),
+}
+
+
+# -- what may be added -------------------------------------------------------------------------------------------------
+
+
+def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """[T] Schulman's estimate of KL(policy | reference) at drawn tokens, never negative: d = reference - policy,
+    exp(d) - d - 1."""
+    apart = reference_logprobs - policy_logprobs
+    return torch.exp(apart) - apart - 1
+
+
+def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
+    """[T] truncated importance weights min(exp(old - rollout), cap): they mend the gap between trainer and rollout."""
+    return torch.exp(old_logprobs - rollout_logprobs).clamp(max=cap)

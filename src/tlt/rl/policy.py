@@ -12,28 +12,43 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tlt.config import TrainConfig
+from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import MicroBatch, pack, plan
-from tlt.rl.losses import LossInputs, clipped_policy_loss
+from tlt.rl.logprobs import token_logprobs
+from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
 from tlt.types import TrainBatch
 
 
 class Policy:
-    """Masters are float32 (float64 if asked); dtype bfloat16 means autocast over them."""
+    """Masters are float32 (float64 if asked); dtype bfloat16 means autocast over them.
+
+    In memory, for each parameter: its master, its gradient and Adam's two moments, 4 x 4 bytes in float32; and, where
+    `kl_weight` is on, the frozen `reference` that training started from, 4 bytes more.
+    """
 
     def __init__(
-        self, folder: str | Path, dtype: torch.dtype, device: torch.device, config: TrainConfig, temperature: float
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        config: TrainConfig,
+        rollout: RolloutConfig,
+        reference: str | Path | None = None,
     ) -> None:
-        self.config, self.device, self.temperature = config, device, temperature
+        self.config, self.rollout, self.device = config, rollout, device
         self.autocast = dtype == torch.bfloat16
         masters = torch.float32 if self.autocast else dtype
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=masters, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
+        self.model = _load(folder, masters, device)
+        if config.gradient_checkpointing:
+            _checkpoint_layers(self.model)
+        self.reference = _load(reference or folder, masters, device) if config.kl_weight else None
+        self.loss = LOSSES[config.loss]
+        self.clip = (
+            self.loss.clip_low if config.clip_low is None else config.clip_low,
+            self.loss.clip_high if config.clip_high is None else config.clip_high,
         )
-        self.model.to(device)
-        self.model.eval()  # no dropout: old and new log-probs must come from the same function
-        self.model.config.use_cache = False
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95)
         )
@@ -41,57 +56,80 @@ class Policy:
     # -- update -------------------------------------------------------------------------------------------------------
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics."""
+        """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
+
+        A batch without responses changes nothing, and its metrics are 0. `skipped` is the share of optimizer steps that
+        were left out because their gradient was not finite.
+        """
+        rate = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / max(1, self.config.warmup_steps))
+            group["lr"] = rate
         count = len(batch.response_ids)
         parts = self.config.updates_per_step
         old = self._old_logprobs(batch) if parts > 1 else None
         borders = [round(count * k / parts) for k in range(parts + 1)]
         reports = [self._optimizer_step(batch, range(lo, hi), old) for lo, hi in pairwise(borders) if hi > lo]
-        metrics = {
-            key: sum(r[key] for r in reports) / len(reports) for key in ("loss", "entropy", "clipped", "grad_norm")
-        }
-        gaps = torch.cat([r["gaps"] for r in reports])
+        names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
+        metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
+        gaps = torch.cat([gap for r in reports for gap in r["gaps"]] or [torch.zeros(1)])
         metrics["mismatch_mean"] = gaps.mean().item()
         metrics["mismatch_p999"] = gaps.kthvalue(math.ceil(0.999 * len(gaps))).values.item()
-        return metrics
+        return metrics | {"learning_rate": rate}
 
     def _optimizer_step(self, batch: TrainBatch, members: range, old: list[Tensor] | None) -> dict[str, Any]:
-        totals = {"loss": 0.0, "entropy": 0.0, "clipped": 0.0}
+        lengths = [len(batch.response_ids[i]) for i in members]
+        shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
+        totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
         gaps: list[Tensor] = []
         for micro in self._micro_batches(batch, members):
-            logprobs, entropy = self._logprobs(micro)
-            lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+            logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
             old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
-            repeats = torch.tensor(lengths, device=self.device)
-            advantages = self._spread([batch.advantages[i] for i in micro.sequences], repeats, logprobs)
-            weights = self._spread([1 / (n * len(members)) for n in lengths], repeats, logprobs)
-            out = clipped_policy_loss(
-                LossInputs(logprobs, old_logprobs, advantages, weights), self.config.clip_low, self.config.clip_high
-            )
-            out.loss.backward()
-            totals["loss"] += out.loss.item()
-            totals["clipped"] += out.clipped.item()
-            totals["entropy"] += (entropy * weights).sum().item()
-            by_rollout = [x for i in micro.sequences for x in batch.rollout_logprobs[i]]
-            rollout = torch.tensor(by_rollout, dtype=old_logprobs.dtype, device=self.device)
-            gaps.append((old_logprobs - rollout).abs().float())
+            inputs = self._loss_inputs(batch, micro, logprobs, old_logprobs, shares)
+            loss, clipped = self.loss.surrogate(inputs, *self.clip)
+            if self.reference:
+                with torch.no_grad():
+                    reference, _ = self._logprobs(self.reference, micro)
+                apart = (k3(logprobs, reference) * inputs.weights).sum()
+                loss = loss + self.config.kl_weight * apart
+                totals["kl"] += apart.item()
+            loss.backward()
+            totals["loss"] += loss.item()
+            totals["clipped"] += clipped.item()
+            totals["entropy"] += (entropy * inputs.weights).sum().item()
+            totals["weight"] += inputs.weights.sum().item()
+            gaps += _gaps(batch, micro, old_logprobs)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        self.optimizer.step()
+        skipped = not norm.isfinite()  # one step with it would spoil every weight for good
+        if not skipped:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**totals, "grad_norm": float(norm), "gaps": torch.cat(gaps)}
+        means = {name: totals[name] / totals["weight"] for name in ("entropy", "clipped", "kl")}
+        return {"loss": totals["loss"], **means, "grad_norm": float(norm), "skipped": float(skipped), "gaps": gaps}
+
+    def _loss_inputs(
+        self, batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, shares: dict[int, float]
+    ) -> LossInputs:
+        lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+        repeats = torch.tensor(lengths, device=self.device)
+
+        def of_tokens(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=logprobs.dtype, device=self.device).repeat_interleave(repeats)
+
+        advantages = of_tokens([batch.advantages[i] for i in micro.sequences])
+        weights = of_tokens([shares[i] for i in micro.sequences])
+        cap = self.config.importance_cap
+        importance = truncated_weights(old_logprobs, _rollout_logprobs(batch, micro, old_logprobs), cap) if cap else 1.0
+        return LossInputs(logprobs, old_logprobs, advantages, weights, lengths, importance)
 
     @torch.no_grad()
     def _old_logprobs(self, batch: TrainBatch) -> list[Tensor]:
         """[response] -> [its tokens], before the first gradient step."""
         found: dict[int, Tensor] = {}
         for micro in self._micro_batches(batch, range(len(batch.response_ids))):
-            logprobs, _ = self._logprobs(micro)
-            found |= zip(
-                micro.sequences, logprobs.split([len(batch.response_ids[i]) for i in micro.sequences]), strict=True
-            )
+            logprobs, _ = self._logprobs(self.model, micro)
+            lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+            found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return [found[i] for i in range(len(found))]
 
     def _micro_batches(self, batch: TrainBatch, members: range) -> Iterator[MicroBatch]:
@@ -99,21 +137,8 @@ class Policy:
         for rows in plan(lengths, self.config.micro_batch_tokens):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
 
-    def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            hidden = self.model.base_model(
-                input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask
-            ).last_hidden_state
-            logits = self.model.get_output_embeddings()(hidden[micro.predicts])
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        log_p = torch.log_softmax(wide / self.temperature, dim=-1)
-        with torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)
-        return log_p.gather(-1, micro.targets[:, None]).squeeze(-1), entropy
-
-    def _spread(self, values: list[float], repeats: Tensor, like: Tensor) -> Tensor:
-        return torch.tensor(values, dtype=like.dtype, device=self.device).repeat_interleave(repeats)
+    def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        return token_logprobs(model, micro, self.rollout.temperature, self.config.logits_mb, self.autocast)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -144,3 +169,41 @@ class Policy:
 
     def load_optimizer(self, folder: Path) -> None:
         self.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of step 0, 1, ..: `warmup_steps` of even rise, then the schedule, which is above 0 at the last step."""
+    if step < config.warmup_steps or config.schedule == "constant":
+        return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+    gone = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    return config.learning_rate * (1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2)
+
+
+def _load(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
+    )
+    model.to(device)
+    model.eval()  # no dropout: old and new log-probs must come from the same function
+    model.config.use_cache = False
+    return model
+
+
+def _checkpoint_layers(model: Any) -> None:
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the other name warns that it is going
+    enable = newer or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # transformers checkpoints in training alone; the parts within stay without dropout
+
+
+def _rollout_logprobs(batch: TrainBatch, micro: MicroBatch, like: Tensor) -> Tensor:
+    return like.new_tensor([x for i in micro.sequences for x in batch.rollout_logprobs[i]])
+
+
+def _gaps(batch: TrainBatch, micro: MicroBatch, old_logprobs: Tensor) -> list[Tensor]:
+    """|trainer - rollout| of each token that the present target decoded."""
+    apart = (old_logprobs - _rollout_logprobs(batch, micro, old_logprobs)).abs().float()
+    parts = apart.split([len(batch.response_ids[i]) for i in micro.sequences])
+    return [part for i, part in zip(micro.sequences, parts, strict=True) if i >= batch.carried]

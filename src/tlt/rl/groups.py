@@ -1,0 +1,87 @@
+"""From rewarded groups to the batch of a step: who is left out, which groups are used, and what they are worth.
+
+Nothing here knows the order of arrival: groups come in the order of their prompts, responses by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.config import Config
+from tlt.rl.advantages import ADVANTAGES
+from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
+
+
+def rewards_of(group: Group) -> list[float]:
+    """Of the responses that have one: the others are left out, never scored 0."""
+    return [response.reward for response in group.responses if response.reward is not None]
+
+
+def is_comparable(group: Group) -> bool:
+    """Whether two responses or more have a reward: one alone is compared with nothing."""
+    return len(rewards_of(group)) > 1
+
+
+def has_spread(group: Group) -> bool:
+    """Whether the rewards differ, the overlong penalty not counted (DAPO, arXiv 2503.14476, section 3.2)."""
+    return is_comparable(group) and min(rewards_of(group)) < max(rewards_of(group))
+
+
+def usable(groups: Sequence[Group], config: Config) -> list[Group]:
+    return [group for group in groups if (has_spread if config.rollout.max_waves else is_comparable)(group)]
+
+
+def overlong_penalty(length: int, longest: int, window: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to longest - window tokens, then evenly
+    down to -1 at `longest`.
+
+    longest 10, window 4: lengths 6, 7, 9, 10 -> 0, -0.25, -0.75, -1.
+    """
+    return -max(0, length - (longest - window)) / window if window else 0.0
+
+
+def make_batch(groups: Sequence[Group], config: Config, carried: int = 0) -> TrainBatch:
+    """The responses of usable groups, the first `carried` of them decoded a step before."""
+    kept = [[response for response in group.responses if response.reward is not None] for group in groups]
+    rewards = [[_shaped(response, config) for response in responses] for responses in kept]
+    batch = TrainBatch([], [], [], [], carried=sum(map(len, kept[:carried])))
+    for responses, advantages in zip(kept, ADVANTAGES[config.train.advantage](rewards), strict=True):
+        for response, advantage in zip(responses, advantages, strict=True):
+            batch.prompt_ids.append(response.request.prompt.token_ids)
+            batch.response_ids.append(response.token_ids)
+            batch.advantages.append(advantage)
+            batch.rollout_logprobs.append(response.full_logprobs)
+    return batch
+
+
+def _shaped(response: Response, config: Config) -> float:
+    assert response.reward is not None, "responses without a reward were left out"
+    limits = config.rollout.max_new_tokens, config.rollout.overlong_tokens
+    return response.reward + overlong_penalty(len(response.token_ids), *limits)
+
+
+def to_plain(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """As JSON holds it, for a checkpoint; of a prompt its row alone."""
+    return [
+        {"row": group.prompt.prompt_id, "responses": [_plain_response(response) for response in group.responses]}
+        for group in groups
+    ]
+
+
+def _plain_response(response: Response) -> dict[str, Any]:
+    request = response.request
+    return vars(response) | {"request": {"index": request.index, "epoch": request.epoch, "seed": request.seed}}
+
+
+def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+    """The groups again. `prompts` are those the rows were of."""
+
+    def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
+        rest = {name: value for name, value in fields.items() if name != "request"}
+        return Response(Request(prompt, **fields["request"], sampling=sampling), **rest)
+
+    return [
+        Group(prompts[group["row"]], [response(prompts[group["row"]], fields) for fields in group["responses"]])
+        for group in plain
+    ]

@@ -1,0 +1,59 @@
+"""Log-probs and entropies of response tokens, the vocabulary's head applied chunk by chunk.
+
+T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 a float32 [T, V] for 4,096 tokens is
+2.3 GiB, and the log-softmax, its gradient and the entropy want it several times over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tlt.rl.batching import MicroBatch
+
+
+def token_logprobs(
+    model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
+    cast = torch.autocast(micro.input_ids.device.type, dtype=torch.bfloat16, enabled=autocast)
+    with cast:
+        hidden = model.base_model(
+            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask
+        ).last_hidden_state[micro.predicts]
+    head = model.get_output_embeddings()
+
+    def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with cast:
+            logits = head(hidden)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        log_p = torch.log_softmax(wide / temperature, dim=-1)
+        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
+        with torch.no_grad():
+            return chosen, -(log_p.exp() * log_p).sum(-1)
+
+    return in_chunks(law, hidden, micro.targets, chunk_tokens(model, logits_mb))
+
+
+def chunk_tokens(model: Any, logits_mb: int) -> int:
+    """Tokens whose logits fill `logits_mb` MiB."""
+    width = 8 if model.dtype == torch.float64 else 4
+    return max(1, logits_mb * 2**20 // (model.config.vocab_size * width))
+
+
+def in_chunks(law: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """`law(hidden [n, D], targets [n])` -> two [n], over [T, D] and [T] in chunks of n = `tokens`.
+
+    Several chunks keep nothing for the gradient but their hidden states; each is computed anew when its turn comes.
+    """
+    if len(targets) <= tokens:
+        return law(hidden, targets)
+    parts = [
+        checkpoint(law, h, t, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden.split(tokens), targets.split(tokens), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)

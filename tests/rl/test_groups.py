@@ -1,0 +1,109 @@
+"""Who is left out of a batch, what the others are worth, and that groups survive a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tlt.config import Config, parse_config
+from tlt.rl.advantages import ADVANTAGES, grpo
+from tlt.rl.groups import from_plain, has_spread, is_comparable, make_batch, overlong_penalty, to_plain, usable
+from tlt.types import Group, Prompt, Request, Response, SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.7)
+PROMPTS = [Prompt(row, f"prompt {row}", (row, 7)) for row in range(5)]
+
+
+def make_config(**sections: Any) -> Config:
+    rollout = {"max_new_tokens": 10} | sections.pop("rollout", {})
+    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}, "rollout": rollout}
+    return parse_config(tree | sections)
+
+
+def group(row: int, *rewards: float | None, lengths: list[int] | None = None) -> Group:
+    """Response i of prompt r has tokens 10 r + i, as many as `lengths` says (3)."""
+    responses = []
+    for i, (reward, length) in enumerate(zip(rewards, lengths or [3] * len(rewards), strict=True)):
+        request = Request(PROMPTS[row], i, 2, 2**63 + 100 * row + i, SAMPLING)
+        tokens, logprobs = [10 * row + i] * length, [-0.1 * (i + 1)] * length
+        outcome = "timeout" if reward is None else ""
+        responses.append(Response(request, tokens, [-0.3] * length, logprobs, "stop", "té\ud800xt", reward, outcome))
+    return Group(PROMPTS[row], responses)
+
+
+# -- who is used -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "comparable", "spread"),
+    [
+        ((1.0, 0.0), True, True),
+        ((0.5, 0.5, 0.5), True, False),
+        ((None, 1.0, 0.0), True, True),
+        ((None, 1.0, 1.0), True, False),  # the missing one is not a 0
+        ((None, 1.0), False, False),
+        ((None, None), False, False),
+    ],
+)
+def test_comparable_and_spread_by_hand(rewards: tuple[float | None, ...], comparable: bool, spread: bool) -> None:
+    given = group(0, *rewards)
+    assert is_comparable(given) is comparable
+    assert has_spread(given) is spread
+    assert usable([given], make_config()) == [given] * comparable
+    assert usable([given], make_config(rollout={"max_waves": 2})) == [given] * spread
+
+
+# -- the batch ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_without_a_reward_is_as_if_it_had_never_been() -> None:
+    batch = make_batch([group(0, 1.0, None, 0.0), group(1, 2.0, 4.0, 9.0)], make_config())
+    assert batch.prompt_ids == [(0, 7)] * 2 + [(1, 7)] * 3
+    assert batch.response_ids == [[0] * 3, [2] * 3, [10] * 3, [11] * 3, [12] * 3]
+    assert batch.advantages == [*grpo([1.0, 0.0]), *grpo([2.0, 4.0, 9.0])]
+    assert batch.rollout_logprobs[1] == pytest.approx([-0.3] * 3)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_named_advantage_is_taken(name: str) -> None:
+    batch = make_batch([group(0, 1.0, 0.0), group(1, 2.0, 4.0)], make_config(train={"advantage": name}))
+    assert batch.advantages == [a for each in ADVANTAGES[name]([[1.0, 0.0], [2.0, 4.0]]) for a in each]
+
+
+def test_carried_responses_are_counted_without_those_left_out() -> None:
+    groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0, 9.0)]
+    assert [make_batch(groups, make_config(), carried=n).carried for n in (0, 1, 2)] == [0, 2, 5]
+
+
+def test_no_groups_make_an_empty_batch() -> None:
+    assert make_batch([], make_config()).response_ids == []
+
+
+# -- overlong ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1.0)])
+def test_overlong_penalty_by_hand(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, 10, 4) == penalty
+    assert overlong_penalty(length, 10, 0) == 0.0
+
+
+def test_the_penalty_enters_advantages_but_neither_rewards_nor_spread() -> None:
+    config = make_config(rollout={"overlong_tokens": 4, "max_waves": 1}, train={"advantage": "dr_grpo"})
+    given = group(0, 1.0, 1.0, 0.0, lengths=[8, 6, 10])
+    # 1 - 0.5, 1, 0 - 1: mean 1/6
+    assert make_batch([given], config).advantages == pytest.approx([1 / 3, 5 / 6, -7 / 6])
+    assert [response.reward for response in given.responses] == [1.0, 1.0, 0.0]
+    assert not has_spread(group(0, 1.0, 1.0, lengths=[6, 10]))
+
+
+# -- in a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def test_groups_survive_json_to_the_bit() -> None:
+    groups = [group(3, 0.1 + 0.2, None, 1 / 3, lengths=[1, 4, 9]), group(1, 1e-300, -2.0)]
+    plain = json.loads(json.dumps(to_plain(groups)))
+    assert from_plain(plain, PROMPTS, SAMPLING) == groups
+    assert "prompt 3" not in json.dumps(plain)  # prompts are read again from their source

@@ -1,0 +1,119 @@
+"""Log-probs chunk by chunk are those of all tokens at once, and no [T, V] tensor of a micro-batch is ever made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_batch, save_weights
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tlt.config import RolloutConfig, TrainConfig
+from tlt.rl.logprobs import chunk_tokens, in_chunks
+from tlt.rl.policy import Policy
+from tlt.types import TrainBatch
+
+CPU = torch.device("cpu")
+T, D, V = 11, 5, 23
+
+
+def random_head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, D], head [V, D], targets [T]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, D, generator=generator, dtype=dtype).requires_grad_() for n in (T, V))
+    return hidden, head, torch.randint(V, (T,), generator=generator)
+
+
+def law_under(head: Tensor) -> Any:
+    def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(hidden @ head.T, -1)
+        return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1).detach()
+
+    return law
+
+
+@pytest.mark.parametrize("tokens", [1, 3, T - 1, T, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+def test_values_and_gradients_are_those_of_all_tokens_at_once(
+    tokens: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    hidden, head, targets = random_head(dtype)
+    pull = torch.linspace(-1, 2, T, dtype=dtype)
+    found = []
+    for size in (tokens, T):
+        logprobs, entropy = in_chunks(law_under(head), hidden, targets, size)
+        found.append((logprobs, entropy, *torch.autograd.grad((logprobs * pull).sum(), (hidden, head))))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+def test_gradcheck() -> None:
+    hidden, head, targets = random_head()
+    assert torch.autograd.gradcheck(lambda h, w: in_chunks(law_under(w), h, targets, 4)[0], (hidden, head))
+
+
+def test_without_gradients_chunks_work_as_well() -> None:
+    hidden, head, targets = random_head()
+    with torch.no_grad():
+        logprobs, _ = in_chunks(law_under(head), hidden, targets, 4)
+    assert torch.equal(logprobs, in_chunks(law_under(head), hidden, targets, 4)[0])
+
+
+def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:
+    return Policy(folder, dtype, CPU, TrainConfig(learning_rate=1e-3, **train), RolloutConfig())
+
+
+def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) -> None:
+    """A gradient of float32 logits would differ from the others by far more than the order of sums."""
+    folder, batch = save_weights(tmp_path, 30_000, scale=0.1), random_batch(30_000, responses=20)
+    whole, chunked = (make_policy(folder, torch.bfloat16, logits_mb=mb) for mb in (512, 1))
+    tokens, seen = sum(map(len, batch.response_ids)), []
+    chunked.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append((logits.dtype, len(logits))))
+    ours, theirs = (policy.update(batch, 0) for policy in (chunked, whole))
+    assert {dtype for dtype, _ in seen} == {torch.bfloat16}
+    assert max(size for _, size in seen) == chunk_tokens(chunked.model, 1) < tokens
+    assert sum(size for _, size in seen) == 2 * tokens
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    name = "model.embed_tokens.weight/exp_avg"
+    one, other = chunked.optimizer_state()[name], whole.optimizer_state()[name]
+    assert (one - other).norm() < 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 26), (torch.float64, 13), (torch.bfloat16, 26)])
+def test_a_chunk_fills_its_share_of_memory(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
+    policy = make_policy(save_weights(tmp_path, vocab_size=10_000, layers=1), dtype)
+    assert chunk_tokens(policy.model, 1) == tokens  # 2 ** 20 / (10,000 * 4); under autocast log-probs are float32
+
+
+# -- memory at a real vocabulary ---------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation gives, forward or backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = (leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+def test_no_tensor_of_all_tokens_by_the_vocabulary_exists(tmp_path: Path) -> None:
+    vocab, tokens = 151_936, 96  # more than the 32 of the model's own width, whose weights are [V, 32]
+    folder = save_weights(tmp_path, vocab, layers=1, scale=0.1)
+    batch = TrainBatch([(1, 2)] * 3, [[7] * 32] * 3, [1.0, -1.0, 0.5], [[-1.0] * 32] * 3)
+    largest = {}
+    for logits_mb in (8, 1024):
+        policy = make_policy(folder, logits_mb=logits_mb)
+        with Largest() as seen:
+            policy.update(batch, 0)
+        largest[logits_mb] = seen.elements
+    assert largest[8] == 32 * vocab
+    assert largest[1024] == tokens * vocab
