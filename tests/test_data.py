@@ -155,7 +155,7 @@ def test_the_template_is_laid_around_a_tasks_question() -> None:
 )
 def test_what_reasoning_gym_refuses_is_one_sentence(specs: list[dict[str, Any]], named: str) -> None:
     with pytest.raises(DataError) as error:
-        task_dataset(tasks(*specs))
+        task_dataset(tasks(*specs), stage=0)
     assert named in str(error.value)
     assert "data.tasks" in str(error.value)
     assert "\n" not in str(error.value)

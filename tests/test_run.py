@@ -285,7 +285,7 @@ def test_overwrite_starts_afresh(home: Path) -> None:
 
 def test_a_reward_that_fails_stops_the_run_with_a_sentence(home: Path) -> None:
     with pytest.raises(RewardError, match="cannot be imported"):
-        train(whole(home, "bad reward", reward={"name": "tiny:no_such_function"}))
+        train(whole(home, "bad reward", reward={"name": "tiny_rewards:no_such_function"}))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -86,8 +87,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         with timed("reward", seconds):
             watcher.phase(step, "reward", len(requests))
             groups = _in_prompt_order(requests, responses)
-            for response in (response for group in groups for response in group.responses):
-                response.reward = parts.reward(response.request.prompt, response.text)
+            parts.reward([response for group in groups for response in group.responses])
         with timed("update", seconds):
             watcher.phase(step, "update", len(requests))
             update = parts.policy.update(make_batch(groups), step)
@@ -137,12 +137,13 @@ def _measure(
     step: int, groups: Sequence[Group], stats: RolloutStats, update: dict[str, float], seconds: dict[str, float]
 ) -> StepMetrics:
     responses = [response for group in groups for response in group.responses]
+    rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)
     counters = {key: value for key, value in asdict(stats).items() if key not in ("tokens", "seconds")}
     seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
     return StepMetrics(
         step=step,
-        reward=sum(_reward_of(response) for response in responses) / len(responses),
+        reward=sum(rewards) / max(1, len(rewards)),
         lengths={
             "mean": sum(lengths) / len(lengths),
             "median": lengths[len(lengths) // 2],
@@ -156,4 +157,6 @@ def _measure(
         seconds=seconds,
         update=update,
         rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
+        outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
+        prompts=[(group.prompt.prompt_id, group.responses[0].request.epoch) for group in groups],
     )

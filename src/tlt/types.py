@@ -56,6 +56,8 @@ class Response:
     """`stop` or `length`"""
     text: str = ""
     reward: float | None = None
+    outcome: str = ""
+    """why there is no reward: timeout, error, ..., or empty"""
 
 
 @dataclass
@@ -111,3 +113,9 @@ class StepMetrics:
     seconds: dict[str, float]
     update: dict[str, float]
     rollout: dict[str, float]
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """responses without a reward, by why"""
+    eval: dict[str, float] = field(default_factory=dict)
+    """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt id, epoch) of what the step consumed, in order"""

@@ -1,0 +1,30 @@
+"""What a resumed run may change of its recipe: nothing that reaches the policy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tlt.config import Config, ConfigError
+
+_FREE = ("run.folder", "run.keep", "run.save_every", "run.overwrite", "reward.timeout_seconds", "reward.workers")
+_FREE_SECTIONS = ("speculation", "engine", "eval")
+
+
+def refuse_changes(before: dict[str, Any], config: Config, done: int) -> None:
+    """Refuse to resume a run of recipe `before` (as JSON), after `done` steps, by one that would end elsewhere."""
+    if config.train.steps < max(done, before["train"]["steps"]):
+        raise ConfigError(
+            f"train.steps = {config.train.steps} is below the {before['train']['steps']} of the run to be resumed, "
+            f"of which {done} are done: it can only be raised"
+        )
+    now = config.model_dump(mode="json")
+    for section, fields in before.items():
+        for name, value in fields.items():
+            key = f"{section}.{name}"
+            if key in _FREE or section in _FREE_SECTIONS or key == "train.steps" or value == now[section].get(name):
+                continue
+            raise ConfigError(
+                f"{key} = {json.dumps(now[section].get(name))}, but the run to be resumed has {json.dumps(value)}: "
+                "give it that value, or start a new run in another run.folder"
+            )
