@@ -38,4 +38,10 @@ def trouble(prompt: Any, answer: str) -> Any:
     return float(len(answer)) + prompt.data.get("bonus", 0)
 
 
+def raises_now_and_then(prompt: Any, answer: str) -> float:
+    if len(answer) % 3 == 0:
+        raise ValueError("a length that cannot be judged")
+    return share_of_low_bytes(prompt, answer)
+
+
 constant = 3

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tlt.config import Config, RewardTerm
 from tlt.data import task_dataset
@@ -122,15 +122,16 @@ def _math() -> Score:
 
 
 def _users(path: str, folder: str) -> Score:
-    module, _, function = path.partition(":")
+    module, _, name = path.partition(":")
     for place in map(os.path.abspath, (".", folder)):  # a console script has not even the working directory
         if place not in sys.path:
             sys.path.insert(0, place)
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), name)
     except Exception as error:
         said = f"reward.name = {path!r} cannot be imported ({type(error).__name__}: {error})"
         raise RewardError(f"{said}: write 'module:function'") from error
     if not callable(found):
         raise RewardError(f"reward.name = {path!r} is not a function: write 'module:function'")
-    return lambda prompt, answer: found(prompt, answer.answer)
+    function = cast(Callable[[Prompt, str], float], found)
+    return lambda prompt, answer: function(prompt, answer.answer)
