@@ -23,13 +23,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 24
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 # -- every write, flush, rename and unlink -----------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def write_recipe(home: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def train_here(recipe: Path, folder: Path, resume: bool = False, steps: int = STEPS) -> dict[str, Any]:
+def train_here(recipe: Path, folder: Path, resume: bool = False, steps: int = STEPS, keep: int = 2) -> dict[str, Any]:
     """A run in this process; returns its summary."""
     from rich.console import Console
 
@@ -171,7 +172,8 @@ def train_here(recipe: Path, folder: Path, resume: bool = False, steps: int = ST
     from tlt.display import Display
     from tlt.run import train
 
-    config = load_config(recipe, ["--run.folder", str(folder), "--train.steps", str(steps)])
+    overrides = ["--run.folder", str(folder), "--train.steps", str(steps), "--run.keep", str(keep)]
+    config = load_config(recipe, overrides)
     return train(config, resume, Display(Console(quiet=True)))
 
 
@@ -206,11 +208,8 @@ def at_every_point(recipe: Path, home: Path, most: int | None = None) -> dict[st
     def resumed(at: int) -> tuple[Faults, Path]:
         folder = home / f"cut {at}"
         shutil.copytree(home / "cut base", folder)
-        with faults(at) as found:
-            try:
-                train_here(recipe, folder, resume=True, steps=3)
-            except Crash:
-                pass
+        with faults(at) as found, suppress(Crash):
+            train_here(recipe, folder, resume=True, steps=3, keep=1)  # so that the older one is removed
         return found, folder
 
     whole, _ = resumed(-1)
@@ -227,29 +226,38 @@ def at_every_point(recipe: Path, home: Path, most: int | None = None) -> dict[st
 
 
 def at_random_moments(
-    recipe: Path, home: Path, number: signal.Signals, trials: int, expected: str, seed: int = 0
+    recipe: Path, home: Path, number: signal.Signals, trials: int, expected: str, lasts: float, seed: int = 0
 ) -> dict[str, Any]:
-    """`trials` real processes, each sent the signal at a random moment of its run and then resumed to the end."""
+    """`trials` real processes, each sent the signal at a random moment of the `lasts` seconds that a run takes, then
+    resumed to the end."""
     moments = random.Random(f"{seed}/{number}")
     rows: list[dict[str, Any]] = []
-    lasts = 0.0
-    for trial in range(trials + 1):  # the first is left alone: it shows how long a run takes
+    for trial in range(trials):
         folder = home / f"{number.name} {trial}"
-        row = {} if not trial else _disturb(recipe, folder, number, moments.uniform(0, lasts))
-        began = time.monotonic()
-        if trial == 0:
-            process = start(recipe, folder)
-            _wait_for_the_run(folder, process)
-            began = time.monotonic()
-            _finish(process)
-            lasts = time.monotonic() - began
-        elif row["exit"] != 0:
-            options = ["--resume"] if row["checkpoints"] else ["--run.overwrite", "true"]
-            _finish(start(recipe, folder, *options))
+        row = _disturb(recipe, folder, number, moments.uniform(0, lasts))
+        if row["exit"] != 0:  # else it was over before
+            _finish(start(recipe, folder, *(["--resume"] if row["checkpoints"] else ["--run.overwrite", "true"])))
         rows.append(row | verdict(folder, expected, prompts=6))
         shutil.rmtree(folder)
-    ok = sum(row["same_sha256"] and row["steps_in_order"] and row["consumed_once"] for row in rows[1:])
-    return {"signal": number.name, "trials": trials, "ended_equal": ok, "run_seconds": lasts, "rows": rows[1:]}
+    return {
+        "signal": number.name,
+        "trials": trials,
+        "cut_short": sum(row["exit"] != 0 for row in rows),
+        "before_the_first_checkpoint": sum(not row["checkpoints"] for row in rows),
+        "ended_equal": sum(row["same_sha256"] and row["steps_in_order"] and row["consumed_once"] for row in rows),
+        "slowest_exit_seconds": max((row["seconds_to_exit"] for row in rows), default=0.0),
+        "rows": rows,
+    }
+
+
+def undisturbed(recipe: Path, home: Path) -> tuple[str, float]:
+    """sha256, and the seconds from the start of the run (not of the process) to its end."""
+    process = start(recipe, home / "whole")
+    _wait_for_the_run(home / "whole", process)
+    began = time.monotonic()
+    _finish(process)
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    return summary["policy_sha256"], time.monotonic() - began
 
 
 def _disturb(recipe: Path, folder: Path, number: signal.Signals, moment: float) -> dict[str, Any]:
@@ -299,16 +307,21 @@ def main() -> None:
         print(
             f"{points['tried']} of {points['points']} points of {points['operations']}: {len(points['failed'])} failed"
         )
-        expected = train_here(recipe, home / "whole")["policy_sha256"]
+        expected, lasts = undisturbed(recipe, home)
         results = []
         for number, trials in ((signal.SIGKILL, arguments.kills), (signal.SIGTERM, arguments.terms)):
-            found = at_random_moments(recipe, home, number, trials, expected)
+            found = at_random_moments(recipe, home, number, trials, expected, lasts)
             results.append(found)
-            print(f"{number.name} at {trials} random moments: {found['ended_equal']} ended with the same sha256")
+            print(
+                f"{number.name} at {trials} random moments: {found['cut_short']} cut short, "
+                f"{found['ended_equal']} ended with the same sha256"
+            )
     if arguments.json:
         from tlt.metrics import provenance, write_json
 
-        write_json(arguments.json, {"every_point": points, "random_moments": results, **provenance()})
+        write_json(
+            arguments.json, {"every_point": points, "run_seconds": lasts, "random_moments": results, **provenance()}
+        )
 
 
 if __name__ == "__main__":

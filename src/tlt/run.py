@@ -71,9 +71,9 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
                     writer.close()
                     raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
             evaluation = _evaluate(run, config.train.steps)
-    writer.write_last_evaluation(config.train.steps, evaluation)
-    writer.close()
-    return summarize(folder, sha256(run.policy.state_dict()), evaluation)
+        writer.write_last_evaluation(config.train.steps, evaluation)
+        writer.close()
+        return summarize(folder, sha256(run.policy.state_dict()), evaluation)
 
 
 def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Policy]:
