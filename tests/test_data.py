@@ -209,19 +209,25 @@ def test_a_cursor_amid_the_stages_goes_on_where_it_was() -> None:
 
 
 def test_held_out_prompts_of_tasks_are_none_of_trainings() -> None:
-    config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=100)
+    config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
     training = load_prompts(config, encode)
     held_out = load_held_out(config, EvalConfig(every=1, size=50), encode, training)
-    assert 10 < len(held_out) < 50
+    assert len(held_out) == 50
     assert not {p.text for p in held_out} & {p.text for p in training}
     assert held_out == load_held_out(config, EvalConfig(every=1, size=50), encode, training)
 
 
-def test_held_out_prompts_of_a_file_are_its_first(tmp_path: Path) -> None:
+def test_held_out_prompts_are_of_all_stages() -> None:
+    config = tasks(*HARDER, size=8)
+    held_out = load_held_out(config, EvalConfig(every=1, size=20), encode, load_prompts(config, encode))
+    assert [[p.data["stage"] for p in held_out].count(stage) for stage in range(3)] == pytest.approx([5, 10, 5], abs=1)
+
+
+def test_held_out_prompts_of_a_file_are_spread_over_it(tmp_path: Path) -> None:
     config = DataConfig(path=write(tmp_path, '{"question": "seen"}'))
-    (tmp_path / "held_out.jsonl").write_text("\n".join(f'{{"question": "{q}"}}' for q in ("seen", "b", "c", "d")))
+    (tmp_path / "held_out.jsonl").write_text("\n".join(f'{{"question": "{q}"}}' for q in ("seen", *"abcdef")))
     held_out = EvalConfig(every=1, size=3, path=str(tmp_path / "held_out.jsonl"))
-    assert [p.text for p in load_held_out(config, held_out, encode, load_prompts(config, encode))] == ["b", "c"]
+    assert [p.text for p in load_held_out(config, held_out, encode, load_prompts(config, encode))] == ["a", "c", "e"]
 
 
 def test_a_held_out_file_that_holds_nothing_new_is_refused(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class EvalConfig(Section):
     samples: int = Field(default=4, gt=0)
     """responses to each prompt"""
     size: int = Field(default=64, gt=0)
-    """prompts: generated from `data.tasks` (those that training has are left out), or the first of `path`"""
+    """prompts, from `data.tasks` with another seed or from `path`, less those that training has"""
     path: str | None = None
     """held-out prompts for a `data.path`, with the same columns"""
     solved: float = 1.0

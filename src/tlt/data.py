@@ -45,14 +45,15 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts for evaluation, from `eval.path` or from the tasks with another seed, less those that training has."""
-    changes = {"path": held_out.path, "tasks": [] if held_out.path else config.tasks, "size": held_out.size}
-    prompts = load_prompts(config.model_copy(update={**changes, "seed": config.seed + _HELD_OUT}), encode)
+    """`eval.size` prompts that training has not, evenly from `eval.path`, or from the tasks with another seed."""
+    tasks = [] if held_out.path else config.tasks
+    changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
     seen = {prompt.text for prompt in training}
-    kept = [prompt for prompt in prompts[: held_out.size] if prompt.text not in seen]
-    if not kept:
-        raise DataError("no prompt is held out: all that eval names are among the training prompts")
-    return kept
+    new = [prompt for prompt in load_prompts(config.model_copy(update=changes), encode) if prompt.text not in seen]
+    if not new:
+        source = held_out.path or "the tasks"
+        raise DataError(f"no prompt is held out: all that {source} can give eval are among the training prompts")
+    return new[:: max(1, len(new) // held_out.size)][: held_out.size]
 
 
 def encoder(tokenizer: Any, chat: bool) -> Encode:
