@@ -74,11 +74,21 @@ def encoder(tokenizer: Any, chat: bool) -> Encode:
     return encode
 
 
+def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """A tokenizer of another model gives tokens that this one has no row for."""
+    for prompt in prompts:
+        if max(prompt.token_ids) >= vocab_size:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, beyond the model's vocabulary of "
+                f"{vocab_size}: the tokenizer in model.path is not this model's"
+            )
+
+
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """sha256 of the prompts' tokens: a resumed run must be given the very same."""
+    """sha256 of the prompts' tokens and answers: a resumed run must be given the very same."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps(prompt.token_ids).encode())
+        digest.update(json.dumps([prompt.token_ids, str(prompt.data.get("answer"))]).encode())
     return digest.hexdigest()
 
 

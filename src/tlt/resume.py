@@ -7,7 +7,9 @@ from typing import Any
 
 from tlt.config import Config, ConfigError
 
+# nothing of these reaches the policy
 _FREE = ("run.folder", "run.keep", "run.save_every", "run.overwrite", "reward.timeout_seconds", "reward.workers")
+_PLACES = ("data.path", "reward.folder")  # of the data itself there is a fingerprint
 _FREE_SECTIONS = ("speculation", "engine", "eval")
 
 
@@ -21,10 +23,10 @@ def refuse_changes(before: dict[str, Any], config: Config, done: int) -> None:
     now = config.model_dump(mode="json")
     for section, fields in before.items():
         for name, value in fields.items():
-            key = f"{section}.{name}"
-            if key in _FREE or section in _FREE_SECTIONS or key == "train.steps" or value == now[section].get(name):
+            key, new = f"{section}.{name}", now.get(section, {}).get(name)
+            if key in (*_FREE, *_PLACES, "train.steps") or section in _FREE_SECTIONS or value == new:
                 continue
             raise ConfigError(
-                f"{key} = {json.dumps(now[section].get(name))}, but the run to be resumed has {json.dumps(value)}: "
+                f"{key} = {json.dumps(new)}, but the run to be resumed has {json.dumps(value)}: "
                 "give it that value, or start a new run in another run.folder"
             )

@@ -21,7 +21,16 @@ from tlt.cluster.local import (
     torch_dtype,
 )
 from tlt.config import Config, ConfigError
-from tlt.data import Cursor, DataError, encoder, fingerprint, load_held_out, load_prompts, make_cursor
+from tlt.data import (
+    Cursor,
+    DataError,
+    encoder,
+    fingerprint,
+    load_held_out,
+    load_prompts,
+    make_cursor,
+    refuse_foreign_tokens,
+)
 from tlt.display import Display
 from tlt.evaluate import evaluate
 from tlt.loop import Parts, StepResult, steps
@@ -82,6 +91,7 @@ def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None
     prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
     reward = make_reward(config, prompts)
     target = make_target(config.model)
+    refuse_foreign_tokens(prompts, target.options.vocab_size)
     target.load(read_safetensors(folder), version=0)
     engine = make_engine(config.engine, config.speculation, target, tokenizer)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
