@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import importlib
 import io
 import json
 import os
@@ -129,9 +130,8 @@ def faults(at: int = -1, act: Callable[[], None] | None = None) -> Iterator[Faul
     patches = [patch.object(owner, "open", opened) for owner in (builtins, io)]
     for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
         patches.append(patch.object(os, name, found.wrap(name, getattr(os, name))))
-    patches.append(
-        patch.object(safetensors.torch, "serialize_file", found.serialize_file(safetensors.torch.serialize_file))
-    )
+    serialize = vars(safetensors.torch)["serialize_file"]
+    patches.append(patch.object(safetensors.torch, "serialize_file", found.serialize_file(serialize)))
     for one in patches:
         one.start()
     try:
@@ -151,8 +151,7 @@ def _crash() -> None:
 def write_recipe(home: Path, **sections: dict[str, Any]) -> Path:
     """A recipe of the tests' tiny model, prompts and reward."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from tiny import tiny_tree
-
+    tiny_tree = importlib.import_module("tiny").tiny_tree
     run = {"folder": str(home / "run"), "save_every": 2, "keep": 2}
     reward = {"reward": {"name": "tiny_rewards:share_of_low_bytes", "folder": str(ROOT / "tests")}}
     tree = tiny_tree(home, **{"train": {"steps": STEPS}, "run": run, **reward, **sections})
