@@ -69,7 +69,11 @@ class Faults:
 
     def open(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if mode[0] not in "wax" or threading.current_thread() is not threading.main_thread():
+            if (
+                isinstance(file, int)
+                or mode[0] not in "wax"
+                or threading.current_thread() is not threading.main_thread()
+            ):
                 return call(file, mode, *args, **options)
             found = self.wrap("open", call)(file, mode, *args, **options)
             real = found.write

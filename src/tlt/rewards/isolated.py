@@ -18,6 +18,7 @@ from tlt.rewards.scores import Answer, RewardError, Score, make_score
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # to import the user's module
+_NOT_FOR_US = (signal.SIGINT, signal.SIGTERM)  # sent to the whole group: the run finishes its step first
 
 
 class Verdict(NamedTuple):
@@ -75,7 +76,9 @@ class IsolatedScore:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self.config))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until it can ignore them itself
         process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._process = process
         # before multiprocessing's own exit handler, which would ask with a SIGTERM and wait
@@ -101,8 +104,9 @@ def _end(process: BaseProcess, connection: Connection) -> None:
 
 def _serve(connection: Connection, config: Config) -> None:
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the run finishes its step first
+    for number in _NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_US)
     threading.Thread(target=_die_with_the_run, daemon=True).start()
     try:
         score = make_score(config)
