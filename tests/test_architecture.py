@@ -12,12 +12,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
-    ("types", "config", "sampling", "metrics"),
+    ("types", "config", "sampling", "metrics", "stopping", "resume"),
     ("models",),
     ("draft",),
     ("engine",),
-    ("rl", "rewards", "data", "checkpoint", "evaluate"),
-    ("loop",),
+    ("rl", "rewards", "data", "checkpoint"),
+    ("loop", "evaluate"),
     ("cluster", "display"),
     ("run",),
     ("generate", "fidelity", "drafting", "bench", "simulate"),

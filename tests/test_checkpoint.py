@@ -42,7 +42,7 @@ def names(root: Path) -> list[str]:
 def test_what_is_saved_is_found(tmp_path: Path) -> None:
     state = {"step": 3, "cursor": {"epoch": 1, "position": 7, "shuffle": True}, "share": 0.1}
     folder = save(tmp_path / "deep" / "er", 3, state, write_step(3), keep=1)
-    assert latest(tmp_path / "deep" / "er") == (folder, state)
+    assert latest(tmp_path / "deep" / "er") == (folder, state, ())
 
 
 def test_the_newest_is_found_by_number_not_by_time(tmp_path: Path) -> None:
@@ -102,6 +102,12 @@ def test_a_damaged_file_falls_back_to_the_checkpoint_before(
             assert good_step(tmp_path) == 1, f"{name}: {content!r}"
         path.write_bytes(whole)
         assert good_step(tmp_path) == 2
+
+
+def test_what_was_passed_over_is_told(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    (save_step(tmp_path, 2) / "state.json").write_text("{}", encoding="utf-8")
+    assert latest(tmp_path).passed_over == ("step_00000002 (state.json is damaged)",)
 
 
 def test_a_missing_file_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:

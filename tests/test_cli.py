@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +17,7 @@ from tiny import QUESTIONS, tiny_tree
 
 from tlt import __version__
 from tlt.cli import main
+from tlt.display import Display
 
 HEAVY = ("torch", "transformers", "reasoning_gym", "tensorboard", "rich")
 
@@ -176,6 +180,19 @@ def test_train_ends_with_what_it_did_and_where_it_is(
     assert "step 1/1" in said
     assert "1 steps: mean reward" in said
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
+    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    monkeypatch.setattr(
+        Display, "phase", lambda self, step, name, total: os.kill(os.getpid(), number) if name == "update" else None
+    )
+    assert exit_code("train", recipe, "--train.steps", "2") == code
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"tlt: stopped by SIG\w+ and saved after step 1 of 2 in .*run: .*--resume", line)
+    assert exit_code("train", recipe, "--train.steps", "2", "--resume") == 0
 
 
 def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import save_tokenizer
 
-from tlt.config import DataConfig
-from tlt.data import Cursor, DataError, load_prompts, task_dataset
+from tlt.cluster.local import load_tokenizer
+from tlt.config import DataConfig, EvalConfig
+from tlt.data import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
 from tlt.types import Prompt
 
 
@@ -155,10 +160,136 @@ def test_the_template_is_laid_around_a_tasks_question() -> None:
 )
 def test_what_reasoning_gym_refuses_is_one_sentence(specs: list[dict[str, Any]], named: str) -> None:
     with pytest.raises(DataError) as error:
-        task_dataset(tasks(*specs))
+        task_dataset(tasks(*specs), stage=0)
     assert named in str(error.value)
     assert "data.tasks" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_task_without_reasoning_gym_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(DataError, match=r"pip install 'tlt\[tasks\]'"):
+        task_dataset(tasks({"name": "gcd"}), stage=0)
+
+
+# -- curriculum --------------------------------------------------------------------------------------------------------
+
+HARDER = [
+    {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}},
+    {"name": "chain_sum", "stage": 2, "params": {"min_terms": 6, "max_terms": 6}},
+    {"name": "gcd", "stage": 1, "weight": 2.0},
+]
+
+
+def test_stages_share_the_prompts_by_weight_and_keep_their_own_parameters() -> None:
+    prompts = load_prompts(tasks(*HARDER, size=40), encode)
+    assert [p.data["stage"] for p in prompts] == [0] * 10 + [1] * 20 + [2] * 10
+    assert {p.data["entry"]["metadata"]["num_terms"] for p in prompts[:10]} == {2}
+    assert {p.data["entry"]["metadata"]["num_terms"] for p in prompts[30:]} == {6}
+
+
+def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> None:
+    config = tasks(*HARDER, size=40)
+    cursor = make_cursor(config, 40, seed=1)
+    rows = [row for row, _ in cursor.take(40)]
+    assert sorted(rows) == list(range(40)) != rows
+    assert [set(rows[:10]), set(rows[10:30])] == [set(range(10)), set(range(10, 30))]
+    later = [row for row, _ in cursor.take(40)]
+    assert sorted(later) == list(range(40))
+    assert set(later[:10]) != set(range(10))
+
+
+def test_a_cursor_amid_the_stages_goes_on_where_it_was() -> None:
+    cursor = make_cursor(tasks(*HARDER, size=40), 40, seed=1)
+    cursor.take(17)
+    assert Cursor(**json.loads(json.dumps(asdict(cursor)))).take(60) == cursor.take(60)
+
+
+# -- held out ----------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_prompts_of_tasks_are_none_of_trainings() -> None:
+    config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
+    training = load_prompts(config, encode)
+    held_out = load_held_out(config, EvalConfig(every=1, size=50), encode, training)
+    assert len(held_out) == 50
+    assert not {p.text for p in held_out} & {p.text for p in training}
+    assert held_out == load_held_out(config, EvalConfig(every=1, size=50), encode, training)
+
+
+def test_held_out_prompts_are_of_all_stages() -> None:
+    config = tasks(*HARDER, size=8)
+    held_out = load_held_out(config, EvalConfig(every=1, size=20), encode, load_prompts(config, encode))
+    assert [[p.data["stage"] for p in held_out].count(stage) for stage in range(3)] == pytest.approx([5, 10, 5], abs=1)
+
+
+def test_held_out_prompts_of_a_file_are_spread_over_it(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path, '{"question": "seen"}'))
+    (tmp_path / "held_out.jsonl").write_text("\n".join(f'{{"question": "{q}"}}' for q in ("seen", *"abcdef")))
+    held_out = EvalConfig(every=1, size=3, path=str(tmp_path / "held_out.jsonl"))
+    assert [p.text for p in load_held_out(config, held_out, encode, load_prompts(config, encode))] == ["a", "c", "e"]
+
+
+def test_a_held_out_file_that_holds_nothing_new_is_refused(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path, '{"question": "a"}', '{"question": "b"}'))
+    with pytest.raises(DataError, match="no prompt is held out"):
+        load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
+    rows = [{"problem": "one", "solution": "1", "more": [3]}, {"problem": "zwei – 数", "solution": "2", "more": []}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    columns = {"prompt_column": "problem", "answer_column": "solution"}
+    ours = load_prompts(DataConfig(path=str(tmp_path / "rows.parquet"), **columns), encode)
+    theirs = load(tmp_path, *(json.dumps(row) for row in rows), **columns)
+    assert [(p, p.data) for p in ours] == [(p, p.data) for p in theirs]
+
+
+def test_parquet_faults_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.parquet"
+    config = DataConfig(path=str(path))
+    path.write_bytes(b"PAR1 no more of it")
+    with pytest.raises(DataError, match=r"rows\.parquet is not a Parquet file"):
+        load_prompts(config, encode)
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None]}), path)
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1 has no text under 'question'"):
+        load_prompts(config, encode)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt\[parquet\]'"):
+        load_prompts(config, encode)
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_a_chat_template_is_laid_around_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    ids = encoder(tokenizer, chat=True)("what?")
+    assert tokenizer.decode(ids) == "<user>what?<bot>"
+    assert tokenizer.decode(encoder(tokenizer, chat=False)("what?")) == "what?"
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"data\.chat = true, but .* no chat template: set data\.chat = false"):
+        encoder(tokenizer, chat=True)
+
+
+def test_a_chat_template_that_fails_is_one_sentence(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
+    with pytest.raises(DataError, match="refuses a prompt: a system turn is needed"):
+        encoder(tokenizer, chat=True)("what?")
 
 
 # -- cursor ------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[s
 
 def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
     config = small(
-        home, rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4}, reward={"name": "tiny:every_third"}
+        home, rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4}, reward={"name": "tiny_rewards:every_third"}
     )
     agree, result = check(config, tmp_path, steps=3)
     assert agree

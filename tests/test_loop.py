@@ -64,11 +64,11 @@ class Fake:
     def state_dict(self) -> Mapping[str, Tensor]:
         return {"weight": torch.tensor(self.weight)}
 
-    def reward(self, prompt: Prompt, text: str) -> Any:
-        self.events.append(("reward", text))
-        if self.score:
-            return self.score(prompt, int(text.split("/")[-1]))
-        return float(text.split("/")[-1]) * (prompt.prompt_id + 1)
+    def reward(self, responses: Sequence[Response]) -> None:
+        for response in responses:
+            self.events.append(("reward", response.text))
+            index, prompt = int(response.text.split("/")[-1]), response.request.prompt
+            response.reward = self.score(prompt, index) if self.score else float(index) * (prompt.prompt_id + 1)
 
     def phase(self, step: int, name: str, total: int) -> None:
         self.events.append((name, step, total))
@@ -339,6 +339,8 @@ def test_metrics_by_hand() -> None:
     assert metrics.rollout["row_passes"] == 21
     assert metrics.rollout["verify_seconds"] == 0.5
     assert metrics.update["loss"] == -1.0
+    assert metrics.prompts == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert metrics.outcomes == {}
     assert metrics.tokens_per_second == pytest.approx(42 / metrics.seconds["rollout"])
 
 

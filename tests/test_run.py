@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,18 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_tree
+from tiny import QUESTIONS, tiny_config, tiny_tree
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt import run as run_module
 from tlt.checkpoint import CheckpointError
 from tlt.config import Config, ConfigError
+from tlt.data import DataError
 from tlt.display import Display
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import sha256
 from tlt.rewards import RewardError
+from tlt.stopping import Stopped
 
 STEPS = 4
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
@@ -259,6 +263,147 @@ def _cut_short(call: Callable[..., Any]) -> Callable[..., Any]:
     return dying
 
 
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+class Asking(Display):
+    """Sends this process a signal as a phase of a step begins."""
+
+    def __init__(self, phase: str, step: int, number: int) -> None:
+        super().__init__(Console(quiet=True))
+        self.when, self.number = (step, phase), number
+
+    def note(self, text: str) -> None:
+        self.phase(0, text.split()[0], 0)
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        if (step, name) == self.when:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("phase", "step"), [("loading", 0), ("rollout", 0), ("reward", 1), ("update", 2), ("save", 1)])
+def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: str, step: int, number: int) -> None:
+    save_every = 1 if phase == "save" else 0  # while it saves for another reason
+    config = whole(home, f"{phase} {number}", run={"save_every": save_every})
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match=rf"saved after step {step + 1} of {STEPS}.*--resume") as stopped:
+        run_module.train(config, False, Asking(phase, step, number))
+    assert stopped.value.exit_code == 128 + number
+    assert signal.getsignal(number) is before
+    assert len(read_metrics(Path(config.run.folder))) == step + 1
+    summary = train(config, resume=True)
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+    assert lessons(Path(config.run.folder)) == lessons(home / "whole")
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:
+    config = whole(home, "last step")
+    summary = run_module.train(config, False, Asking("update", STEPS - 1, signal.SIGTERM))
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+
+
+def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
+    class Impatient(Asking):
+        def phase(self, step: int, name: str, total: int) -> None:
+            super().phase(step, name, total)
+            super().phase(step, name, total)
+
+    config = whole(home, "impatient")
+    with pytest.raises(KeyboardInterrupt):
+        run_module.train(config, False, Impatient("update", 2, signal.SIGINT))
+    assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
+
+
+def summary_of(home: Path) -> dict[str, Any]:
+    return json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+
+
+# -- what a resumed run may change -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"train": {"learning_rate": 2e-3}}, "train.learning_rate = 0.002, but the run to be resumed has 0.001"),
+        ({"train": {"steps": STEPS - 1}}, "train.steps = 3 is below the 4"),
+        ({"rollout": {"temperature": 0.7}}, "rollout.temperature"),
+        ({"reward": {"name": "exact"}}, "reward.name"),
+        ({"data": {"shuffle": False}}, "data.shuffle"),
+        ({"run": {"seed": 7}}, "run.seed"),
+        ({"model": {"dtype": "float32"}}, "model.dtype"),
+    ],
+)
+def test_a_changed_recipe_is_refused_with_the_key(home: Path, sections: dict[str, Any], key: str) -> None:
+    copy = home / "changed"
+    if not copy.exists():
+        copy_of_the_run(home, copy.name, 2)
+    with pytest.raises(ConfigError, match=key) as error:
+        train(whole(home, copy.name, **sections), resume=True)
+    assert "\n" not in str(error.value)
+
+
+def test_what_reaches_no_policy_may_change(home: Path) -> None:
+    copy = copy_of_the_run(home, "harmless", 2)
+    free = {"speculation": {"drafter": "off"}, "engine": {"max_rows": 3}, "run": {"keep": 1, "save_every": 2}}
+    held_out = {"eval": {"every": 3, "path": str(home / "held_out.jsonl"), "samples": 1}}
+    (home / "held_out.jsonl").write_text('{"question": "new"}', encoding="utf-8")
+    summary = train(whole(home, copy.name, train={"steps": STEPS + 1}, **free, **held_out), resume=True)
+    assert summary["steps"] == STEPS + 1
+    assert lessons(copy)[:3] == lessons(home / "whole")[:3]
+
+
+def test_changed_prompts_are_refused(home: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, run={"save_every": 1})
+    train(config)
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text(rows.read_text(encoding="utf-8").replace("why?", "why!"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"prompts\.jsonl are not those this run began with"):
+        train(config, resume=True)
+
+
+# -- exactly once ------------------------------------------------------------------------------------------------------
+
+
+def test_every_prompt_is_consumed_once_an_epoch(home: Path) -> None:
+    consumed = [tuple(pair) for line in read_metrics(home / "whole") for pair in line["prompts"]]
+    assert len(consumed) == len(set(consumed)) == STEPS * 2
+    size = len(QUESTIONS)
+    assert {row for row, epoch in consumed if epoch == 0} == set(range(size))
+    assert [epoch for _, epoch in consumed] == [i // size for i in range(len(consumed))]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:
+    path = home / "unseen.jsonl"
+    path.write_text("\n".join(json.dumps({"question": q}) for q in ("unseen", "a", "other")), encoding="utf-8")
+    held_out = {"every": 3, "path": str(path), "samples": 2, "solved": 0.3}
+    config = whole(home, "evaluated", eval=held_out)
+    summary = train(config)
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+    lines = read_metrics(home / "evaluated")
+    assert [bool(line["eval"]) for line in lines] == [True, False, False, True]
+    assert set(lines[0]["eval"]) >= {"mean@2", "pass@1", "pass@2", "length_mean"}
+    assert summary["eval_first"] == lines[0]["eval"]
+    assert summary["eval_last"] not in (summary["eval_first"], {})
+    parts = {name: spent for name, spent in lines[3]["seconds"].items() if name != "total"}
+    assert sum(parts.values()) == pytest.approx(lines[3]["seconds"]["total"], rel=1e-9)
+    again = copy_of_the_run(home, "evaluated again", 2)
+    assert train(whole(home, again.name, eval=held_out), resume=True)["eval_last"] == summary["eval_last"]
+
+
+# -- rewards that fail -------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_the_run_goes_on(home: Path) -> None:
+    config = whole(home, "failing", reward={"name": "tiny_rewards:raises_now_and_then"})
+    summary = train(config)
+    assert summary["steps"] == STEPS
+    assert 0 < summary["without_reward"]["error"] < STEPS * 6
+
+
 def test_nothing_to_resume_is_an_error(home: Path) -> None:
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         train(whole(home, "nothing here"), resume=True)
@@ -277,7 +422,7 @@ def waves(home: Path) -> Path:
 def in_waves(home: Path, folder: str) -> Config:
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4, "max_new_tokens": 6, "overlong_tokens": 2}
     settings = {"loss": "dapo", "advantage": "rloo", "kl_weight": 0.01, "schedule": "linear"}
-    return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny:every_third"})
+    return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny_rewards:every_third"})
 
 
 def test_dynamic_sampling_draws_several_waves_and_leaves_groups_over(waves: Path) -> None:
@@ -316,7 +461,7 @@ def test_overwrite_starts_afresh(home: Path) -> None:
 
 def test_a_reward_that_fails_stops_the_run_with_a_sentence(home: Path) -> None:
     with pytest.raises(RewardError, match="cannot be imported"):
-        train(whole(home, "bad reward", reward={"name": "tiny:no_such_function"}))
+        train(whole(home, "bad reward", reward={"name": "tiny_rewards:no_such_function"}))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tlt.config import Config, parse_config
 from tlt.models.families import DecoderOptions
-from tlt.types import Prompt, TrainBatch
+from tlt.types import TrainBatch
 
 EOS = 256
 
@@ -89,7 +89,7 @@ def tiny_tree(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder / "model"), "dtype": "float64", "device": "cpu"},
         "data": {"path": str(folder / "prompts.jsonl")},
-        "reward": {"name": "tiny:share_of_low_bytes"},
+        "reward": {"name": "tiny_rewards:share_of_low_bytes"},
         "rollout": {"prompts_per_step": 2, "group_size": 3, "max_new_tokens": 24, "temperature": 0.6},
         "engine": {"max_rows": 4, "kv_memory_mb": 1},
         "speculation": {"drafter": "suffix"},  # needs no start-up profile
@@ -103,16 +103,6 @@ def tiny_tree(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 def tiny_config(folder: Path, **sections: dict[str, Any]) -> Config:
     return parse_config(tiny_tree(folder, **sections))
-
-
-def share_of_low_bytes(prompt: Prompt, answer: str) -> float:
-    """A reward that varies between the answers of a random model."""
-    return sum(char < "m" for char in answer) / max(1, len(answer))
-
-
-def every_third(prompt: Prompt, answer: str) -> float:
-    """A reward that many groups of a random model agree on, by the first letter."""
-    return float(sum(map(ord, answer[:1])) % 3 == 0)
 
 
 def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
+
 
 class CheckpointError(ValueError):
     """No checkpoint to go on from; the message says where it was looked for and what to do."""
@@ -21,13 +23,35 @@ class CheckpointError(ValueError):
 class Checkpoint(NamedTuple):
     folder: Path
     state: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+    """newer ones that are damaged, and how"""
 
 
 def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
-    """Save after `step` steps; `write` fills the folder it is given. All but the newest `keep` go last."""
-    root.mkdir(parents=True, exist_ok=True)
+    """Save after `step` steps; `write` fills the folder it is given. All but the newest `keep` go last.
+
+    Raises CheckpointError where the disk is full or fails; those saved before stay.
+    """
     final, draft = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
-    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for left_over in root.glob(".step_*.partial"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        _fill(draft, state, write)
+        shutil.rmtree(final, ignore_errors=True)
+        draft.rename(final)
+        _flush(root)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"{final} cannot be saved ({said}): mend that, then go on with --resume") from error
+    # a newer one is damaged, as this run fell back behind it: it must not push out a good one
+    for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> None:
     draft.mkdir()
     write(draft)
     (draft / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -36,13 +60,6 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     (draft / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     for path in [*files, draft / "manifest.json", draft / "policy", draft]:
         _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
-    draft.rename(final)
-    _flush(root)
-    # a newer one is damaged, as this run fell back behind it: it must not push out a good one
-    for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
-        shutil.rmtree(old)
-    return final
 
 
 def latest(root: Path) -> Checkpoint:
@@ -51,11 +68,12 @@ def latest(root: Path) -> Checkpoint:
     for folder in reversed(_folders(root)):
         fault = _fault(folder)
         if fault is None:
-            return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
+            return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), tuple(damaged))
         damaged.append(f"{folder.name} ({fault})")
     found = f"; damaged: {', '.join(damaged)}" if damaged else ""
     raise CheckpointError(
-        f"there is no whole checkpoint in {root}{found}: start without --resume in another run.folder"
+        f"there is no whole checkpoint in {root}{found}: start without --resume, in another run.folder or with "
+        "--run.overwrite true"
     )
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from tlt import __version__
 from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfig, load_config, parse_section
+from tlt.stopping import Stopped
 
 _OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted."""
+    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted, 143 terminated:
+    where a run was under way, it has saved and says how to go on."""
     arguments, overrides = _parser().parse_known_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
@@ -24,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         print(f"tlt: {' '.join(str(error).split())}", file=sys.stderr)
         code = 2
+    except Stopped as stopped:
+        print(f"tlt: {stopped}", file=sys.stderr)
+        code = stopped.exit_code
     except KeyboardInterrupt:
         print("tlt: interrupted", file=sys.stderr)
         code = 130

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 class ConfigError(ValueError):
     """A configuration the user has to mend; the message is one sentence that names the key and the remedy."""
 
+
+BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact", "format", "length")
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -41,17 +44,21 @@ class TaskConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     params: dict[str, Any] = {}
     """the task's own parameters, as reasoning-gym names them"""
+    stage: int = Field(default=0, ge=0)
+    """a curriculum: the first epoch goes through the stages in order, later ones mix them all"""
 
 
 class DataConfig(Section):
     tasks: list[TaskConfig] = []
     """a mixture of reasoning-gym tasks; give this or `path`"""
     path: str | None = None
-    """a JSONL file, one prompt a line; give this or `tasks`"""
+    """a JSONL file, one prompt a line, or a `.parquet` file; give this or `tasks`"""
     prompt_column: str = "question"
     answer_column: str = "answer"
     template: str = "{question}"
     """the text the model sees; `{question}` stands for the prompt's text"""
+    chat: bool = False
+    """put that text into the tokenizer's chat template, as the user's turn"""
     size: int = Field(default=2000, gt=0)
     """prompts generated from `tasks` (an epoch)"""
     seed: int = Field(default=0, ge=0)
@@ -63,17 +70,65 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if bool(self.tasks) == bool(self.path):
-            raise ValueError("give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL file)")
+            raise ValueError(
+                "give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL or Parquet file)"
+            )
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
         return self
 
 
-class RewardConfig(Section):
+class RewardTerm(Section):
     name: str = "reasoning_gym"
-    """`reasoning_gym`, `exact`, or your own `module:function` called as f(prompt, answer) -> float"""
+    """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`, called as f(prompt, answer)
+    -> float"""
+    weight: float = 1.0
+    """the reward is the sum of weight * score"""
+    pattern: str = ""
+    """format: 1 where this regular expression is found in the whole response, else 0"""
+    length_from: int = Field(default=0, ge=0)
+    """length: 0 up to so many tokens of the response, then falling ..."""
+    length_to: int = Field(default=0, ge=0)
+    """... to -1 at so many and above"""
+
+    @model_validator(mode="after")
+    def _possible(self) -> RewardTerm:
+        if self.name not in BUILT_IN_REWARDS and ":" not in self.name:
+            near = difflib.get_close_matches(self.name, BUILT_IN_REWARDS, n=1)
+            meant = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(BUILT_IN_REWARDS)}"
+            raise ValueError(f"unknown reward.name {self.name!r}: {meant}; your own is written 'module:function'")
+        if (self.name == "format") != bool(self.pattern):
+            raise ValueError("reward.name = 'format' goes with reward.pattern, a regular expression: give both")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"reward.pattern {self.pattern!r} is not a regular expression: {error}") from None
+        if self.name == "length" and self.length_to <= self.length_from:
+            raise ValueError("reward.name = 'length' needs reward.length_to above reward.length_from, in tokens")
+        return self
+
+
+class RewardConfig(RewardTerm):
+    terms: list[RewardTerm] = []
+    """several rewards to be summed; give these or `name`"""
     answer_marker: str = ""
     """the answer is the text after the last of these in a response; empty: the whole response"""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """a response whose reward takes longer has none"""
+    workers: int = Field(default=1, gt=0)
+    """processes that rewards are computed in"""
+    folder: str = "."
+    """where your module is: beside the recipe, or else in the working directory"""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> RewardConfig:
+        if self.terms and self.name != "reasoning_gym":
+            raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
+        return self
+
+    @property
+    def all_terms(self) -> list[RewardTerm]:
+        return self.terms or [self]
 
 
 class RolloutConfig(Section):
@@ -181,6 +236,19 @@ class TrainConfig(Section):
     """keep only each layer's input and compute the rest once more for the gradient"""
 
 
+class EvalConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """steps between evaluations on held-out prompts: before the first, every so many, and at the end; 0 is never"""
+    samples: int = Field(default=4, gt=0)
+    """responses to each prompt"""
+    size: int = Field(default=64, gt=0)
+    """prompts, from `data.tasks` with another seed or from `path`, less those that training has"""
+    path: str | None = None
+    """held-out prompts for a `data.path`, with the same columns"""
+    solved: float = 1.0
+    """a response with at least this reward is right, for pass@k"""
+
+
 class RunConfig(Section):
     folder: str = "runs/latest"
     seed: int = Field(default=0, ge=0)
@@ -201,14 +269,19 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterTrainConfig = DrafterTrainConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
-        if self.reward.name == "reasoning_gym" and not self.data.tasks:
+        names = [term.name for term in self.reward.all_terms]
+        if "reasoning_gym" in names and not self.data.tasks:
             raise ValueError(
-                "reward.name = 'reasoning_gym' needs data.tasks; for your own data use 'exact' or 'module:function'"
+                "reward.name = 'reasoning_gym' needs data.tasks; for your own data use 'math', 'exact' or "
+                "'module:function'"
             )
+        if self.eval.every and self.data.path and not self.eval.path:
+            raise ValueError("eval.every needs eval.path, a file of held-out prompts, where data.path is given")
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature = 0 makes all responses of a group equal, so there is nothing to learn: "
@@ -260,12 +333,13 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
         beside = recipe_folder / path
         return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
 
-    def resolved(section: S) -> S:
-        path = getattr(section, "path", None)
-        return section.model_copy(update={"path": resolve(path)}) if path else section
-
-    names = ("model", "data", "speculation")
-    return config.model_copy(update={name: resolved(getattr(config, name)) for name in names})
+    paths = (("model", "path"), ("data", "path"), ("speculation", "path"), ("eval", "path"), ("reward", "folder"))
+    found = {}
+    for section, field in paths:
+        values = getattr(config, section)
+        if path := getattr(values, field):
+            found[section] = values.model_copy(update={field: resolve(path)})
+    return config.model_copy(update=found)
 
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
@@ -345,5 +419,5 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
     for part in location:
         if isinstance(part, str):
             annotation = model.model_fields[part].annotation
-            model = TaskConfig if part == "tasks" else annotation  # type: ignore[assignment]
+            model = {"tasks": TaskConfig, "terms": RewardTerm}.get(part, annotation)  # type: ignore[assignment]
     return list(model.model_fields)

@@ -26,6 +26,7 @@ _PHASES = {
     "update": "blue",
     "sync": "magenta",
     "save": "cyan",
+    "eval": "bright_black",
     "other": "white",
 }
 
@@ -34,6 +35,7 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self.history: list[StepMetrics] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
         self._live: Live | None = None
 
     def note(self, text: str) -> None:
@@ -66,6 +68,12 @@ class Display:
         if self._live is None:
             self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
 
+    def evaluation(self, step: int, found: dict[str, float]) -> None:
+        """After `step` steps, on held-out prompts."""
+        self.evaluations.append((step, found))
+        if self._live is None:
+            self.console.print(self._held_out(), highlight=False, soft_wrap=True)
+
     # -- pictures -----------------------------------------------------------------------------------------------------
 
     def __rich__(self) -> RenderableType:
@@ -77,9 +85,16 @@ class Display:
         parts: list[RenderableType] = [head]
         if self.history:
             parts += [self._rewards(), self._table(), self._where_time_went(), self._strategies()]
+        if self.evaluations:
+            parts.append(Text(self._held_out()))
         return Panel(
             Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
         )
+
+    def _held_out(self) -> str:
+        step, found = self.evaluations[-1]
+        shares = "  ".join(f"{name} {value:.3f}" for name, value in found.items() if "@" in name)
+        return f"held out, after step {step}  {shares}  length {found['length_mean']:.0f} mean"
 
     def _time_left(self) -> str:
         done = len(self.history)
@@ -145,8 +160,10 @@ class Display:
 
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
+        missing = ", ".join(f"{count} {outcome}" for outcome, count in m.outcomes.items())
         return (
             f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  "
+            f"{f'without reward: {missing}  ' if missing else ''}"
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))

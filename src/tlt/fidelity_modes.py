@@ -56,7 +56,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
     }
     swapped = engine([EagleDrafter(layer, target)], Fixed(tree))
     weights = itertools.cycle([layer, _fresh(config, target)])
-    swapped.tuner = Before(swapped.tuner, lambda: swapped.swap(EagleDrafter(next(weights), target)))
+    swapped.tuner = Swapping(tree, lambda: swapped.swap(EagleDrafter(next(weights), target)))
     # plain comes last, so that its state is what the next step starts from
     return {**found, "swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
 
@@ -71,7 +71,7 @@ def _fresh(config: Config, target: Decoder) -> EagleLayer:
     return EagleLayer(eagle_options(target.options, config.drafter.kind, config.drafter.window))
 
 
-class InTurn:
+class InTurn(Fixed):
     """One strategy after the other, round by round."""
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
@@ -81,18 +81,14 @@ class InTurn:
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         return next(self._turn)
 
-    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...
 
+class Swapping(Fixed):
+    """One strategy, with an action before each round."""
 
-class Before:
-    """Another tuner, with an action before each of its choices."""
-
-    def __init__(self, tuner: Tuner, action: Callable[[], None]) -> None:
-        self.tuner, self.action = tuner, action
-        self.strategies = tuner.strategies
+    def __init__(self, strategy: Strategy, action: Callable[[], None]) -> None:
+        super().__init__(strategy)
+        self.action = action
 
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         self.action()
-        return self.tuner.choose(rows, context, usable)
-
-    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...
+        return super().choose(rows, context, usable)

@@ -12,9 +12,10 @@ step leaves over more than the next one takes. Decoding its prompt again would b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -37,6 +38,12 @@ class Rollout(Protocol):
     ) -> tuple[list[Response], RolloutStats]:
         """All responses, in any order; `on_response` is called as each one finishes."""
         ...
+
+    def state(self) -> dict[str, Any]:
+        """What it learned about speed, for a checkpoint: plain data that no token depends on."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     def release(self) -> None:
         """Give back the memory that an update on the same device could use; the next `generate` takes it again."""
@@ -118,17 +125,12 @@ def _decode(
             responses, wave = parts.rollout.generate(requests, watcher.response)
         with timed("reward", seconds):
             watcher.phase(step, "reward", len(requests))
-            groups += _rewarded(parts, _in_prompt_order(requests, responses))
-        stats, waves = stats + wave, waves + 1
+            decoded = _in_prompt_order(requests, responses)
+            parts.reward([response for group in decoded for response in group.responses])
+        groups, stats, waves = groups + decoded, stats + wave, waves + 1
         if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
             break
     return groups, stats, waves
-
-
-def _rewarded(parts: Parts, groups: list[Group]) -> list[Group]:
-    for response in (response for group in groups for response in group.responses):
-        response.reward = parts.reward(response.request.prompt, response.text)
-    return groups
 
 
 def _faults(groups: Sequence[Group]) -> dict[str, int]:
@@ -189,4 +191,6 @@ def _measure(
         update=update,
         rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
         batch=fate,
+        outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
+        prompts=[(group.prompt.prompt_id, group.responses[0].request.epoch) for group in groups],
     )

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tlt.types import StepMetrics
+
+
+class MetricsError(ValueError):
+    """The run's record cannot be read or written; the message names the file and the remedy."""
 
 
 @contextmanager
@@ -44,10 +49,18 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         line = asdict(metrics)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room, then --resume") from None
         for key, value in _scalars(line):
             self.board.add_scalar(key, value, metrics.step)
+
+    def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
+        """Of the policy after `step` steps, which no line of metrics.jsonl holds: summary.json does."""
+        for key, value in _scalars({"eval": evaluation}):
+            self.board.add_scalar(key, value, step)
 
     def close(self) -> None:
         self.board.close()
@@ -57,20 +70,25 @@ def _scalars(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{prefix}{key}/")
-        elif key != "step":
+        elif key not in ("step", "prompts"):
             yield prefix + key, value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Whole lines; a run that was killed may have left half of one at the end."""
+    """Whole lines; a run that was killed may have left half of one at the end. Raises MetricsError."""
     path = folder / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except ValueError as error:
+        raise MetricsError(f"{path} is damaged ({error}): mend or remove that line") from None
 
 
-def summarize(folder: Path, policy_sha256: str) -> dict[str, Any]:
-    """The whole run, resumed parts included, from its metrics.jsonl; written to summary.json."""
+def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) -> dict[str, Any]:
+    """The whole run, resumed parts included, from metrics.jsonl and the last evaluation; written to summary.json."""
     lines = read_metrics(folder)
+    evaluated = [line["eval"] for line in lines if line.get("eval")]
+    outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
     tenth = max(1, len(lines) // 10)
     seconds: dict[str, float] = {}
     for line in lines:
@@ -82,6 +100,9 @@ def summarize(folder: Path, policy_sha256: str) -> dict[str, Any]:
         "steps": len(lines),
         "reward_first_tenth": _mean([line["reward"] for line in lines[:tenth]]),
         "reward_last_tenth": _mean([line["reward"] for line in lines[-tenth:]]),
+        "eval_first": evaluated[0] if evaluated else {},
+        "eval_last": evaluation,
+        "without_reward": dict(outcomes),
         "policy_sha256": policy_sha256,
         "seconds": seconds,
         "accept_length": tokens / passes if passes else 1.0,
@@ -97,8 +118,11 @@ def _mean(values: list[float]) -> float:
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    fresh = path.with_name(path.name + ".partial")
+    fresh.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def provenance() -> dict[str, Any]:

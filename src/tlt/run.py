@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tlt import checkpoint
+from tlt.checkpoint import Checkpoint
 from tlt.cluster.local import (
     LocalRollout,
     load_tokenizer,
@@ -18,61 +21,88 @@ from tlt.cluster.local import (
     torch_dtype,
 )
 from tlt.config import Config, ConfigError
-from tlt.data import Cursor, load_prompts
+from tlt.data import (
+    Cursor,
+    DataError,
+    encoder,
+    fingerprint,
+    load_held_out,
+    load_prompts,
+    make_cursor,
+    refuse_foreign_tokens,
+)
 from tlt.display import Display
-from tlt.loop import Parts, steps
+from tlt.evaluate import evaluate
+from tlt.loop import Parts, StepResult, steps
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
 from tlt.models.weights import read_safetensors, sha256
+from tlt.resume import refuse_changes
 from tlt.rewards import make_reward
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
+from tlt.stopping import Stopped, stop_request
+from tlt.types import Prompt
+
+
+@dataclass
+class Run:
+    """All of a run that is under way."""
+
+    config: Config
+    display: Display
+    tokenizer: Any
+    parts: Parts
+    policy: Policy
+    held_out: list[Prompt]
+    first: int
+    """steps done before"""
 
 
 def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
     """Run or go on with a run; returns its summary. Raises a ValueError of one sentence for anything the user can
-    mend."""
+    mend, and Stopped where a signal asked the run to save and stop."""
     folder = _claim_folder(config, resume)
     found = checkpoint.latest(folder / "checkpoints") if resume else None
-    display.note(f"loading {config.model.path}")
-    tokenizer = load_tokenizer(config.model.path)
-    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None)
-    first = 0
-    if found:
-        policy.load_optimizer(found.folder)
-        parts.cursor = Cursor(**found.state["cursor"])
-        parts.carried = from_plain(found.state["carried"], parts.prompts, parts.sampling)
-        first = found.state["step"]
-        display.note(f"going on from step {first} ({found.folder})")
-    write_json(folder / "config.json", config.model_dump())
-    writer = MetricsWriter(folder, first, found.state["metrics"] if found else None)
-    with display.live(config, first):
-        for result in steps(parts, config, display, first):
-            done = result.metrics.step + 1
-            every = config.run.save_every
-            if done == config.train.steps or (every and done % every == 0):
-                with timed("save", result.metrics.seconds):
-                    display.phase(result.metrics.step, "save", 0)
-                    _save(config, done, parts, policy, tokenizer, asdict(result.metrics))
-                result.metrics.seconds["total"] += result.metrics.seconds["save"]
-            writer.write(result.metrics)
-            display.step(result)
-    writer.close()
-    return summarize(folder, sha256(policy.state_dict()))
+    with stop_request() as stop:
+        run = _prepare(config, display, found)
+        write_json(folder / "config.json", config.model_dump())
+        writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
+        with display.live(config, run.first):
+            for result in _steps(run):
+                done = result.metrics.step + 1
+                if stop or _save_is_due(config, done):
+                    with timed("save", result.metrics.seconds):
+                        display.phase(result.metrics.step, "save", 0)
+                        _save(run, done, asdict(result.metrics))
+                    result.metrics.seconds["total"] += result.metrics.seconds["save"]
+                writer.write(result.metrics)
+                display.step(result)
+                if stop and done < config.train.steps:
+                    writer.close()
+                    raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
+            evaluation = _evaluate(run, config.train.steps)
+        writer.write_last_evaluation(config.train.steps, evaluation)
+        writer.close()
+        return summarize(folder, sha256(run.policy.state_dict()), evaluation)
 
 
 def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Policy]:
     """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
     folder = policy_folder or config.model.path
-    prompts = load_prompts(config.data, lambda text: tokenizer(text)["input_ids"])
-    reward = make_reward(config)
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    reward = make_reward(config, prompts)
     target = make_target(config.model)
+    refuse_foreign_tokens(prompts, target.options.vocab_size)
     target.load(read_safetensors(folder), version=0)
     engine = make_engine(config.engine, config.speculation, target, tokenizer)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
-    cursor = Cursor(len(prompts), config.run.seed, config.data.shuffle)
+    cursor = make_cursor(config.data, len(prompts), config.run.seed)
     return Parts(prompts, cursor, LocalRollout(engine), reward, policy, sampling), policy
+
+
+# -- start and resume --------------------------------------------------------------------------------------------------
 
 
 def _claim_folder(config: Config, resume: bool) -> Path:
@@ -91,11 +121,98 @@ def _claim_folder(config: Config, resume: bool) -> Path:
     return folder
 
 
-def _save(config: Config, done: int, parts: Parts, policy: Policy, tokenizer: Any, metrics: dict[str, Any]) -> None:
-    def write(folder: Path) -> None:
-        policy.save(folder)
-        tokenizer.save_pretrained(folder / "policy")
+def _prepare(config: Config, display: Display, found: Checkpoint | None) -> Run:
+    if found:
+        refuse_changes(found.state["config"], config, found.state["step"])
+    display.note(f"loading {config.model.path}")
+    tokenizer = load_tokenizer(config.model.path)
+    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None)
+    encode = encoder(tokenizer, config.data.chat)
+    held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
+    run = Run(config, display, tokenizer, parts, policy, held_out, first=0)
+    if found:
+        _restore(run, found)
+    return run
 
-    carried = to_plain(parts.carried)
-    state = {"step": done, "cursor": asdict(parts.cursor), "carried": carried, "metrics": metrics}
+
+def _restore(run: Run, found: Checkpoint) -> None:
+    if found.state["prompts"] != fingerprint(run.parts.prompts):
+        source = run.config.data.path or "reasoning-gym"
+        raise DataError(f"the prompts of {source} are not those this run began with: restore them, or start a new run")
+    run.policy.load_optimizer(found.folder)
+    run.parts.cursor = Cursor(**found.state["cursor"])
+    run.parts.carried = from_plain(found.state["carried"], run.parts.prompts, run.parts.sampling)
+    run.parts.rollout.load_state(found.state["rollout"])
+    run.first = found.state["step"]
+    for damaged in found.passed_over:
+        run.display.note(f"passed over: {damaged}")
+    run.display.note(f"going on from step {run.first} ({found.folder})")
+
+
+# -- under way ---------------------------------------------------------------------------------------------------------
+
+
+def _steps(run: Run) -> Iterator[StepResult]:
+    """The loop's steps, each with the evaluation that is due before it."""
+    config, turns = run.config, steps(run.parts, run.config, run.display, run.first)
+    for step in range(run.first, config.train.steps):
+        seconds: dict[str, float] = {}
+        with timed("eval", seconds):
+            due = config.eval.every and step % config.eval.every == 0
+            evaluation = _evaluate(run, step) if due else {}
+        result = next(turns)
+        if evaluation:
+            result.metrics.eval = evaluation
+            result.metrics.seconds["eval"] = seconds["eval"]
+            result.metrics.seconds["total"] += seconds["eval"]
+        yield result
+
+
+def _evaluate(run: Run, step: int) -> dict[str, float]:
+    if not run.held_out:
+        return {}
+    parts = run.parts
+    evaluation = evaluate(
+        run.config,
+        run.held_out,
+        parts.rollout,
+        parts.reward,
+        parts.sampling,
+        run.display,
+        min(step, run.config.train.steps - 1),
+    )
+    run.display.evaluation(step, evaluation)
+    return evaluation
+
+
+def _save_is_due(config: Config, done: int) -> bool:
+    every = config.run.save_every
+    return done == config.train.steps or (every > 0 and done % every == 0)
+
+
+def _save(run: Run, done: int, metrics: dict[str, Any]) -> None:
+    """A checkpoint: what a resumed run needs to end as one that was never stopped."""
+    config, parts = run.config, run.parts
+
+    def write(folder: Path) -> None:
+        run.policy.save(folder)
+        run.tokenizer.save_pretrained(folder / "policy")
+
+    state = {
+        "step": done,
+        "config": config.model_dump(mode="json"),
+        "prompts": fingerprint(parts.prompts),
+        "cursor": asdict(parts.cursor),
+        "carried": to_plain(parts.carried),
+        "rollout": parts.rollout.state(),
+        "metrics": metrics,
+    }
     checkpoint.save(Path(config.run.folder) / "checkpoints", done, state, write, config.run.keep)
+
+
+def _how_to_go_on(config: Config, done: int, number: int) -> str:
+    name = signal.Signals(number).name
+    return (
+        f"stopped by {name} and saved after step {done} of {config.train.steps} in {config.run.folder}: "
+        "give the same command with --resume to go on"
+    )

@@ -99,8 +99,13 @@ class RolloutStats:
         """Two rollouts as one; of what is not a sum (agreement, alarms) the later one's."""
         mine, theirs = vars(self), vars(other)
         counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
-        sums = {name: _sum_by_key(mine[name], theirs[name]) for name in ("strategies", "seconds")}
-        return RolloutStats(**counts, **sums, agreement=other.agreement, alarms=other.alarms)
+        return RolloutStats(
+            **counts,
+            strategies=_sum_by_key(self.strategies, other.strategies),
+            seconds=_sum_by_key(self.seconds, other.seconds),
+            agreement=other.agreement,
+            alarms=other.alarms,
+        )
 
 
 def _sum_by_key(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -136,3 +141,9 @@ class StepMetrics:
     rollout: dict[str, Any]
     batch: dict[str, float] = field(default_factory=dict)
     """what became of the groups decoded: waves, groups trained on, dropped or kept for the next step, and why"""
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """responses without a reward, by why"""
+    eval: dict[str, float] = field(default_factory=dict)
+    """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt id, epoch) of what the step consumed, in order"""

@@ -43,6 +43,12 @@ class LocalRollout:
             on_response(response)
         return responses, self.engine.stats
 
+    def state(self) -> dict[str, Any]:
+        return {"tuner": self.engine.tuner.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.engine.tuner.load_state(state["tuner"])
+
     def release(self) -> None:
         self.engine.cache.release()
 

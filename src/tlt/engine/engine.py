@@ -189,7 +189,7 @@ class Engine:
 
     def draft(self, strategy: Strategy) -> list[DraftTree]:
         self._start_rows(strategy)
-        live, device = self.scheduler.live, self.target.device
+        live = self.scheduler.live
         drafter = self.drafters.usable.get(strategy.drafter)
         trees = None
         if drafter is not None:

@@ -50,17 +50,30 @@ class Tuner(Protocol):
         """What the round just chosen took and gave; rounds with a prefill are not scored."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """Plain data, for a checkpoint."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """What an earlier run learned; what does not fit this one is left out."""
+        ...
+
 
 class Fixed:
     """One strategy for every round."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategies = (strategy,)
+        self.strategies: tuple[Strategy, ...] = (strategy,)
 
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         return self.strategies[0] if self.strategies[0].drafter in usable else PLAIN
 
     def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Bucket(NamedTuple):
@@ -197,7 +210,6 @@ class Bandit:
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
         return {
             "accepted": [[list(arm), list(seen.accepted)] for arm, seen in self.accepted.items()],
             "seen": [
@@ -208,11 +220,10 @@ class Bandit:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What an earlier run learned; arms that are not among this one's are left out."""
-        for arm, accepted in state["accepted"]:
+        for arm, accepted in state.get("accepted", ()):
             if (key := Strategy(*arm)) in self.strategies:
                 self.accepted.setdefault(key, _Seen()).accepted.extend(accepted)
-        for bucket, arm, seconds, accepted in state["seen"]:
+        for bucket, arm, seconds, accepted in state.get("seen", ()):
             if (key := Strategy(*arm)) in self.strategies:
                 seen = self.seen.setdefault(Bucket(*bucket), {}).setdefault(key, _Seen())
                 seen.seconds.extend(seconds)

@@ -1,0 +1,105 @@
+"""Does a recipe learn, and from its rewards? Each seed is trained twice: as it is, and with rewards shuffled.
+
+    python bench/learning.py [--recipe FILE] [--seeds 3] [--json FILE] [--section.key value ...]
+
+Holds where, for every seed, the mean reward of the last tenth of steps is at least 0.2 above that of the first tenth
+and held-out accuracy is up as well; and where, with each step's rewards shuffled between its responses, it rises by
+less than 0.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tlt.config import Config, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+RISE, NO_RISE = 0.2, 0.05
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+class Shuffled:
+    """A reward whose numbers go to other responses of the same step: the same mean, and nothing to learn from."""
+
+    def __init__(self, reward: Any, seed: int) -> None:
+        self.reward, self.random = reward, random.Random(seed)
+
+    def __call__(self, responses: Sequence[Any]) -> None:
+        self.reward(responses)
+        results = [(response.reward, response.outcome) for response in responses]
+        self.random.shuffle(results)
+        for response, result in zip(responses, results, strict=True):
+            response.reward, response.outcome = result
+
+
+def run(config: Config, shuffled: bool) -> dict[str, Any]:
+    from rich.console import Console
+
+    from tlt import run as run_module
+    from tlt.display import Display
+
+    make_reward = run_module.make_reward
+
+    def reward(config: Config, prompts: Sequence[Any]) -> Any:
+        made = make_reward(config, prompts)
+        return Shuffled(made, config.run.seed) if shuffled else made
+
+    with patch.object(run_module, "make_reward", reward):
+        summary = run_module.train(config, False, Display(Console(file=sys.stderr)))
+    mean = f"mean@{config.eval.samples}"
+    first, last = summary["eval_first"][mean], summary["eval_last"][mean]
+    rise = summary["reward_last_tenth"] - summary["reward_first_tenth"]
+    return {
+        "seed": config.run.seed,
+        "shuffled": shuffled,
+        "reward_first_tenth": summary["reward_first_tenth"],
+        "reward_last_tenth": summary["reward_last_tenth"],
+        "rise": rise,
+        "held_out_first": first,
+        "held_out_last": last,
+        "holds": rise < NO_RISE if shuffled else rise >= RISE and last > first,
+        "seconds": summary["seconds"]["total"],
+        "policy_sha256": summary["policy_sha256"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "quickstart.toml"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    rows = []
+    for seed in range(arguments.seeds):
+        for shuffled in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                own = ["--run.seed", str(seed), "--run.folder", folder]
+                config = load_config(arguments.recipe, [*overrides, *own])
+                held_out = config.eval.model_copy(
+                    update={"every": config.train.steps}
+                )  # before the first, and at the end
+                row = run(config.model_copy(update={"eval": held_out}), shuffled)
+            rows.append(row)
+            print(
+                f"seed {seed}{', rewards shuffled' if shuffled else ''}: reward {row['reward_first_tenth']:.3f} to "
+                f"{row['reward_last_tenth']:.3f}, held out {row['held_out_first']:.3f} to {row['held_out_last']:.3f}: "
+                f"{'holds' if row['holds'] else 'DOES NOT HOLD'}",
+                flush=True,
+            )
+    if arguments.json:
+        from tlt.metrics import provenance, write_json
+
+        write_json(arguments.json, {"recipe": Path(arguments.recipe).name, "runs": rows, **provenance()})
+    sys.exit(0 if all(row["holds"] for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

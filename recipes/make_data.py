@@ -1,0 +1,81 @@
+"""Writes recipes/data: word problems in the manner of GSM8K, and series to be forecast. Always the same files.
+
+python recipes/make_data.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("Ada", "Ben", "Chen", "Dara", "Emre", "Femi", "Grace", "Hugo")
+THINGS = ("apples", "books", "cards", "eggs", "marbles", "pens", "shells", "stamps")
+
+
+# -- word problems -----------------------------------------------------------------------------------------------------
+
+
+def gives_and_buys(r: random.Random, name: str, things: str) -> tuple[str, str]:
+    have, give, packs, each = r.randint(20, 90), r.randint(2, 19), r.randint(2, 9), r.randint(3, 12)
+    text = f"{name} has {have} {things}, gives away {give}, then buys {packs} boxes of {each}. How many {things} now?"
+    return text, str(have - give + packs * each)
+
+
+def shares(r: random.Random, name: str, things: str) -> tuple[str, str]:
+    friends, each, rest = r.randint(3, 9), r.randint(4, 15), r.randint(0, 2)
+    total = friends * each + rest
+    text = f"{name} shares {total} {things} equally among {friends} friends and keeps the rest. How many does each get?"
+    return text, str(each)
+
+
+def earns(r: random.Random, name: str, things: str) -> tuple[str, str]:
+    sold, price, cost = r.randint(5, 40), r.randint(2, 12), r.randint(3, 30)
+    text = (
+        f"{name} sells {sold} {things} at ${price} each and spends ${cost} on a stall. What is the profit in dollars?"
+    )
+    return text, str(sold * price - cost)
+
+
+def part_of(r: random.Random, name: str, things: str) -> tuple[str, str]:
+    part, whole = r.choice(((1, 2), (1, 3), (1, 4), (2, 3), (3, 4), (2, 5), (3, 5)))
+    total = whole * r.randint(4, 20)
+    text = f"{part}/{whole} of the {total} {things} of {name} are blue. What share of them is not blue, as a fraction?"
+    return text, f"{whole - part}/{whole}"
+
+
+def word_problem(r: random.Random) -> dict[str, str]:
+    make: Callable[[random.Random, str, str], tuple[str, str]] = r.choice((gives_and_buys, shares, earns, part_of))
+    question, answer = make(r, r.choice(NAMES), r.choice(THINGS))
+    return {"question": question, "answer": answer}
+
+
+# -- series ------------------------------------------------------------------------------------------------------------
+
+
+def series(r: random.Random) -> dict[str, object]:
+    """Level, trend, a season of four and noise; the answer is the next value, `scale` the usual step of the series."""
+    level, trend, swing, noise = r.randint(20, 80), r.uniform(-1.5, 1.5), r.uniform(0, 8), r.uniform(0.5, 3)
+    season = [r.uniform(-swing, swing) for _ in range(4)]
+    values = [round(level + trend * t + season[t % 4] + r.gauss(0, noise)) for t in range(13)]
+    *past, following = values
+    steps = [abs(b - a) for a, b in itertools.pairwise(past)]
+    text = f"The last 12 values: {' '.join(map(str, past))}. Give the mean and the deviation of the next one."
+    return {"question": text, "answer": following, "scale": max(1.0, sum(steps) / len(steps))}
+
+
+def write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in (("word_problems", word_problem), ("forecast", series)):
+        r = random.Random(name)
+        rows = [json.dumps(make(r)) + "\n" for _ in range(120)]
+        (folder / f"{name}.jsonl").write_text("".join(rows[:100]), encoding="utf-8")
+        (folder / f"{name}_held_out.jsonl").write_text("".join(rows[100:]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "data")

@@ -1,0 +1,66 @@
+"""Held-out prompts: mean@k, pass@k and lengths of the present target's answers, with seeds of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tlt.config import Config
+from tlt.loop import Rollout, Watcher
+from tlt.rewards import Reward
+from tlt.sampling import request_seed
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+
+def evaluate(
+    config: Config,
+    prompts: Sequence[Prompt],
+    rollout: Rollout,
+    reward: Reward,
+    sampling: SamplingParams,
+    watcher: Watcher,
+    step: int,
+) -> dict[str, float]:
+    """Scalars by name. The seeds are the same every time, so that two evaluations differ by their weights alone."""
+    samples = config.eval.samples
+    requests = [
+        Request(prompt, index, 0, request_seed(config.run.seed, "eval", prompt.prompt_id, 0, index), sampling)
+        for prompt in prompts
+        for index in range(samples)
+    ]
+    watcher.phase(step, "eval", len(requests))
+    responses, _ = rollout.generate(requests, watcher.response)
+    by_seed = {response.request.seed: response for response in responses}
+    in_order = [by_seed[request.seed] for request in requests]
+    reward(in_order)
+    groups = [in_order[i : i + samples] for i in range(0, len(in_order), samples)]
+    return summary_of(groups, samples, config.eval.solved)
+
+
+def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
+    """Of groups of `samples` responses to each prompt; those without a reward are left out and counted."""
+    rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
+    everything = [r for group in rewards for r in group]
+    lengths = [len(r.token_ids) for group in groups for r in group]
+    found = {f"mean@{samples}": _mean(everything)}
+    for k in _powers_of_two(samples):
+        counts = [(len(group), sum(reward >= solved for reward in group)) for group in rewards]
+        found[f"pass@{k}"] = _mean([pass_at(n, right, k) for n, right in counts if n >= k])
+    truncated = [r.finish_reason == "length" for group in groups for r in group]
+    lengths_found = {"length_mean": _mean(lengths), "length_max": max(lengths), "truncated": _mean(truncated)}
+    return {**found, **lengths_found, "without_reward": len(lengths) - len(everything)}
+
+
+def pass_at(n: int, right: int, k: int) -> float:
+    """Chance that k of n responses, drawn without replacement, hold one of the `right` ones: the unbiased estimator
+    1 - C(n - right, k) / C(n, k) of arXiv 2107.03374. n = 4, right = 1, k = 2 gives 1 - 3 / 6 = 0.5."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return sorted({2**i for i in range(most.bit_length())} | {most})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,259 @@
+"""The feature window against a plain-Python model of it; what the engine keeps in it against transformers' hidden
+states; and the harvest that comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from twin import Model, make_layer, make_model
+
+from tlt.config import EngineConfig
+from tlt.draft.buffer import Harvest
+from tlt.draft.drafter import Drafter
+from tlt.draft.features import FeatureLayout, FeatureWindow
+from tlt.draft.hostile import RandomDrafter
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+# -- the window alone --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlainRow:
+    """Everything ever written, by position, and the oldest that may be used."""
+
+    entries: dict[int, tuple[float, int]] = field(default_factory=dict)
+    first: int = 0
+    length: int = 0
+
+
+def check_row(window: FeatureWindow, row: int, plain: PlainRow) -> None:
+    low = window.start(row)
+    assert window.length[row] == plain.length
+    assert plain.length - window.window <= low <= plain.length or low == 0
+    assert low >= plain.first
+    features, tokens = window.read(row, low, plain.length)
+    assert [int(x) for x in tokens] == [plain.entries[p][1] for p in range(low, plain.length)]
+    assert features[:, 0].tolist() == [plain.entries[p][0] for p in range(low, plain.length)]
+    assert (features == features[:, :1]).all()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
+    """Rows come, copy a prefix from another row, grow by up to a round's commit, and go; the last takes their place.
+
+    A copy has what the source still holds of it, which is never less than the last window where the source is no
+    further than the slack."""
+    size = data.draw(st.sampled_from([1, 3, 8]))
+    window = FeatureWindow(FeatureLayout((0,), size), 2, torch.float64, CPU)
+    rows: list[PlainRow] = []
+    value = 0.0
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["append", "copy", "remove", "write", "write", "write", "long"]))
+        if action == "append" or not rows:
+            rows.append(PlainRow())
+            window.append()
+        elif action == "copy":
+            source = data.draw(st.integers(0, len(rows) - 1))
+            length = data.draw(st.integers(0, rows[source].length))
+            window.append()
+            window.copy(source, len(rows), length)
+            entries = {p: e for p, e in rows[source].entries.items() if p < length}
+            rows.append(PlainRow(entries, rows[source].first, length))
+            held = rows[source].length - window.capacity
+            assert window.start(len(rows) - 1) <= max(rows[source].first, length - size, min(held, length), 0)
+        elif action == "remove":
+            row = data.draw(st.integers(0, len(rows) - 1))
+            window.remove(row)
+            rows[row] = rows[-1]
+            rows.pop()
+        else:
+            row = data.draw(st.integers(0, len(rows) - 1))
+            count = data.draw(st.integers(60, 200) if action == "long" else st.integers(1, 9))
+            for low in range(0, count, 16):  # as the engine writes: no more at once than a round commits
+                part = range(rows[row].length, rows[row].length + min(16, count - low))
+                new = {p: (value + p, int(value + p) % 97) for p in part}
+                features = torch.tensor([[v] * 4 for v, _ in new.values()], dtype=torch.float64)
+                window.write([row] * len(new), list(new), features, [t for _, t in new.values()])
+                rows[row].entries.update(new)
+                rows[row].length = part.stop
+            value += 1000
+        for row, plain in enumerate(rows):
+            check_row(window, row, plain)
+
+
+def test_rows_are_written_in_one_call() -> None:
+    window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
+    for _ in range(3):
+        window.append()
+    features = torch.arange(12.0).view(6, 2)
+    window.write([0, 0, 0, 2, 2, 1], [0, 1, 2, 0, 1, 0], features, [9, 8, 7, 6, 5, 4])
+    assert window.length == [3, 1, 2]
+    assert window.read(0, 1, 3)[0].tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    assert window.read(2, 0, 2)[1].tolist() == [6, 5]
+
+
+def test_what_is_read_is_a_copy() -> None:
+    window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
+    window.append()
+    window.write([0], [0], torch.ones(1, 2), [3])
+    features, tokens = window.read(0, 0, 1)
+    window.write([0], [window.capacity], torch.zeros(1, 2), [4])  # the same place of the ring
+    assert features.tolist() == [[1.0, 1.0]]
+    assert tokens.tolist() == [3]
+
+
+# -- what the engine keeps and gives away ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+def requests(count: int = 7, prompt: int = 5, group: int = 1, new_tokens: int = 45) -> list[Request]:
+    return [
+        Request(
+            Prompt(n // group, "", tuple((3 * k + n // group) % 11 for k in range(prompt + 3 * (n // group)))),
+            n % group,
+            0,
+            50 + n,
+            SamplingParams(0.8, max_new_tokens=max(1, new_tokens - 7 * n), stop_token_ids=(9,) if n % 3 == 2 else ()),
+        )
+        for n in range(count)
+    ]
+
+
+def run(
+    model: Model,
+    asked: Sequence[Request],
+    window: int,
+    drafter: str = "eagle",
+    bound_tokens: int | None = None,
+    max_rows: int = 3,
+) -> tuple[Engine, list[Response], list[Harvest]]:
+    layer = make_layer(model.decoder, "eagle3", window)
+    drafters: dict[str, Drafter] = {"eagle": EagleDrafter(layer, model.decoder), "random": RandomDrafter(11)}
+    strategy = PLAIN if drafter == "plain" else Strategy(drafter, 3, 2, 8)
+    items: list[Harvest] = []
+    engine = Engine(
+        model.decoder,
+        EngineConfig(max_rows=max_rows),
+        [drafters[drafter]] if drafter in drafters else [],
+        Fixed(strategy),
+        layout=layer.options.layout,
+        on_harvest=items.append,
+    )
+    if bound_tokens:
+        engine.cache.bound_tokens = bound_tokens
+    return engine, list(engine.generate(asked)), items
+
+
+def by_response(items: Sequence[Harvest], responses: Sequence[Response]) -> dict[int, list[Harvest]]:
+    """seed -> its harvest, in order; found by the tokens themselves."""
+    found: dict[int, list[Harvest]] = {response.request.seed: [] for response in responses}
+    for item in items:
+        owners = [
+            response.request.seed
+            for response in responses
+            for text in [[*response.request.prompt.token_ids, *response.token_ids]]
+            if item.tokens.tolist() == text[item.start + 1 : item.start + 1 + len(item.tokens)]
+            and item.prompt_length == len(response.request.prompt.token_ids)
+        ]
+        assert len(owners) == 1, "an item is of one response, at its place"
+        found[owners[0]].append(item)
+    return found
+
+
+def check_features(model: Model, items: Sequence[Harvest], response: Response, taps: Sequence[int]) -> None:
+    text = [*response.request.prompt.token_ids, *response.token_ids]
+    features = model.features(text, taps)
+    for item in items:
+        want = features[item.start : item.start + len(item.tokens)]
+        assert torch.allclose(item.features, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("drafter", ["plain", "eagle", "random"])
+@pytest.mark.parametrize("window", [8, 16, 100])
+def test_the_harvest_is_what_transformers_computes(model: Model, window: int, drafter: str) -> None:
+    """Features at the taps and after the final norm, the token that follows, the true position; the last token of a
+    response has not been through the target, so no entry is for it. A window at a time, then the last one."""
+    engine, responses, items = run(model, requests(), window, drafter)
+    assert engine.layout is not None
+    for seed, mine in by_response(items, responses).items():
+        response = next(r for r in responses if r.request.seed == seed)
+        check_features(model, mine, response, engine.layout.taps)
+        entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
+        first = max(0, len(response.request.prompt.token_ids) - 1 - window)  # what the prefill kept
+        *whole, last = mine
+        assert [item.start for item in whole] == [first + window * i for i in range(len(whole))]
+        assert all(len(item.tokens) == window for item in whole)
+        assert last.start + len(last.tokens) == entries, "to the end of the response, and not beyond"
+        assert len(last.tokens) == min(window, entries - first)
+        assert len(whole) in ((entries - first) // window, (entries - first) // window - 1)
+        covered = {p for item in mine for p in range(item.start, item.start + len(item.tokens))}
+        assert covered == set(range(first, entries)), "every entry comes out"
+
+
+def test_the_harvest_does_not_depend_on_what_was_drafted(model: Model) -> None:
+    def entries(drafter: str) -> set[tuple[int, int, int]]:
+        _, responses, items = run(model, requests(), 16, drafter)
+        found = by_response(items, responses)
+        return {(seed, i.start + k, int(t)) for seed, mine in found.items() for i in mine for k, t in enumerate(i.tokens)}
+
+    assert entries("eagle") == entries("plain")
+
+
+def test_the_harvest_names_version_and_prompt(model: Model) -> None:
+    _, responses, items = run(model, requests(), 16)
+    assert {item.target_version for item in items} == {model.decoder.version}
+    assert {item.prompt_length for item in items} == {len(r.request.prompt.token_ids) for r in responses}
+
+
+def test_a_preempted_response_is_harvested_too(model: Model) -> None:
+    """What was given away is not given again; what fell out of the window while it waited is lost."""
+    engine, responses, items = run(model, requests(8, new_tokens=60), 8, bound_tokens=180, max_rows=8)
+    assert engine.stats.preemptions > 0
+    assert engine.layout is not None
+    for seed, mine in by_response(items, responses).items():
+        response = next(r for r in responses if r.request.seed == seed)
+        check_features(model, mine, response, engine.layout.taps)
+        entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
+        assert mine[-1].start + len(mine[-1].tokens) == entries
+        for one, other in zip(mine[:-1], mine[1:-1], strict=False):
+            assert other.start >= one.start + len(one.tokens)
+
+
+@pytest.mark.parametrize("longest", [30, 150])
+def test_siblings_that_copied_their_prompt_are_harvested_as_their_own(model: Model, longest: int) -> None:
+    """Also where the row they copied from is so far on that its ring has lost the prompt."""
+    prompt = Prompt(0, "", tuple(range(11)) * 2)
+    asked = [
+        Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)
+    ]
+    engine, responses, items = run(model, asked, 8, max_rows=2)
+    assert engine.layout is not None
+    for seed, mine in by_response(items, responses).items():
+        response = next(r for r in responses if r.request.seed == seed)
+        check_features(model, mine, response, engine.layout.taps)
+        assert mine[-1].start + len(mine[-1].tokens) == 22 + len(response.token_ids) - 1
+
+
+def test_without_a_layout_nothing_is_kept(model: Model) -> None:
+    items: list[Harvest] = []
+    engine = Engine(model.decoder, EngineConfig(), on_harvest=items.append)
+    assert len(list(engine.generate(requests(2)))) == 2
+    assert engine.window is None
+    assert items == []

@@ -1,0 +1,168 @@
+"""Rewards that hang, raise, return no number or end their process: each a named outcome, and the next one is scored."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tlt.config import Config, parse_config
+from tlt.rewards import RewardError, make_reward
+from tlt.rewards.isolated import IsolatedScore
+from tlt.rewards.scores import Answer
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
+
+
+def config(name: str = "tiny_rewards:trouble", **reward: Any) -> Config:
+    section = {"name": name, "timeout_seconds": 20.0} | reward
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
+
+
+def responses(*texts: str) -> list[Response]:
+    request = Request(PROMPT, 0, 0, 0, SamplingParams())
+    return [Response(request, [1] * len(text), [], [], "stop", text) for text in texts]
+
+
+def answer(text: str) -> Answer:
+    return Answer(text, text, len(text))
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[IsolatedScore]:
+    isolated = IsolatedScore(config())
+    yield isolated
+    isolated.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "detail"),
+    [
+        ("raise", "error", "KeyError: 'bonus'"),
+        ("nan", "not a number", "nan"),
+        ("infinite", "not a number", "-inf"),
+        ("word", "not a number", "'good'"),
+        ("nothing", "not a number", "None"),
+        ("exit", "crash", "its process ended"),
+        ("die", "crash", "its process ended"),
+    ],
+)
+def test_a_fault_is_named_and_the_next_answer_is_scored(
+    isolated: IsolatedScore, text: str, outcome: str, detail: str
+) -> None:
+    verdict = isolated.judge(PROMPT, answer(text))
+    assert verdict.reward is None
+    assert (verdict.outcome, detail in verdict.detail) == (outcome, True)
+    assert isolated.judge(PROMPT, answer("four")) == (4.0, "", "")
+
+
+def test_the_process_is_another_one_and_kept_between_calls(isolated: IsolatedScore) -> None:
+    first, second = (isolated.judge(PROMPT, answer("child")).reward for _ in range(2))
+    assert first == second != os.getpid()
+
+
+def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> None:
+    process = int(isolated.judge(PROMPT, answer("child")).reward or 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process, number)
+    assert isolated.judge(PROMPT, answer("child")).reward == process
+
+
+def test_one_that_hangs_is_killed_and_replaced() -> None:
+    isolated = IsolatedScore(config(timeout_seconds=1.0))
+    process = int(isolated.judge(PROMPT, answer("child")).reward or 0)
+    began = time.monotonic()
+    assert isolated.judge(PROMPT, answer("hang"))[:2] == (None, "timeout")
+    assert 1.0 <= time.monotonic() - began < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    isolated.config = config()  # a busy machine may take longer than a second to answer
+    assert isolated.judge(PROMPT, answer("four")).reward == 4.0
+    isolated.close()
+
+
+def test_every_response_gets_its_reward_or_an_outcome_whatever_the_number_of_processes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    texts = ("one", "raise", "three", "nan", "die", "raise", "")
+    expected = [(3.0, ""), (None, "error"), (5.0, ""), (None, "not a number"), (None, "crash"), (None, "error")]
+    for workers in (1, 2):
+        given = responses(*texts)
+        with caplog.at_level(logging.WARNING):
+            make_reward(config(workers=workers), [PROMPT])(given)
+        assert [(r.reward, r.outcome) for r in given] == [*expected, (0.0, "")]
+    assert "no reward (error: KeyError: 'bonus'; prompt 5, answer 'raise')" in caplog.text
+
+
+def test_a_pattern_that_takes_for_ever_is_a_timeout() -> None:
+    reward = make_reward(config("format", pattern="^(a+)+$", timeout_seconds=1.0), [])
+    given = responses("a" * 60 + "b")
+    reward(given)
+    assert given[0].outcome == "timeout"
+
+
+def test_what_cannot_hang_needs_no_process() -> None:
+    reward = make_reward(config("exact"), [PROMPT])
+    given = responses("7", "8")
+    reward(given)
+    assert [r.reward for r in given] == [1.0, 0.0]
+    assert not any(isinstance(judge, IsolatedScore) for judge in reward.judges)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "tiny_rewards:no_such", "tiny_rewards:constant"])
+def test_one_that_cannot_start_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(RewardError, match=f"reward.name = '{name}'.*write 'module:function'") as error:
+        make_reward(config(name), [])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_a_prompt_without_an_answer_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(RewardError, match=r"prompt 3 has no answer.*data\.answer_column"):
+        make_reward(config(name), [PROMPT, Prompt(3, "", (1,), {"answer": None})])
+
+
+RUN = """
+import os, sys, time
+sys.path[:0] = {path}
+from tlt.rewards.isolated import IsolatedScore
+from tlt.config import parse_config
+from tlt.rewards.scores import Answer
+from tlt.types import Prompt
+if __name__ == "__main__":
+    given = parse_config({{"model": {{"path": "-"}}, "data": {{"path": "-"}},
+                          "reward": {{"name": "tiny_rewards:trouble", "timeout_seconds": 1000.0}}}})
+    isolated = IsolatedScore(given)
+    print(int(isolated.judge(Prompt(0, "", (1,)), Answer("child", "child", 1)).reward), flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    "then", ["pass", "os.kill(os.getpid(), 9)", "isolated.judge(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))"]
+)
+def test_it_ends_with_the_run_however_that_ends(tmp_path: Any, then: str) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(RUN.format(path=[p for p in sys.path if p], then=then), encoding="utf-8")
+    run = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    child = int(run.stdout.readline())
+    if "hang" in then:
+        run.kill()
+    run.wait(timeout=30)
+    for _ in range(100):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the reward's process outlives the run")

@@ -1,0 +1,216 @@
+"""Each score against its library or by hand, and what is said when one cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from tlt.config import Config, parse_config
+from tlt.data import load_prompts
+from tlt.rewards.scores import RAISES_ON_MALFORMED, Answer, RewardError, Score, extract_answer, make_score
+from tlt.types import Prompt
+
+
+def config(data: dict[str, Any] | None = None, **reward: Any) -> Config:
+    return parse_config({"model": {"path": "-"}, "data": data or {"path": "-"}, "reward": reward})
+
+
+def prompt(**data: Any) -> Prompt:
+    return Prompt(5, "the question", (1,), data)
+
+
+def answer(text: str, marker: str = "", tokens: int = 0) -> Answer:
+    return Answer(text, extract_answer(text, marker), tokens)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "marker", "found"),
+    [
+        (" 42 \n", "", "42"),
+        ("so Answer: 42 ", "Answer:", "42"),
+        ("Answer: 1, no. Answer: 2", "Answer:", "2"),
+        ("no marker", "Answer:", ""),
+        ("Answer:", "Answer:", ""),
+    ],
+)
+def test_the_answer_follows_the_last_marker(text: str, marker: str, found: str) -> None:
+    assert extract_answer(text, marker) == found
+
+
+# -- exact, format, length, sums ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "reward"),
+    [("4", "4", 1.0), ("4", " 4\n", 1.0), (" 4", "4", 1.0), (4, "4", 1.0), ("4", "4.0", 0.0), ("4", "", 0.0)],
+)
+def test_exact_compares_text_without_outer_white_space(expected: Any, text: str, reward: float) -> None:
+    assert make_score(config(name="exact"))(prompt(answer=expected), answer(text)) == reward
+
+
+def test_format_looks_at_the_whole_response() -> None:
+    score = make_score(config(name="format", pattern=r"(?s)^<think>.*</think>\s*Answer: \d+$"))
+    assert score(prompt(), answer("<think>\na\n</think> Answer: 12", "Answer:")) == 1.0
+    assert score(prompt(), answer("12", "Answer:")) == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(0, 0.0), (80, 0.0), (85, -0.25), (100, -1.0), (500, -1.0)])
+def test_length_falls_from_its_first_limit_to_its_second(tokens: int, reward: float) -> None:
+    score = make_score(config(name="length", length_from=80, length_to=100))
+    assert score(prompt(), answer("", tokens=tokens)) == pytest.approx(reward)
+
+
+def test_a_sum_weighs_its_terms() -> None:
+    terms = [
+        {"name": "exact", "weight": 2.0},
+        {"name": "format", "pattern": "Answer", "weight": 0.5},
+        {"name": "length", "length_from": 0, "length_to": 10},
+    ]
+    score = make_score(config(terms=terms))
+    assert score(prompt(answer="7"), answer("Answer: 7", "Answer:", tokens=4)) == pytest.approx(2 + 0.5 - 0.4)
+    assert score(prompt(answer="7"), answer("7 or 8", "Answer:", tokens=0)) == 0.0
+
+
+# -- mathematics -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gold", "given", "reward"),
+    [
+        ("42", "42", 1.0),
+        ("42", "42.0", 1.0),
+        (42, r"\boxed{42}", 1.0),
+        ("1/2", "0.5", 1.0),
+        (r"\frac{1}{2}", "$0.5$", 1.0),
+        (r"\frac{1}{2}", r"\frac{2}{4}", 1.0),
+        ("1,234", "1234", 1.0),
+        ("$18", "18", 1.0),
+        (r"$\{1,2\}$", r"$\{2,1\}$", 1.0),
+        ("x^2+2x+1", "(x+1)^2", 1.0),
+        ("42", "43", 0.0),
+        ("42", "no idea", 0.0),
+        ("42", "", 0.0),
+    ],
+)
+def test_math_compares_values_not_text(gold: Any, given: str, reward: float) -> None:
+    assert make_score(config(name="math"))(prompt(answer=gold), answer(given)) == reward
+
+
+def test_math_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(RewardError, match=r"pip install 'tlt\[math\]'"):
+        make_score(config(name="math"))
+
+
+def test_a_gold_answer_that_is_no_mathematics_is_named() -> None:
+    with pytest.raises(RewardError, match="prompt 5: '' cannot be read"):
+        make_score(config(name="math"))(prompt(answer=""), answer("4"))
+
+
+# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_gym_scores_as_the_library_does() -> None:
+    tasks = [{"name": "chain_sum"}, {"name": "gcd", "stage": 1}, {"name": "letter_counting"}]
+    given = config({"tasks": tasks, "size": 24}, name="reasoning_gym")
+    score = make_score(given)
+    checkers = {task["name"]: reasoning_gym.create_dataset(task["name"], size=1) for task in tasks}
+    scores = set()
+    for asked in load_prompts(given.data, lambda text: list(text.encode())):
+        entry = asked.data["entry"]
+        checker = checkers[entry["metadata"]["source_dataset"]]
+        for text in (entry["answer"], f"it is {entry['answer']}", "no idea", ""):
+            assert score(asked, answer(text)) == checker.score_answer(text.strip(), entry)
+            scores.add(score(asked, answer(text)))
+    assert {0.0, 1.0} <= scores
+
+
+MALFORMED = ("", "no idea", "42", "1e999", "[1, 2", "{}", '{"a": 1}', "[[1,2],[3]]", "a:b,c:d", "é数", "A -> B", "nan")
+EVERY_TASK = sorted(DATASETS.keys() - {"composite"})
+
+
+def test_the_checkers_that_raise_on_malformed_answers_are_those_we_know() -> None:
+    """For all others an exception is a fault of the checker, which must not be scored as a wrong answer."""
+    raising = set()
+    for name in EVERY_TASK:
+        dataset = reasoning_gym.create_dataset(name, size=1, seed=1)
+        for text in MALFORMED:
+            try:
+                dataset.score_answer(text, dataset[0])
+            except Exception:
+                raising.add(name)
+    assert len(EVERY_TASK) > 100
+    assert raising == RAISES_ON_MALFORMED
+
+
+@pytest.mark.parametrize("name", sorted(RAISES_ON_MALFORMED))
+def test_an_answer_that_such_a_checker_cannot_parse_is_wrong(name: str) -> None:
+    score, asked = _score_of(name)
+    assert max(score(asked, answer(text)) for text in MALFORMED) < 0.1
+
+
+def test_any_other_checker_that_raises_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    score, asked = _score_of("gcd")
+    monkeypatch.setitem(asked.data["entry"], "answer", object)
+    monkeypatch.setattr(DATASETS["gcd"][0], "score_answer", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        score(asked, answer("4"))
+
+
+def _score_of(task: str) -> tuple[Score, Prompt]:
+    given = config({"tasks": [{"name": task}], "size": 1}, name="reasoning_gym")
+    (asked,) = load_prompts(given.data.model_copy(update={"max_prompt_tokens": 10**6}), lambda text: text.encode())
+    return make_score(given), asked
+
+
+# -- the user's own ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module in a folder that is not on the path of a console script."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(prompt, answer):\n    return len(answer) + prompt.data['bonus']\n\nconstant = 3\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    yield tmp_path
+    sys.modules.pop("my_rewards", None)
+
+
+def test_a_users_function_in_the_working_directory(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(user_folder)
+    score = make_score(config(name="my_rewards:length"))
+    assert score(prompt(bonus=0.5), answer("..> four", ">")) == 4.5
+
+
+def test_a_users_function_beside_the_recipe(user_folder: Path) -> None:
+    score = make_score(config(name="my_rewards:length", folder=str(user_folder)))
+    assert score(prompt(bonus=1), answer("x")) == 2
+
+
+@pytest.mark.parametrize("name", ["missing", "constant", ""])
+def test_what_is_no_function_of_the_module_is_refused(user_folder: Path, name: str) -> None:
+    with pytest.raises(RewardError, match=f"my_rewards:{name}.*write 'module:function'"):
+        make_score(config(name=f"my_rewards:{name}", folder=str(user_folder)))
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", ":f"])
+def test_a_module_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(RewardError, match=r"reward\.name"):
+        make_score(config(name=name))
+
+
+@pytest.mark.parametrize("source", ["def f(:\n", "undefined_name\n", "raise OSError('no disk')\n"])
+def test_a_module_that_fails_to_load_is_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "broken_rewards.py").write_text(source, encoding="utf-8")
+    with pytest.raises(RewardError, match="broken_rewards"):
+        make_score(config(name="broken_rewards:f", folder=str(tmp_path)))

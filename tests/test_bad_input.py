@@ -1,0 +1,284 @@
+"""Bad inputs, each with the one sentence that `tlt train` says before it exits with 2: no traceback, nothing invented.
+
+A case breaks one thing of a sound recipe, model, data file, reward, disk or checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tiny import tiny_config, tiny_tree
+
+from tlt import checkpoint
+from tlt.cli import main
+from tlt.display import Display
+from tlt.run import train
+
+
+class Case:
+    """A sound recipe as a tree, its files under `home`, and what the command line adds."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.options = home, [] if home.name != "resumed" else ["--resume"]
+        self.tree = tiny_tree(home, run={"save_every": 1}, rollout={"max_new_tokens": 4})
+        self.model, self.prompts, self.run = home / "model", home / "prompts.jsonl", home / "run"
+
+    def set(self, section: str, **values: Any) -> None:
+        self.tree[section] = self.tree.get(section, {}) | values
+
+    def recipe(self) -> str:
+        lines = []
+        for name, section in self.tree.items():
+            lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+        path = self.home / "recipe.toml"
+        if not path.exists():
+            path.write_text("\n".join(lines), encoding="utf-8")
+        return str(path)
+
+    def edit(self, path: Path, change: Callable[[bytes], bytes]) -> None:
+        path.write_bytes(change(path.read_bytes()))
+
+    def edit_json(self, path: Path, **changes: Any) -> None:
+        tree = json.loads(path.read_text(encoding="utf-8")) | changes
+        path.write_text(json.dumps(tree), encoding="utf-8")
+
+    def module(self, source: str) -> None:
+        (self.home / "own_rewards.py").write_text(source, encoding="utf-8")
+
+    @property
+    def weights(self) -> Path:
+        return self.model / "model.safetensors"
+
+    def saved(self, step: int) -> Path:
+        return self.run / "checkpoints" / f"step_{step:08d}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def lose_a_weight(case: Case) -> None:
+    weights = load_file(case.weights)
+    del weights["model.norm.weight"]
+    save_file(weights, case.weights, metadata={"format": "pt"})
+
+
+def misshape_a_weight(case: Case) -> None:
+    weights = load_file(case.weights)
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].contiguous()
+    save_file(weights, case.weights, metadata={"format": "pt"})
+
+
+def tasks(case: Case, **task: Any) -> None:
+    case.tree["data"] = {"tasks": [task], "size": 4}
+    case.set("reward", name="reasoning_gym")
+
+
+def flip(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def damage_all(case: Case, change: Callable[[bytes], bytes]) -> None:
+    for step in (1, 2):
+        case.edit(case.saved(step) / "optimizer.safetensors", change)
+
+
+FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
+    # -- the recipe
+    "an unknown option": (lambda c: c.options.append("--bogus"), "--bogus"),
+    "no TOML": (lambda c: (c.home / "recipe.toml").write_text("[model\n"), r"recipe\.toml is not valid TOML"),
+    "unknown key": (lambda c: c.set("train", step=3), r"unknown key train\.step: did you mean steps\?"),
+    "wrong type": (lambda c: c.set("train", steps="many"), r'train\.steps: .*\(got "many"\)'),
+    "out of range": (lambda c: c.set("rollout", top_p=1.5), r"rollout\.top_p: .*\(got 1\.5\)"),
+    "missing key": (lambda c: c.tree["model"].pop("path"), r"model\.path is missing: set it"),
+    "no data": (lambda c: c.tree.update(data={}), r"give either data\.tasks .* or data\.path"),
+    "nothing to learn": (lambda c: c.set("rollout", temperature=0.0), r"rollout\.temperature = 0 .*above 0"),
+    "no device": (lambda c: c.set("model", device="cuda:9", dtype="float32"), r"model\.device = 'cuda:9'.*'cpu'"),
+    "unknown reward": (
+        lambda c: c.set("reward", name="exakt"),
+        r"unknown reward\.name 'exakt': did you mean 'exact'\?",
+    ),
+    "two rewards": (
+        lambda c: c.set("reward", terms=[{"name": "exact"}]),
+        r"either reward\.name or \[\[reward\.terms\]\]",
+    ),
+    "unknown key of a term": (
+        lambda c: c.tree.update(reward={"terms": [{"name": "exact", "wieght": 1.0}]}),
+        r"reward\.terms\.0\.wieght: did you mean weight\?",
+    ),
+    "no pattern": (lambda c: c.set("reward", name="format"), r"'format' goes with reward\.pattern"),
+    "bad pattern": (lambda c: c.set("reward", name="format", pattern="(a"), r"'\(a' is not a regular expression"),
+    "no lengths": (lambda c: c.set("reward", name="length"), r"reward\.length_to above reward\.length_from"),
+    "nothing held out": (lambda c: c.set("eval", every=1), r"eval\.every needs eval\.path"),
+    "scorer without tasks": (lambda c: c.set("reward", name="reasoning_gym"), r"needs data\.tasks"),
+    # -- the model folder and its tokenizer
+    "no model": (lambda c: shutil.rmtree(c.model), r"model"),
+    "no config.json": (lambda c: (c.model / "config.json").unlink(), r"config\.json"),
+    "broken config.json": (lambda c: c.edit(c.model / "config.json", half), r"config\.json"),
+    "unknown family": (lambda c: c.edit_json(c.model / "config.json", model_type="bert"), r"bert.*qwen3"),
+    "no weights": (lambda c: c.weights.unlink(), r"safetensors"),
+    "truncated weights": (lambda c: c.edit(c.weights, half), r"model\.safetensors"),
+    "a lost weight": (lose_a_weight, r"model\.norm\.weight"),
+    "a weight of another shape": (misshape_a_weight, r"model\.norm\.weight"),
+    "no tokenizer": (lambda c: (c.model / "tokenizer.json").unlink(), r"has no tokenizer that can be loaded"),
+    "broken tokenizer": (lambda c: c.edit(c.model / "tokenizer.json", half), r"has no tokenizer that can be loaded"),
+    "tokens beyond the model": (
+        lambda c: c.edit(c.model / "tokenizer.json", lambda text: text.replace(b'"a": 64', b'"a": 9999')),
+        r"token 9999.*vocabulary of 257",
+    ),
+    "no chat template": (lambda c: c.set("data", chat=True), r"no chat template: set data\.chat = false"),
+    # -- data
+    "no file": (lambda c: c.prompts.unlink(), r"there is no file .*prompts\.jsonl"),
+    "an empty file": (lambda c: c.prompts.write_text(""), r"prompts\.jsonl holds no prompts"),
+    "a row that is no JSON": (lambda c: c.prompts.write_text('{"question": "a"}\n{'), r"line 2 is not JSON"),
+    "bytes that are no text": (lambda c: c.prompts.write_bytes(b'{"question": "\xff"}'), r"prompts\.jsonl, line 1"),
+    "a row without a question": (lambda c: c.prompts.write_text('{"q": "a"}'), r"line 1 .*set data\.prompt_column"),
+    "an empty prompt": (lambda c: c.prompts.write_text('{"question": ""}'), r"prompt 0 is empty"),
+    "a prompt too long": (lambda c: c.set("data", max_prompt_tokens=2), r"more than data\.max_prompt_tokens = 2"),
+    "no Parquet": (
+        lambda c: (c.set("data", path=str(c.home / "p.parquet")), (c.home / "p.parquet").write_bytes(b"PAR1")),
+        r"p\.parquet is not a Parquet file",
+    ),
+    "an unknown task": (lambda c: tasks(c, name="chain_sums"), r"reasoning-gym refuses data\.tasks \(chain_sums\)"),
+    "a bad parameter": (lambda c: tasks(c, name="gcd", params={"min": 1}), r"refuses data\.tasks \(gcd\).*min"),
+    "all of it seen": (lambda c: c.set("eval", every=1, path=str(c.prompts)), r"no prompt is held out"),
+    # -- rewards
+    "no module": (lambda c: c.set("reward", name="no_such:f"), r"'no_such:f' cannot be imported .*'module:function'"),
+    "no function": (lambda c: c.set("reward", name="tiny_rewards:f"), r"'tiny_rewards:f' cannot be imported"),
+    "no callable": (lambda c: c.set("reward", name="tiny_rewards:constant"), r"is not a function"),
+    "a module that raises": (
+        lambda c: (c.module("1 / 0\n"), c.set("reward", name="own_rewards:f")),
+        r"own_rewards:f.*ZeroDivisionError",
+    ),
+    "a module that exits": (
+        lambda c: (c.module("import os; os._exit(0)\n"), c.set("reward", name="own_rewards:f")),
+        r"reward own_rewards:f cannot start: its process ended",
+    ),
+    "no answers": (
+        lambda c: (c.set("reward", name="exact"), c.set("data", answer_column="solution")),
+        r"prompt 0 has no answer.*data\.answer_column",
+    ),
+    # -- the folder of the run
+    "a folder that cannot be": (lambda c: c.set("run", folder=str(c.prompts / "run")), r"prompts\.jsonl"),
+    "an occupied folder": (lambda c: c.saved(1).mkdir(parents=True), r"already holds a run: go on with --resume"),
+    "nothing to resume": (lambda c: c.options.append("--resume"), r"no whole checkpoint in .*--run\.overwrite true"),
+}
+
+RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
+    "no checkpoints folder": (lambda c: shutil.rmtree(c.run / "checkpoints"), r"there is no whole checkpoint"),
+    "truncated": (lambda c: damage_all(c, half), r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001"),
+    "a flipped byte": (
+        lambda c: damage_all(c, flip),
+        r"damaged: step_00000002 \(optimizer\.safetensors.*step_00000001",
+    ),
+    "another recipe": (lambda c: c.set("train", learning_rate=0.5), r"train\.learning_rate = 0\.5, but .* has 0\.001"),
+    "fewer steps": (lambda c: c.set("train", steps=1), r"train\.steps = 1 is below the 2"),
+    "other prompts": (lambda c: c.prompts.write_text('{"question": "new"}'), r"prompts\.jsonl are not those this run"),
+    "a damaged record": (
+        lambda c: c.edit(c.run / "metrics.jsonl", lambda text: b"\x00" + text),
+        r"metrics\.jsonl is damaged .*: mend or remove",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sound inputs, and a run of two steps with both its checkpoints."""
+    home = tmp_path_factory.mktemp("sound")
+    train(tiny_config(home, run={"save_every": 1}, rollout={"max_new_tokens": 4}), False, Display(Console(quiet=True)))
+    return home
+
+
+def sentence(case: Case, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", case.recipe(), *case.options])
+    said = [
+        line for line in capsys.readouterr().err.splitlines() if line and "it/s]" not in line
+    ]  # bars of transformers
+    assert exit_.value.code == 2
+    assert len(said) == 1, said
+    assert said[0].startswith("tlt: ")
+    return said[0]
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_a_bad_input_gets_one_sentence(
+    name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(sound / "model", tmp_path / "model")
+    shutil.copy(sound / "prompts.jsonl", tmp_path)
+    case = Case(tmp_path)
+    spoil, expected = FRESH[name]
+    spoil(case)
+    said = sentence(case, capsys)
+    assert re.search(expected, said), said
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_cannot_go_on_says_why(
+    name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "resumed"
+    shutil.copytree(sound, home)
+    case = Case(home)
+    old, new = (json.dumps(str(path)).strip('"') for path in (sound, home))
+    for state in home.glob("run/checkpoints/*/state.json"):  # the same run, in another place
+        text = state.read_text(encoding="utf-8").replace(old, new)  # model.path
+        state.write_text(text, encoding="utf-8")
+        case.edit_json(state.parent / "manifest.json", **{"state.json": checkpoint._sha256(state)})
+    spoil, expected = RESUMED[name]
+    spoil(case)
+    said = sentence(case, capsys)
+    assert re.search(expected, said), said
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "expected"),
+    [
+        ("tlt.rl.policy.save_file", None, r"step_00000001 cannot be saved .*No space left.*--resume"),
+        ("tlt.checkpoint._flush", None, r"step_00000001 cannot be saved .*No space left.*--resume"),
+        ("pathlib.Path.open", "metrics.jsonl", r"metrics\.jsonl cannot be written \(No space left.*--resume"),
+    ],
+)
+def test_a_full_disk_is_named(
+    owner: str,
+    name: str | None,
+    expected: str,
+    sound: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(sound / "model", tmp_path / "model")
+    shutil.copy(sound / "prompts.jsonl", tmp_path)
+    real = Path.open
+
+    def full(*args: Any, **options: Any) -> Any:
+        if name and not (args[0].name == name and "a" in args[1:]):
+            return real(*args, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    case = Case(tmp_path)
+    recipe = case.recipe()
+    monkeypatch.setattr(owner, full)
+    assert case.recipe() == recipe
+    assert re.search(expected, sentence(case, capsys))
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(FRESH) + len(RESUMED) >= 25

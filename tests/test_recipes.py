@@ -1,0 +1,113 @@
+"""Every recipe is short and runs; the data beside them is what its script writes; the forecast's reward is proper."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scipy import integrate, stats
+from tiny import tiny_model
+
+from tlt.config import load_config
+from tlt.display import Display
+from tlt.metrics import read_metrics
+from tlt.run import train
+from tlt.types import Prompt
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+RECIPES = sorted(FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"recipes_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_short_and_trains(
+    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(recipe.read_text(encoding="utf-8").splitlines()) < 50
+    monkeypatch.chdir(tmp_path)  # what it names lies beside it
+    overrides = {
+        "model.path": model,
+        "train.steps": 2,
+        "rollout.prompts_per_step": 2,
+        "rollout.group_size": 2,
+        "rollout.max_new_tokens": 6,
+        "eval.size": 2,
+        "eval.samples": 2,
+        "run.folder": tmp_path / "run",
+    }
+    config = load_config(recipe, [f"--{key}={value}" for key, value in overrides.items()])
+    summary = train(config, False, Display(Console(quiet=True)))
+    assert summary["steps"] == 2
+    assert bool(summary["eval_last"]) == bool(config.eval.every)
+    assert not summary["without_reward"]
+    consumed = [pair for line in read_metrics(tmp_path / "run") for pair in line["prompts"]]
+    assert len(consumed) == 4
+
+
+def test_there_is_a_recipe_of_each_kind() -> None:
+    assert {path.stem for path in RECIPES} >= {"quickstart", "word_problems", "curriculum", "forecast"}
+
+
+def test_the_data_is_what_its_script_writes(tmp_path: Path) -> None:
+    load("make_data").write(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+# -- the forecast's reward ---------------------------------------------------------------------------------------------
+
+forecast = load("forecast")
+
+
+@pytest.mark.parametrize(("mean", "deviation", "came"), [(0, 1, 0), (3, 2, 5), (-1, 0.5, 4), (10, 6, 9.5)])
+def test_crps_is_the_integral_that_defines_it(mean: float, deviation: float, came: float) -> None:
+    def squared(x: float) -> float:
+        return (stats.norm.cdf(x, mean, deviation) - (x >= came)) ** 2
+
+    low, high = min(mean, came) - 12 * deviation, max(mean, came) + 12 * deviation
+    integral, _ = integrate.quad(squared, low, high, points=[came], limit=400)
+    assert forecast.crps_of_normal(mean, deviation, came) == pytest.approx(integral, abs=1e-6)
+
+
+def test_no_other_forecast_beats_the_true_belief() -> None:
+    def expected(mean: float, deviation: float) -> float:
+        """Of the score under the belief N(40, 3)."""
+
+        def weighed(x: float) -> float:
+            return stats.norm.pdf(x, 40, 3) * forecast.crps_of_normal(mean, deviation, x)
+
+        return integrate.quad(weighed, 40 - 24, 40 + 24, limit=200)[0]
+
+    truth = expected(40, 3)
+    assert truth == pytest.approx(3 / math.sqrt(math.pi), abs=1e-6)
+    assert all(expected(m, d) > truth for m, d in [(39, 3), (41, 3), (40, 2), (40, 4), (42, 5), (40, 0.1)])
+
+
+@pytest.mark.parametrize("answer", ["", "about forty", "40", "40 0", "40 -1", "1 2 3", "40 1e999", "9" * 400 + " 1"])
+def test_an_answer_that_names_no_distribution_gets_the_worst(answer: str) -> None:
+    assert forecast.crps(Prompt(0, "", (1,), {"answer": 41, "scale": 2.0}), answer) == forecast.WORST
+
+
+def test_a_forecast_is_scored_in_steps_of_its_series() -> None:
+    prompt = Prompt(0, "", (1,), {"answer": 41, "scale": 2.0})
+    assert forecast.crps(prompt, "40 2.5") == pytest.approx(-forecast.crps_of_normal(40, 2.5, 41) / 2)
+    assert forecast.crps(prompt, "mean 41, deviation 0.01") == pytest.approx(0, abs=0.01)
+    assert forecast.crps(prompt, "900 1") == forecast.WORST
