@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of, strategies
+from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, strategies
 
 Table = dict[Bucket, dict[Strategy, list[tuple[float, float]]]]
 """seconds of a round, and tokens a row"""
 
 
-class Recorder:
-    """A tuner that keeps what every round took and gave."""
+class Recorder(Fixed):
+    """Keeps what every round took and gave."""
 
-    def __init__(self, tuner: Tuner) -> None:
-        self.tuner, self.strategies = tuner, tuner.strategies
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
         self.rounds: list[tuple[int, float, float, int]] = []
         self._now = (1, 1.0)
 
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         self._now = (rows, context)
-        return self.tuner.choose(rows, context, usable)
+        return super().choose(rows, context, usable)
 
     def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None:
         if scored:
@@ -68,7 +68,7 @@ def record(recipe: Path, out: Path) -> None:
         for rows in (64, 8, 1):
             drafters, layout = make_drafters(config.speculation, target)
             engine = config.engine.model_copy(update={"max_rows": rows})
-            recorder = Recorder(Fixed(arm))
+            recorder = Recorder(arm)
             decoder = Engine(target, engine, drafters if arm != PLAIN else [], recorder, layout=layout)
             for _ in decoder.generate(requests if rows > 1 else requests[::8]):
                 pass
@@ -102,7 +102,7 @@ def simulate(tables: Table, course: Sequence[tuple[int, float]], rollouts: int, 
         noisy = random.Random(f"{seed} {bucket}")
         costs = {a: statistics.median(s for s, _ in r) * noisy.uniform(0.8, 1.2) for a, r in known[bucket].items()}
         profile.setdefault(2**bucket.rows, costs)
-    rng, bandit, out = random.Random(seed), Bandit(arms, profile, seed), []
+    rng, bandit, out = random.Random(seed), Bandit(arms, profile, seed=seed), []
     best = {bucket: max(rounds, key=lambda arm: speed(rounds[arm])) for bucket, rounds in known.items()}
     course = [at for at in course if bucket_of(*at) in known]
     for _ in range(rollouts):

@@ -25,12 +25,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tlt import sampling
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.eagle import EagleLayer, Kind, eagle_options
+from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.runner import Runner
-from tlt.engine.tuner import Fixed
+from tlt.engine.tuner import Fixed, Tuner
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
 from tlt.sampling import gumbel_noise
@@ -255,6 +257,17 @@ def oracle(target: Target) -> ContextDrafter:
     return ContextDrafter(target, trust=1.0, spread=0.0)
 
 
+def learned(target: Target, seed: int = 0, kind: Kind = "eagle3", window: int = 16) -> EagleDrafter:
+    """Random weights, sharp enough that it proposes something else in every context."""
+    torch.manual_seed(seed)
+    layer = EagleLayer(eagle_options(target.decoder.options, kind, window)).double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 1.5 * weight.shape[1] ** -0.5)
+    return EagleDrafter(layer, target.decoder)
+
+
 # -- running the engine ---------------------------------------------------------------------------------------------
 
 
@@ -265,14 +278,19 @@ def build(
     max_rows: int = 64,
     bound_tokens: int | None = None,
     prefill_tokens: int = 2048,
+    beside: Sequence[Drafter] = (),
+    tuner: Tuner | None = None,
 ) -> Engine:
-    """An engine that always drafts with this drafter and the shape of `strategy`; plain decoding without one.
+    """An engine that always drafts with this drafter and the shape of `strategy`; plain decoding without one. `beside`
+    are drafters that it has too; a `tuner` picks among them all.
 
     `bound_tokens` sets the cache's bound below what a config in MiB could say.
     """
     config = EngineConfig(max_rows=max_rows, prefill_tokens=prefill_tokens)
-    drafters = [] if drafter is None else [drafter]
-    engine = Engine(target.decoder, config, drafters, Fixed(strategy_for(drafter, strategy)))
+    drafters = [*beside, *([] if drafter is None else [drafter])]
+    layout = next((d.options.layout for d in drafters if isinstance(d, EagleDrafter)), None)
+    tuner = tuner or Fixed(strategy_for(drafter, strategy))
+    engine = Engine(target.decoder, config, drafters, tuner, layout=layout)
     if bound_tokens is not None:
         engine.cache.bound_tokens = bound_tokens
     return engine

@@ -20,7 +20,7 @@ LAYERS = (
     ("loop", "evaluate"),
     ("cluster", "display"),
     ("run",),
-    ("generate", "fidelity", "drafting", "bench", "simulate"),
+    ("generate", "fidelity_modes", "fidelity", "drafting", "bench", "simulate"),
     ("cli", "report", "integrations", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

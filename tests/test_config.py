@@ -95,7 +95,7 @@ def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
         ("rollout.temperature", "-1"),
         ("rollout.stop_strings", "one"),
         ("model.dtype", "float16"),
-        ("speculation.drafter", "eagle"),
+        ("speculation.drafter", "eagel"),
         ("speculation.depth", "0"),
         ("engine.kv_memory_mb", "-1"),
         ("train.learning_rate", "nan"),

@@ -99,7 +99,9 @@ def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[s
 
 def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
     config = small(
-        home, rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4}, reward={"name": "tiny_rewards:every_third"}
+        home,
+        rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4},
+        reward={"name": "tiny_rewards:every_third"},
     )
     agree, result = check(config, tmp_path, steps=3)
     assert agree
@@ -122,7 +124,12 @@ def test_with_importance_weights_a_reward_that_differs_is_seen(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count()
-    monkeypatch.setattr("tiny.share_of_low_bytes", lambda prompt, answer: float(next(calls)))
+
+    def always_another(responses: Sequence[Response]) -> None:
+        for response in responses:
+            response.reward = float(next(calls))
+
+    monkeypatch.setattr("tlt.run.make_reward", lambda config, prompts: always_another)
     agree, _ = check(small(home, train={"importance_cap": 2.0}), tmp_path)
     assert not agree
 

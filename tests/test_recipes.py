@@ -14,7 +14,9 @@ from tiny import tiny_model
 
 from tlt.config import load_config
 from tlt.display import Display
+from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
+from tlt.models.families import decoder_options, read_config
 from tlt.run import train
 from tlt.types import Prompt
 
@@ -52,6 +54,10 @@ def test_a_recipe_is_short_and_trains(
         "eval.samples": 2,
         "run.folder": tmp_path / "run",
     }
+    if "tiny-drafter" in recipe.read_text(encoding="utf-8"):  # made for another model
+        options = eagle_options(decoder_options(read_config(model)), "eagle3", window=16)
+        save_drafter(EagleLayer(options), tmp_path / "drafter")
+        overrides["speculation.path"] = tmp_path / "drafter"
     config = load_config(recipe, [f"--{key}={value}" for key, value in overrides.items()])
     summary = train(config, False, Display(Console(quiet=True)))
     assert summary["steps"] == 2

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tlt.config import Config, parse_config
+from tlt.draft.tree import DraftTree
 from tlt.models.families import DecoderOptions
 from tlt.types import TrainBatch
 
@@ -117,3 +118,13 @@ def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: in
     answers = [tokens(1) for _ in range(responses)]
     advantages = torch.randn(responses, generator=generator, dtype=torch.float64).tolist()
     return TrainBatch(prompts, answers, advantages, [[-1.0] * len(answer) for answer in answers])
+
+
+def add_node(tree: DraftTree, parent: int, token: int) -> int:
+    """A new child, and its number."""
+    tree.tokens.append(token)
+    tree.parents.append(parent)
+    tree.depths.append(tree.depths[parent] + 1)
+    tree.chance.append(tree.chance[parent] * 0.5)
+    tree.cells.append(0)
+    return len(tree.tokens) - 1

@@ -109,9 +109,7 @@ class Twin:
 
     def true_entries(self, features: Tensor, next_tokens: Sequence[int], start: int) -> list[Entry]:
         """Entries start, start + 1, ...: features [n, F] and the token behind each."""
-        return [
-            Entry(start + i, self.embedding[token], self.fused(features[i])) for i, token in enumerate(next_tokens)
-        ]
+        return [Entry(start + i, self.embedding[token], self.fused(features[i])) for i, token in enumerate(next_tokens)]
 
     def chain(self, known: Sequence[Entry], guesses: Sequence[int]) -> list[Tensor]:
         """Outputs at the last known entry, and at each guess behind it; the window is cut here."""

@@ -105,12 +105,22 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
         "without_reward": dict(outcomes),
         "policy_sha256": policy_sha256,
         "seconds": seconds,
+        "workers": [_states(seconds)],
         "accept_length": tokens / passes if passes else 1.0,
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
     }
     write_json(folder / "summary.json", summary)
     return summary
+
+
+def _states(seconds: dict[str, float]) -> dict[str, float]:
+    """Worker-seconds by state, of the one worker in this process; it idles while the driver rewards and saves."""
+    busy = {
+        "ROLLOUT": seconds.get("rollout", 0.0) + seconds.get("eval", 0.0),
+        "UPDATE": seconds.get("update", 0.0) + seconds.get("sync", 0.0),
+    }
+    return {**busy, "IDLE": seconds.get("total", 0.0) - sum(busy.values())}
 
 
 def _mean(values: list[float]) -> float:

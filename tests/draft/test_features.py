@@ -3,6 +3,7 @@ states; and the harvest that comes out of it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ def check_row(window: FeatureWindow, row: int, plain: PlainRow) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
     """Rows come, copy a prefix from another row, grow by up to a round's commit, and go; the last takes their place.
 
@@ -60,7 +61,7 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
     window = FeatureWindow(FeatureLayout((0,), size), 2, torch.float64, CPU)
     rows: list[PlainRow] = []
     value = 0.0
-    for _ in range(data.draw(st.integers(1, 40))):
+    for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["append", "copy", "remove", "write", "write", "write", "long"]))
         if action == "append" or not rows:
             rows.append(PlainRow())
@@ -162,18 +163,20 @@ def run(
 
 
 def by_response(items: Sequence[Harvest], responses: Sequence[Response]) -> dict[int, list[Harvest]]:
-    """seed -> its harvest, in order; found by the tokens themselves."""
+    """seed -> its harvest, in order; found by the tokens themselves. (Windows inside a shared prompt are equal.)"""
     found: dict[int, list[Harvest]] = {response.request.seed: [] for response in responses}
     for item in items:
-        owners = [
-            response.request.seed
-            for response in responses
-            for text in [[*response.request.prompt.token_ids, *response.token_ids]]
-            if item.tokens.tolist() == text[item.start + 1 : item.start + 1 + len(item.tokens)]
-            and item.prompt_length == len(response.request.prompt.token_ids)
-        ]
-        assert len(owners) == 1, "an item is of one response, at its place"
-        found[owners[0]].append(item)
+        owners = []
+        for response in responses:
+            text = [*response.request.prompt.token_ids, *response.token_ids]
+            same = item.tokens.tolist() == text[item.start + 1 : item.start + 1 + len(item.tokens)]
+            if same and item.prompt_length == len(response.request.prompt.token_ids):
+                owners.append(response.request.seed)
+        assert owners, "an item is of one of the responses, at its place"
+        free = [seed for seed in owners if item.start not in [other.start for other in found[seed]]]
+        assert len(owners) == 1 or item.start + len(item.tokens) < item.prompt_length + 2
+        assert free, "nothing is given away twice"
+        found[free[0]].append(item)
     return found
 
 
@@ -211,7 +214,9 @@ def test_the_harvest_does_not_depend_on_what_was_drafted(model: Model) -> None:
     def entries(drafter: str) -> set[tuple[int, int, int]]:
         _, responses, items = run(model, requests(), 16, drafter)
         found = by_response(items, responses)
-        return {(seed, i.start + k, int(t)) for seed, mine in found.items() for i in mine for k, t in enumerate(i.tokens)}
+        return {
+            (seed, i.start + k, int(t)) for seed, mine in found.items() for i in mine for k, t in enumerate(i.tokens)
+        }
 
     assert entries("eagle") == entries("plain")
 
@@ -232,7 +237,7 @@ def test_a_preempted_response_is_harvested_too(model: Model) -> None:
         check_features(model, mine, response, engine.layout.taps)
         entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
         assert mine[-1].start + len(mine[-1].tokens) == entries
-        for one, other in zip(mine[:-1], mine[1:-1], strict=False):
+        for one, other in itertools.pairwise(mine):
             assert other.start >= one.start + len(one.tokens)
 
 
@@ -240,9 +245,7 @@ def test_a_preempted_response_is_harvested_too(model: Model) -> None:
 def test_siblings_that_copied_their_prompt_are_harvested_as_their_own(model: Model, longest: int) -> None:
     """Also where the row they copied from is so far on that its ring has lost the prompt."""
     prompt = Prompt(0, "", tuple(range(11)) * 2)
-    asked = [
-        Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)
-    ]
+    asked = [Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=longest if i == 0 else 25)) for i in range(6)]
     engine, responses, items = run(model, asked, 8, max_rows=2)
     assert engine.layout is not None
     for seed, mine in by_response(items, responses).items():

@@ -284,7 +284,8 @@ def late_siblings(model: Model, window: int, first: int, others: int) -> Life:
     """Two rows: one decodes `first` tokens, while its siblings come and go beside it and copy from it."""
     prompt = Prompt(0, "", tuple(range(11)) * 2)
     asked = [
-        Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=first if i == 0 else 14)) for i in range(1 + others)
+        Request(prompt, i, 0, 900 + i, SamplingParams(max_new_tokens=first if i == 0 else 14))
+        for i in range(1 + others)
     ]
     life = Life(model, make_layer(model.decoder, "eagle3", window), Fixed(CHAIN), max_rows=2)
     life.run(asked)

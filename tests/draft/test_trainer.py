@@ -63,7 +63,9 @@ class Recorded(EagleDrafter):
         return candidates
 
 
-def drafted(model: Model, layer: EagleLayer, items: Sequence[Harvest], steps: int) -> dict[tuple[int, int, int], Tensor]:
+def drafted(
+    model: Model, layer: EagleLayer, items: Sequence[Harvest], steps: int
+) -> dict[tuple[int, int, int], Tensor]:
     """(item, entry, column) -> the law, as the engine drafts it: a row an item, one more entry of the target every
     round (so that keys and values come from the cache), and noise that makes the true tokens the guesses."""
     drafter, rows = Recorded(layer, model.decoder), len(items)

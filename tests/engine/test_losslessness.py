@@ -6,7 +6,7 @@ Two kinds of proof that need each other:
   enumerated from transformers' own model, by chi-square at alpha 1e-6. Found with 95 % power, as a total variation
   spread evenly over all cells (joint law / one token / a pair of responses; what sits in few cells shows earlier):
   the rule itself, 600,000 responses, 1.5 % / 0.7 % / 2.1 %; a tree in the engine, 50,000, 5.1 % / 2.3 % / 7.2 %;
-  other speculations, 16,000 each, 9.0 % / 4.0 % / 12.7 %. (float32, 8,000; suffix, 6,000.)
+  other speculations, 16,000 each, 9.0 % / 4.0 % / 12.7 %. (float32 and learned, 8,000; suffix, 6,000.)
 - *Token identity* with a reference that has no engine, no cache and no tree. It makes the weaker figures as good as the
   first: an engine that gave 16,000 responses of the rule and no other departs from its law by less than 0.02 % (95 %).
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,9 +29,13 @@ from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 
 import tlt.engine.noise
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.eagle import EagleLayer, Kind
+from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
+from tlt.engine.tuner import Bandit, strategies
+from tlt.fidelity_modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
 
 TREE = Strategy("", depth=3, branching=2, verify_tokens=8)
@@ -92,6 +96,7 @@ SPECULATIONS = {
     "float32_tree": Speculation(
         "temperature", Strategy("", 3, 3, 10), lambda t: ContextDrafter(t, 1.0, 0.3), 2_000, torch.float32
     ),
+    "learned_tree": Speculation("temperature", Strategy("", 3, 2, 8), small.learned, 2_000),
     "suffix_tree": Speculation("plain", Strategy("", 3, 2, 8), lambda t: SuffixDrafter(history_tokens=1_000), 1_500),
 }
 
@@ -216,10 +221,16 @@ def check_cache(engine: Engine) -> None:
         small.check_integrity(engine)
 
 
-def run_mixed(drafter: Drafter | None, strategy: Strategy, schedule: Schedule) -> Engine:
+def run_mixed(drafter: Drafter | None, strategy: Strategy, schedule: Schedule, **others: Any) -> Engine:
     """Decode the mixed requests, checking the cache on the way; every token and log-prob must be the reference's."""
+    engine = build(
+        target(), drafter, strategy, schedule.max_rows, schedule.bound_tokens, schedule.prefill_tokens, **others
+    )
+    return check_mixed(engine, schedule)
+
+
+def check_mixed(engine: Engine, schedule: Schedule) -> Engine:
     requests, expected = mixed_requests()
-    engine = build(target(), drafter, strategy, schedule.max_rows, schedule.bound_tokens, schedule.prefill_tokens)
     responses = decode(engine, requests, schedule.shuffle, after_round=check_cache)
     small.check_tokens(responses, expected)
     small.check_logprobs(responses, expected)
@@ -278,6 +289,84 @@ def test_tokens_with_a_drafter_swapped_every_round() -> None:
 
     small.check_tokens(decode(engine, requests, after_round=swap), expected)
     assert engine.stats.drafter_failures == 0
+
+
+# -- the learned drafter ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("shape", [TREE, Strategy("", 6, 1, 7)], ids=["tree", "chain"])
+def test_tokens_with_a_learned_drafter(shape: Strategy, kind: Kind, schedule: str) -> None:
+    engine = run_mixed(small.learned(target(), kind=kind), shape, SCHEDULES[schedule])
+    assert engine.stats.drafter_failures == 0
+    assert engine.stats.drafted > engine.stats.accepted > 0
+
+
+def everything(seed: int = 0) -> tuple[list[Drafter], Drafter]:
+    """A learned drafter and a suffix drafter, and the mixture of both."""
+    learned, suffix = small.learned(target(), seed), SuffixDrafter(history_tokens=200)
+    return [learned, suffix], MixedDrafter(learned, suffix)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tokens_with_a_mixture(schedule: str) -> None:
+    beside, mixed = everything()
+    engine = run_mixed(mixed, TREE, SCHEDULES[schedule], beside=beside)
+    assert engine.stats.drafter_failures == 0
+    assert engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
+    """Another drafter, another shape or none, round by round."""
+    beside, mixed = everything()
+    chain, tree = Strategy("eagle", 4, 1, 5), Strategy("mixed", 3, 2, 8)
+    tuner = InTurn([PLAIN, chain, tree, PLAIN, PLAIN, Strategy("suffix", 2, 3, 9), chain])
+    engine = run_mixed(mixed, TREE, SCHEDULES[schedule], beside=beside, tuner=tuner)
+    assert engine.stats.drafter_failures == 0
+    assert len(engine.stats.strategies) == 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tokens_with_a_learned_drafter_swapped_before_every_draft(schedule: str) -> None:
+    plan, seeds = SCHEDULES[schedule], iter(range(10_000))
+    engine = build(target(), small.learned(target()), TREE, plan.max_rows, plan.bound_tokens, plan.prefill_tokens)
+    strategy = engine.tuner.strategies[0]
+    engine.tuner = Swapping(strategy, lambda: engine.swap(small.learned(target(), next(seeds))))
+    check_mixed(engine, plan)
+    assert engine.stats.drafter_failures == 0
+    assert engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), 1e300])
+def test_weights_that_are_no_numbers_cost_no_token(value: float) -> None:
+    drafter = small.learned(target())
+    layer = EagleLayer(drafter.options).double()
+    with torch.no_grad():
+        layer.fc.weight.fill_(value)
+        layer.q_proj.weight[0, 0] = value
+    drafter.load(layer)
+    engine = run_mixed(drafter, TREE, Schedule(max_rows=5))
+    assert engine.stats.drafter_failures == 0
+    assert value == 1e300 or engine.stats.drafted == 0
+
+
+def test_tokens_with_the_bandit() -> None:
+    """Whatever it picks: its clock is a random one."""
+    beside, mixed = everything()
+    arms = strategies(["eagle", "suffix", "mixed"])
+    rng = np.random.default_rng(0)
+    profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
+    bandit, record = Bandit(arms, profile), Bandit.record
+
+    def by_a_random_clock(strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None:
+        record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored)
+
+    bandit.record = by_a_random_clock
+    engine = run_mixed(mixed, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)
+    assert engine.stats.drafter_failures == 0
+    assert len(engine.stats.strategies) > 3
 
 
 def test_an_engine_starts_every_rollout_afresh() -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from tiny import add_node
 
 from tlt.draft.tree import DraftTree
 from tlt.engine.walk import walk
@@ -20,7 +21,7 @@ def tree_of(parents: Sequence[int], tokens: Sequence[int]) -> DraftTree:
     for parent, token in zip(parents, tokens, strict=True):
         parent %= len(tree.tokens)
         if (parent, token) not in zip(tree.parents[1:], tree.tokens[1:], strict=True):
-            tree.add(parent, token, 0.5)
+            add_node(tree, parent, token)
     return tree
 
 
@@ -64,9 +65,9 @@ def test_a_target_that_agrees_with_a_branch_is_led_down_all_of_it(tree: DraftTre
 
 def test_a_token_of_another_branch_is_not_followed() -> None:
     tree = DraftTree([0])
-    left, right = tree.add(0, 1, 0.5), tree.add(0, 2, 0.5)
-    tree.add(left, 1, 0.5)
-    below_right = tree.add(right, 2, 0.5)
+    left, right = add_node(tree, 0, 1), add_node(tree, 0, 2)
+    add_node(tree, left, 1)
+    below_right = add_node(tree, right, 2)
     assert walk(tree, [1, 2, 2, 0, 0]) == [0, left]
     assert walk(tree, [2, 1, 2, 0, 0]) == [0, right, below_right]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import add_node
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -147,7 +148,9 @@ class Rows:
     def logits(self, trees: Sequence[DraftTree]) -> Tensor:
         """One target pass over the trees, whose root is each row's last token; nothing is committed."""
         self.noise.prepare([0] * len(trees), 16)
-        self.runner.verify(stack(trees, CPU), self.lengths, self.noise, [0] * len(trees), self.law)
+        self.runner.verify(
+            stack(trees, CPU), self.lengths, self.noise, torch.zeros(len(trees), dtype=torch.long), self.law
+        )
         return self.decoder.last
 
     def commit(self, row: int, path: Sequence[int]) -> None:
@@ -166,7 +169,7 @@ def some_tree(root: int, size: int, seed: int) -> DraftTree:
     generator = torch.Generator().manual_seed(seed)
     tree = DraftTree([root])
     for node in range(1, size):
-        tree.add(int(torch.randint(node, (), generator=generator)), (7 * node + seed) % VOCAB, 0.5)
+        add_node(tree, int(torch.randint(node, (), generator=generator)), (7 * node + seed) % VOCAB)
     return tree
 
 

@@ -77,7 +77,7 @@ def logits(decoder: RecordingDecoder) -> Tensor:
     noise.prepare([0], 0)
     runner = Runner(decoder, cache, prefill_tokens=8)
     runner.prefill(0, [[1, 2, 3]])
-    runner.verify(stack([DraftTree([3])], CPU), [2], noise, [0], law_of([SamplingParams()], CPU))
+    runner.verify(stack([DraftTree([3])], CPU), [2], noise, torch.tensor([0]), law_of([SamplingParams()], CPU))
     return decoder.last
 
 

@@ -79,7 +79,8 @@ def make_tuner(config: SpeculationConfig, engine: EngineConfig, target: Decoder)
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target)
     arms = strategies([drafter.name for drafter in drafters])
-    return Bandit(arms, profile(target, engine, drafters, arms, layout))
+    known = {drafter.name: drafter.published for drafter in drafters if drafter.published}
+    return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
 
 
 def make_target(config: ModelConfig) -> Decoder:

@@ -61,27 +61,28 @@ class EagleDrafter:
         assert window is not None, "the engine keeps what the learned drafter reads"
         assert window.layout == self.options.layout, "and lays it out as this drafter asks"
         self.window = window
-        self.cache = self._empty(0)
+        self.keys, self.values = self._empty(0), self._empty(0)
         self.ready: list[int] = []  # entries below this one are in the cache
         small = self.options.vocab_size * self.from_embedding.shape[1] <= _TABLE
         self.table = self._contribution(self.target.embedding) if small else None
 
     def _empty(self, rows: int) -> Tensor:
         o, target = self.options, self.target
-        shape = (2, rows, o.num_kv_heads, _GUESSES + self.window.capacity, o.head_dim)
+        shape = (rows, o.num_kv_heads, _GUESSES + self.window.capacity, o.head_dim)
         return torch.zeros(shape, dtype=target.dtype, device=target.device)
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         self.ready.append(0)
-        if len(self.ready) > self.cache.shape[1]:
-            self.cache = torch.cat([self.cache, self._empty(max(8, self.cache.shape[1]))], dim=1)
+        if len(self.ready) > len(self.keys):
+            more = self._empty(max(8, len(self.keys)))
+            self.keys, self.values = torch.cat([self.keys, more]), torch.cat([self.values, more])
 
     def commit(self, row: int, tokens: Sequence[int]) -> None: ...  # the window says what there is
 
     def close(self, row: int) -> None:
         last = len(self.ready) - 1
         if row != last:
-            self.cache[:, row] = self.cache[:, last]
+            self.keys[row], self.values[row] = self.keys[last], self.values[last]
             self.ready[row] = self.ready[last]
         self.ready.pop()
 
@@ -115,8 +116,8 @@ class EagleDrafter:
             else g[:, -self.options.hidden_size :]
         )
         q, k, v, residual = self._project(window.tokens[rows, places], g, self.target.cis(entries))
-        for cache, new in zip(self.cache, (k, v), strict=True):
-            cache[rows, :, _GUESSES + places] = new
+        self.keys[rows, :, _GUESSES + places] = k
+        self.values[rows, :, _GUESSES + places] = v
         self._see(np.array(starts), np.array(window.length))
         at = torch.tensor(last, device=window.device)
         self.bias = self.seen
@@ -149,8 +150,8 @@ class EagleDrafter:
         q, k, v, residual = self._project(tokens, g, cis if n == 1 else cis.repeat_interleave(n, dim=0))
         # the newest guesses stand first, so that all of them and the ring are one slice
         columns = slice(_GUESSES - self.guesses - n, _GUESSES - self.guesses)
-        for cache, new in zip(self.cache, (k, v), strict=True):
-            cache[:B, :, columns] = new.view(B, n, *new.shape[1:]).transpose(1, 2)
+        self.keys[:B, :, columns] = k.view(B, n, *k.shape[1:]).transpose(1, 2)
+        self.values[:B, :, columns] = v.view(B, n, *v.shape[1:]).transpose(1, 2)
         self.guesses += n
         bias = np.empty((B, n, self.guesses + self.seen.shape[-1]), dtype=self.bias_dtype)
         bias[:, :, :n] = np.where(np.eye(n, dtype=bool), 0.0, -np.inf)
@@ -190,7 +191,7 @@ class EagleDrafter:
         folded = query.view(B, n, o.num_kv_heads, share, o.head_dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(B * o.num_kv_heads, share * n, o.head_dim)
         columns = slice(_GUESSES - self.guesses, _GUESSES - self.guesses + T)
-        keys, values = (x[:B, :, columns].flatten(0, 1) for x in self.cache)
+        keys, values = self.keys[:B, :, columns].flatten(0, 1), self.values[:B, :, columns].flatten(0, 1)
         scores = torch.bmm(folded, keys.transpose(1, 2)).view(B, o.num_kv_heads, share, n, T)
         if not self.all_seen:
             scores += torch.from_numpy(bias).to(scores.device, scores.dtype)[:, None, None]

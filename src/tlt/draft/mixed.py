@@ -18,10 +18,10 @@ class MixedDrafter:
     """Both drafters are the engine's own, which tells them what happens: nothing is told here."""
 
     name = "mixed"
-    published: float | None = None
 
     def __init__(self, learned: Drafter, suffix: SuffixDrafter) -> None:
         self.learned, self.suffix = learned, suffix
+        self.published = learned.published
 
     def begin(self, window: FeatureWindow | None) -> None: ...
 

@@ -23,16 +23,21 @@ _WINDOW = 64  # rounds remembered of an arm in a bucket
 _EPSILON = 0.05
 _DOUBT = 0.15  # relative doubt about an arm after one round of it; falls with the root of their number
 _PRIOR_ROUNDS = 4  # what the model says counts as much as this many rounds
+_UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 
 
 # depth, branching, tokens to verify, least chance of a node: what each drafter may be used with, from shy to bold
-_SHAPES = ((1, 1, 2, 0.6), (2, 1, 3, 0.5), (4, 1, 5, 0.4), (4, 2, 8, 0.25), (6, 2, 12, 0.15), (8, 2, 16, 0.1))
+_SHAPES = {
+    "eagle": ((2, 1, 3, 0.3), (4, 1, 5, 0.2), (4, 2, 8, 0.15), (6, 1, 7, 0.1), (6, 2, 12, 0.1)),
+    "suffix": ((4, 1, 5, 0.5), (8, 2, 12, 0.3)),
+    "mixed": ((4, 2, 8, 0.2), (6, 2, 12, 0.1)),
+}
 
 
 def strategies(drafters: Iterable[str]) -> list[Strategy]:
     """The arms of `Bandit`, plain decoding the first."""
-    return [PLAIN, *(Strategy(name, *shape) for name in drafters for shape in _SHAPES)]
+    return [PLAIN, *(Strategy(name, *shape) for name in drafters for shape in _SHAPES[name])]
 
 
 class Tuner(Protocol):
@@ -101,11 +106,17 @@ class _Seen:
 
 
 class Bandit:
-    """`profile[rows][strategy]`: seconds of a round, measured at start-up; rows in between are interpolated."""
+    """`profile[rows][strategy]`: seconds of a round, measured at start-up; rows in between are interpolated.
+    `chances[drafter]`: how often a guess is right, as far as that is known before."""
 
     def __init__(
-        self, strategies: Iterable[Strategy], profile: Mapping[int, Mapping[Strategy, float]], seed: int = 0
+        self,
+        strategies: Iterable[Strategy],
+        profile: Mapping[int, Mapping[Strategy, float]],
+        chances: Mapping[str, float] | None = None,
+        seed: int = 0,
     ) -> None:
+        self.chances = chances or {}
         self.strategies = tuple(strategies)
         self.profile = {rows: dict(profile[rows]) for rows in sorted(profile)}
         self.rng = random.Random(seed)
@@ -163,14 +174,13 @@ class Bandit:
         return _blend(list(seen.accepted) if seen else [], self._guess(arm))
 
     def _guess(self, arm: Strategy) -> float:
-        """From the drafter's other arms: the chance `p` that one more level is reached, read off their tokens. A
-        drafter that nobody knows is thought to be right half the time."""
+        """From the drafter's other arms: the chance that one more level is reached, read off their tokens."""
         chances = [
             _chance(statistics.fmean(seen.accepted), other.depth)
             for other, seen in self.accepted.items()
             if other.drafter == arm.drafter and seen.accepted
         ]
-        return _tokens_of(statistics.fmean(chances) if chances else 0.5, arm.depth)
+        return _tokens_of(statistics.fmean(chances) if chances else self.chances.get(arm.drafter, _UNKNOWN), arm.depth)
 
     def seconds(self, arm: Strategy, bucket: Bucket, rows: int) -> float:
         """Of a round in this bucket."""

@@ -1,0 +1,41 @@
+"""The whole configuration: one owner per field, unknown keys refused with the nearest name.
+
+Imports neither torch nor transformers, so that a fault is found in a fraction of a second.
+"""
+
+from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section
+from tlt.config.sections import (
+    BUILT_IN_REWARDS,
+    Config,
+    DataConfig,
+    DrafterTrainConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    SpeculationConfig,
+    TaskConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "BUILT_IN_REWARDS",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DrafterTrainConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "SpeculationConfig",
+    "TaskConfig",
+    "TrainConfig",
+    "load_config",
+    "parse_config",
+    "parse_section",
+]

@@ -1,0 +1,135 @@
+"""From a TOML recipe and `--section.key value` overrides to a checked configuration; every fault in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from tlt.config.sections import Config, RewardTerm, TaskConfig
+
+S = TypeVar("S", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """A configuration the user has to mend; the message is one sentence that names the key and the remedy."""
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML recipe, apply `--section.key value` overrides, validate. Raises ConfigError."""
+    path = Path(recipe)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
+        )
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for key, text in _pairs(overrides):
+        _assign(tree, key, text)
+    return _resolve_paths(parse_config(tree, source=str(path)), path.parent)
+
+
+def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
+    """A relative path (of the model, the data, the drafter) is looked up beside the recipe first, then from the working
+    directory."""
+
+    def resolve(path: str) -> str:
+        beside = recipe_folder / path
+        return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
+
+    paths = (("model", "path"), ("data", "path"), ("speculation", "path"), ("eval", "path"), ("reward", "folder"))
+    found = {}
+    for section, field in paths:
+        values = getattr(config, section)
+        if path := getattr(values, field):
+            found[section] = values.model_copy(update={field: resolve(path)})
+    return config.model_copy(update=found)
+
+
+def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
+    """Validate a nested dict as read from TOML or JSON. Raises ConfigError on the first fault."""
+    return parse_section(Config, tree, source)
+
+
+def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_sentence(error, section)}") from None
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    words: list[str] = []
+    for word in overrides:
+        words += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+    if len(words) % 2:
+        raise ConfigError(f"{words[-1]} has no value: write --section.key value")
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    for flag, _ in pairs:
+        if not flag.startswith("--") or "." not in flag:
+            raise ConfigError(f"unknown option {flag}: an override is written --section.key value")
+    return [(flag[2:], value) for flag, value in pairs]
+
+
+def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
+    *sections, key = dotted.split(".")
+    node, value = tree, _typed(text, _annotation(sections, key))
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--{dotted}: {section} is a value, not a section")
+    node[key] = value
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """The text as TOML reads it; as it stands for a text field, or where TOML cannot read it (a bare word)."""
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if annotation in (str, str | None) and not isinstance(value, str) else value
+
+
+def _annotation(sections: Sequence[str], key: str) -> Any:
+    model: Any = Config
+    for name in sections:
+        field = getattr(model, "model_fields", {}).get(name)
+        model = field.annotation if field else None
+    field = getattr(model, "model_fields", {}).get(key)
+    return field.annotation if field else None
+
+
+def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
+    fault = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(section, fault["loc"][:-1]), n=1, cutoff=0.5)
+        return f"unknown key {where}" + (
+            f": did you mean {near[0]}?"
+            if near
+            else f"; known here: {', '.join(_fields_at(section, fault['loc'][:-1]))}"
+        )
+    if fault["type"] == "missing":
+        return f"{where} is missing: set it in the recipe or give --{where} VALUE"
+    message = fault["msg"].removeprefix("Value error, ")
+    return (
+        f"{where}: {message[0].lower()}{message[1:]} (got {json.dumps(fault['input'], default=str)})"
+        if where and fault["type"] != "value_error"
+        else message
+    )
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    for part in location:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = {"tasks": TaskConfig, "terms": RewardTerm}.get(part, annotation)  # type: ignore[assignment]
+    return list(model.model_fields)

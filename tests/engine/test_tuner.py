@@ -1,0 +1,313 @@
+"""The tuner against a simulated world, without torch: what a round takes by live rows and strategy, and how often a
+drafter is right. Regret is against the best fixed strategy, which the simulation knows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import pytest
+
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of, strategies
+
+ARMS = strategies(["eagle", "suffix"])
+BOTH = {"eagle", "suffix"}
+ROWS = (1, 4, 16, 64)
+
+
+@dataclass
+class World:
+    """Seconds of a round: a pass of rows x tokens, and a draft a level. Tokens: a chain of guesses, each right with a
+    chance; a second branch makes up for some of what the first one misses."""
+
+    right: dict[str, float] = field(default_factory=lambda: {"eagle": 0.8, "suffix": 0.4})
+    per_token: float = 0.02
+    """of a pass, against 1 for the pass itself"""
+    per_level: dict[str, float] = field(default_factory=lambda: {"eagle": 0.12, "suffix": 0.02})
+    catch_up: float = 0.0
+    """seconds of a drafter's first round after another's"""
+    noise: float = 0.05
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def seconds(self, arm: Strategy, rows: int) -> float:
+        verified = 1.0 + self.per_token * rows * arm.verify_tokens
+        return verified + (arm.depth * self.per_level[arm.drafter] if arm != PLAIN else 0.0)
+
+    def chance(self, arm: Strategy) -> float:
+        p = self.right[arm.drafter]
+        return p if arm.branching == 1 else p + 0.3 * (1 - p)
+
+    def tokens(self, arm: Strategy) -> float:
+        return 1.0 if arm == PLAIN else sum(self.chance(arm) ** k for k in range(arm.depth + 1))
+
+    def speed(self, arm: Strategy, rows: int) -> float:
+        return rows * self.tokens(arm) / self.seconds(arm, rows)
+
+    def best(self, rows: int, arms: Collection[Strategy] = ARMS) -> float:
+        return max(self.speed(arm, rows) for arm in arms)
+
+    def play(self, arm: Strategy, rows: int) -> int:
+        """Tokens that one round commits."""
+        total = 0
+        for _ in range(rows):
+            total += 1
+            for _ in range(arm.depth):
+                if self.rng.random() > self.chance(arm):
+                    break
+                total += 1
+        return total
+
+    def profile(self, wrong: Callable[[Strategy], float] = lambda arm: 1.0) -> dict[int, dict[Strategy, float]]:
+        return {rows: {arm: self.seconds(arm, rows) * wrong(arm) for arm in ARMS} for rows in (*ROWS, 256)}
+
+
+@dataclass
+class Played:
+    arms: list[Strategy]
+    speeds: list[float]
+    """expected, of the arm chosen: tokens a second, catching up counted"""
+    regret: float
+    """of the seconds spent, how many the best arm of each round would not have needed"""
+    against_plain: float
+    """seconds that plain decoding needs for the same tokens, a second"""
+
+
+def play(
+    tuner: Tuner, world: World, rows: Callable[[int], int] | int, rounds: int, usable: Collection[str] = BOTH
+) -> Played:
+    played, drafter = Played([], [], 0.0, 0.0), "plain"
+    spent = ideal = plain = 0.0
+    for turn in range(rounds):
+        B = rows if isinstance(rows, int) else rows(turn)
+        arm = tuner.choose(B, 300.0, usable)
+        extra = world.catch_up if arm.drafter not in (drafter, "plain") else 0.0
+        drafter = arm.drafter
+        seconds = world.seconds(arm, B) + extra
+        tuner.record(arm, seconds * math.exp(world.rng.gauss(0, world.noise)), world.play(arm, B), scored=True)
+        expected = B * world.tokens(arm)
+        played.arms.append(arm)
+        played.speeds.append(expected / seconds)
+        spent += seconds
+        ideal += expected / world.best(B, [a for a in ARMS if a == PLAIN or a.drafter in usable])
+        plain += expected / world.speed(PLAIN, B)
+    played.regret, played.against_plain = 1 - ideal / spent, plain / spent
+    return played
+
+
+# -- what it finds -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", ROWS)
+def test_it_is_soon_near_the_best(rows: int, seed: int) -> None:
+    """What one row's round commits is a matter of luck, so there it takes longer to tell arms apart."""
+    world, bandit = World(rng=random.Random(seed)), Bandit(ARMS, World().profile(), seed)
+    assert play(bandit, world, rows, 600).regret < (0.08 if rows == 1 else 0.05)
+    assert play(bandit, world, rows, 1000).regret < (0.06 if rows == 1 else 0.03)
+
+
+def test_depth_falls_as_rows_grow_and_plain_is_the_end() -> None:
+    world, bandit = World(per_token=0.06), Bandit(ARMS, World(per_token=0.06).profile())
+    deepest = []
+    for rows in ROWS:
+        arms = play(bandit, world, rows, 400).arms[-200:]
+        deepest.append(sorted(arm.depth for arm in arms)[100])
+    assert deepest == sorted(deepest, reverse=True)
+    assert deepest[0] >= 4
+    assert deepest[-1] == 0
+
+
+@pytest.mark.parametrize("factor", [0.85, 1.15])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_profile_that_is_wrong_is_unlearned(rows: int, factor: float) -> None:
+    """It says that drafting takes more, or less, than it does."""
+    world = World()
+    bandit = Bandit(ARMS, world.profile(lambda arm: 1.0 if arm == PLAIN else factor))
+    play(bandit, world, 4, 300)  # what the drafters are worth is known from here
+    play(bandit, world, rows, 600)
+    assert play(bandit, world, rows, 600).regret < (0.06 if rows == 1 else 0.03)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", ROWS)
+def test_where_no_drafter_is_any_good_plain_is_not_missed(rows: int, seed: int) -> None:
+    """Over 1,000 rounds, those included in which that is found out."""
+    world = World({"eagle": 0.05, "suffix": 0.02}, rng=random.Random(seed))
+    assert play(Bandit(ARMS, world.profile(), seed), world, rows, 1000).against_plain > 0.98
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_tail_costs_little(seed: int) -> None:
+    """64 rows, fewer and fewer, the last one for long: a rollout's life, five times."""
+    world, bandit = World(rng=random.Random(seed), catch_up=0.5), Bandit(ARMS, World().profile(), seed)
+    played = play(bandit, world, lambda turn: max(1, int(64 * 0.97 ** (turn % 200))), 1000)
+    assert played.regret < 0.06
+    assert played.against_plain > 1.3
+
+
+# -- what changes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_it_follows_a_drafter_that_gets_worse(rows: int) -> None:
+    world, bandit = World(), Bandit(ARMS, World().profile())
+    play(bandit, world, rows, 500)
+    world.right = {"eagle": 0.1, "suffix": 0.1}
+    play(bandit, world, rows, 200)
+    assert play(bandit, world, rows, 400).regret < 0.05
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
+    """Trained meanwhile: what looked bad long ago is tried again."""
+    world = World({"eagle": 0.1, "suffix": 0.1})
+    bandit = Bandit(ARMS, world.profile())
+    play(bandit, world, rows, 500)
+    world.right = {"eagle": 0.85, "suffix": 0.1}
+    play(bandit, world, rows, 1000)
+    assert play(bandit, world, rows, 300).regret < 0.05
+
+
+def test_a_slower_machine_changes_no_choice() -> None:
+    """Others use the processor: all rounds take twice as long."""
+    world, bandit = World(), Bandit(ARMS, World().profile(lambda arm: 0.5))
+    assert play(bandit, world, 4, 600).regret < 0.05
+
+
+# -- hysteresis --------------------------------------------------------------------------------------------------------
+
+
+def switches(arms: list[Strategy]) -> int:
+    return sum(a != b for a, b in itertools.pairwise(arms))
+
+
+def test_a_batch_size_that_flickers_at_a_border_does_not_thrash() -> None:
+    """4 and 5 rows are of two buckets."""
+    assert bucket_of(4, 300) != bucket_of(5, 300)
+    world, bandit = World(), Bandit(ARMS, World().profile())
+    play(bandit, world, lambda turn: 4 + turn % 2, 600)
+    played = play(bandit, world, lambda turn: 4 + turn % 2, 400)
+    assert switches(played.arms) < 120
+    assert played.regret < 0.05
+
+
+def test_a_switch_that_costs_much_is_not_made_for_little() -> None:
+    """Two drafters, of which one is best below the border and the other above, by a few per cent; the other's state
+    must be rebuilt for two rounds' time."""
+    rows: Callable[[int], int] = lambda turn: 4 + turn % 2  # noqa: E731
+    free, dear = (World({"eagle": 0.62, "suffix": 0.45}, catch_up=cost) for cost in (0.0, 3.0))
+    found = []
+    for world in (free, dear):
+        bandit = Bandit(ARMS, world.profile())
+        play(bandit, world, rows, 600)
+        found.append(play(bandit, world, rows, 400))
+    drafters = [arm.drafter for arm in found[1].arms]
+    assert sum(a != b for a, b in itertools.pairwise(drafters)) < 40
+    assert found[1].regret < 0.08
+
+
+def test_buckets_are_powers() -> None:
+    rows = [bucket_of(r, 100).rows for r in (1, 2, 3, 4, 5, 8, 9, 64, 65)]
+    assert rows == [0, 1, 2, 2, 3, 3, 4, 6, 7]
+    assert [bucket_of(1, c).context for c in (0.0, 1, 256, 257, 1024, 1025, 16384)] == [0, 0, 0, 1, 1, 2, 3]
+
+
+# -- what it must not do -----------------------------------------------------------------------------------------------
+
+
+def test_arms_of_a_drafter_that_failed_are_not_chosen() -> None:
+    world, bandit = World(), Bandit(ARMS, World().profile())
+    play(bandit, world, 1, 200)
+    after = play(bandit, world, 1, 300, usable={"suffix"})
+    assert "eagle" not in {arm.drafter for arm in after.arms}
+    assert {arm.drafter for arm in after.arms} >= {"suffix"}
+    assert set(play(bandit, world, 1, 100, usable=set()).arms) == {PLAIN}
+    assert after.regret < 0.1
+
+
+def test_rounds_that_are_not_scored_teach_nothing() -> None:
+    bandit = Bandit(ARMS, World().profile())
+    before = json.dumps(bandit.state())
+    for _ in range(50):
+        arm = bandit.choose(4, 300.0, BOTH)
+        bandit.record(arm, 99.0, 4, scored=False)
+    assert json.dumps(bandit.state()) == before
+
+
+def test_it_gives_only_strategies_that_it_named() -> None:
+    bandit = Bandit(ARMS, World().profile())
+    assert set(bandit.strategies) == set(ARMS)
+    assert bandit.strategies[0] == PLAIN
+    played = play(bandit, World(), lambda turn: 1 + turn * 7 % 90, 500)
+    assert set(played.arms) <= set(ARMS)
+
+
+def test_more_rows_than_were_profiled_and_fewer() -> None:
+    world = World()
+    bandit = Bandit(ARMS, {rows: world.profile()[rows] for rows in (4, 16)})
+    for rows in (2, 300):
+        play(bandit, world, rows, 300)
+        assert play(bandit, world, rows, 400).regret < 0.1
+
+
+def test_the_catch_up_is_not_held_against_the_arm() -> None:
+    """A drafter that is worth it stays, though each of its first rounds takes four times as long."""
+    world = World(catch_up=5.0)
+    bandit = Bandit(ARMS, world.profile())
+    play(bandit, world, 4, 400)
+    played = play(bandit, world, 4, 400)
+    assert sum(arm.drafter == "eagle" for arm in played.arms) > 360
+    assert played.regret < 0.1
+
+
+# -- its state ---------------------------------------------------------------------------------------------------------
+
+
+def test_its_state_survives_json() -> None:
+    world, bandit = World(), Bandit(ARMS, World().profile())
+    play(bandit, world, lambda turn: 1 + turn % 40, 500)
+    text = json.dumps(bandit.state())
+    back = Bandit(ARMS, world.profile())
+    back.load_state(json.loads(text))
+    assert json.dumps(back.state()) == text
+    for rows in (1, 3, 17, 40):
+        bucket = bucket_of(rows, 300.0)
+        for arm in ARMS:
+            assert back.tokens(arm, bucket) == bandit.tokens(arm, bucket)
+            assert back.seconds(arm, bucket, rows) == bandit.seconds(arm, bucket, rows)
+    assert play(back, World(), 1, 100).regret < 0.05
+
+
+def test_a_state_with_arms_that_are_no_more_is_read() -> None:
+    bandit = Bandit(ARMS, World().profile())
+    play(bandit, World(), 2, 200)
+    fewer = Bandit(strategies(["suffix"]), World().profile())
+    fewer.load_state(json.loads(json.dumps(bandit.state())))
+    assert {arm.drafter for arm in fewer.accepted} <= {"suffix", "plain"}
+    fewer.load_state({})
+
+
+def test_a_fixed_strategy_is_always_that_one() -> None:
+    arm = ARMS[3]
+    fixed = Fixed(arm)
+    assert fixed.choose(1, 10.0, BOTH) == fixed.choose(64, 10.0, {arm.drafter}) == arm
+    assert fixed.choose(1, 10.0, ()) == PLAIN
+    fixed.load_state(json.loads(json.dumps(fixed.state())))
+    assert fixed.strategies == (arm,)
+
+
+def test_the_tuner_needs_no_torch() -> None:
+    code = "import sys, tlt.engine.tuner; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_bucket_is_plain_data() -> None:
+    assert Bucket(*json.loads(json.dumps(Bucket(2, 1)))) == Bucket(2, 1)
