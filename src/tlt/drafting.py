@@ -80,7 +80,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         began = time.perf_counter()
-        buffer = _harvest(bench, layer, harvest_tokens, progress)
+        buffer = harvest(bench, layer, harvest_tokens, progress)
         harvested = time.perf_counter() - began
         trainer = DrafterTrainer(layer, bench.target, config.drafter, config.run.seed)
         overlaps = _train(trainer, buffer, seconds, progress)
@@ -100,7 +100,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     console.print(f"the drafter is in {folder}; use it by --speculation.path {folder}")
 
 
-def _harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress) -> HarvestBuffer:
+def harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress) -> HarvestBuffer:
     buffer = HarvestBuffer(min(tokens, bench.config.drafter.buffer_tokens))
     drafter = SuffixDrafter(bench.config.speculation.history_tokens)
     layout = layer.options.layout

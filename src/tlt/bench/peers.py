@@ -6,6 +6,7 @@ Each peer is a function that decodes once and returns nothing; one that is not i
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,9 +59,18 @@ def _transformers(
 
 
 def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> Decode:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, as the others are
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     length = len(prompts[0]) + new_tokens + 16
-    engine = LLM(config.path, dtype=config.dtype, max_model_len=length, max_num_seqs=len(prompts), seed=0)
+    engine = LLM(
+        config.path,
+        dtype=config.dtype,
+        max_model_len=length,
+        max_num_seqs=len(prompts),
+        gpu_memory_utilization=0.3,  # on a CPU this is its share of the main memory
+        seed=0,
+    )
     law = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     return lambda: engine.generate([{"prompt_token_ids": list(p)} for p in prompts], law, use_tqdm=False)

@@ -1,0 +1,116 @@
+"""Which learned drafter: shapes, losses and unroll lengths, each trained for the same time on the same harvest; and the
+same trees drafted with shared noise and without.
+
+    python bench/drafters.py recipes/longtail.toml [--seconds 90] [--tokens 60000] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from tlt.config import Config, load_config
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import Strategy
+from tlt.draft.trainer import DrafterTrainer
+from tlt.drafting import Workbench, evaluate, harvest
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.metrics import provenance, write_json
+
+CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3, cross entropy, unroll 5": {},
+    "eagle3, total variation, unroll 5": {"loss": "total_variation"},
+    "eagle3, hybrid, unroll 5": {"loss": "hybrid"},
+    "eagle3, agreement, unroll 5": {"loss": "agreement"},
+    "eagle3, cross entropy, unroll 1": {"unroll": 1},
+    "eagle3, cross entropy, unroll 3": {"unroll": 3},
+    "eagle3, cross entropy, unroll 7": {"unroll": 7},
+    "eagle1, cross entropy, unroll 5": {"kind": "eagle1"},
+    "eagle1, cross entropy, unroll 3": {"kind": "eagle1", "unroll": 3},
+}
+
+
+class WithoutNoise(Engine):
+    """Drafts as today's engines do: the drafter's likeliest tokens, whatever the target's noise will be."""
+
+    def _noise_of(self, depth: int, ids: Tensor | None) -> Tensor:
+        return torch.zeros_like(super()._noise_of(depth, ids))
+
+
+def train(bench: Workbench, items: list[Any], change: dict[str, Any], seconds: float) -> tuple[EagleLayer, int]:
+    config = bench.config.drafter.model_copy(update=change)
+    torch.manual_seed(0)
+    layer = EagleLayer(eagle_options(bench.target.options, config.kind, config.window))
+    if config.kind == "eagle1":  # reads the last hidden state alone
+        items = [item._replace(features=item.features[:, -layer.options.hidden_size :]) for item in items]
+    trainer, start = DrafterTrainer(layer, bench.target, config), time.perf_counter()
+    while True:
+        for _ in trainer.epoch(items):
+            spent = time.perf_counter() - start
+            if spent >= seconds:
+                return layer, trainer.steps
+            trainer.rate_scale = 1 - 0.9 * spent / seconds
+
+
+def accept_length(bench: Workbench, engine: type[Engine], layer: EagleLayer, how: Strategy, heat: float) -> float:
+    requests = [replace(r, sampling=replace(r.sampling, temperature=heat)) for r in bench.held_out]
+    decoder = engine(
+        bench.target, bench.config.engine, [EagleDrafter(layer, bench.target)], Fixed(how), layout=layer.options.layout
+    )
+    for _ in decoder.generate(requests):
+        pass
+    return decoder.stats.accept_length
+
+
+def shared_noise(bench: Workbench, config: Config) -> list[dict[str, Any]]:
+    assert config.speculation.path is not None, "the recipe names a drafter"
+    layer, rows = load_drafter(config.speculation.path, bench.target.options), []
+    for heat in (1.0, 0.6):
+        for how in (CHAIN, TREE, Strategy("eagle", 4, 4, 16)):
+            lengths = [accept_length(bench, engine, layer, how, heat) for engine in (Engine, WithoutNoise)]
+            rows.append({"temperature": heat, "strategy": how.name, "shared_noise": lengths[0], "without": lengths[1]})
+            print(
+                f"temperature {heat}, {how.name}: accept length {lengths[0]:.2f} with shared noise, "
+                f"{lengths[1]:.2f} without"
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--tokens", type=int, default=60_000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    config = load_config(arguments.recipe)
+    bench = Workbench.of(config)
+    noise = shared_noise(bench, config)
+    widest = EagleLayer(eagle_options(bench.target.options, "eagle3", config.drafter.window))
+    with Progress() as progress:
+        items = list(harvest(bench, widest, arguments.tokens, progress).items)
+    rows = []
+    for name, change in VARIANTS.items():
+        layer, steps = train(bench, items, change, arguments.seconds)
+        results = {how.name: evaluate(bench, layer, how) for how in (CHAIN, TREE)}
+        rows.append({"variant": name, "seconds": arguments.seconds, "steps": steps, "held_out": results})
+        lengths = ", ".join(
+            f"{r['accept_length']:.2f} ({r['tokens_per_second']:,.0f} tokens/s)" for r in results.values()
+        )
+        print(f"{name}: {steps} steps, accept length of chain and tree {lengths}")
+    if arguments.json:
+        write_json(arguments.json, {"drafters": rows, "shared_noise": noise, **provenance()})
+
+
+if __name__ == "__main__":
+    main()
