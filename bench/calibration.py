@@ -3,7 +3,7 @@
     python bench/calibration.py recipes/longtail.toml --svg FILE [--json FILE]
 
 Each verified child whose parent was reached counts once: what the calibration predicted for it just before, and whether
-the target took it. The first 200 rounds, in which the counts begin from their prior, are left out.
+the target took it. The first 100 rounds, in which the counts begin from their prior, are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 
 TREE = Strategy("eagle", 6, 2, 13)
-WARM_UP, BINS, LEAST = 200, 10, 30
+WARM_UP, BINS, LEAST = 100, 10, 30
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f")
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     assert config.speculation.path is not None, "the recipe names a drafter"
     layer = load_drafter(config.speculation.path, bench.target.options)
     drafter = EagleDrafter(layer, bench.target)
-    rows = config.engine.model_copy(update={"max_rows": 8})
+    rows = config.engine.model_copy(update={"max_rows": 2})
     engine = Engine(bench.target, rows, [drafter], Fixed(TREE), layout=layer.options.layout)
     engine.calibration = watched = Watched()
     for _ in engine.generate(bench.held_out):

@@ -20,7 +20,10 @@ from typing import Any, NamedTuple, Protocol
 from tlt.draft.strategy import PLAIN, Strategy
 
 _WINDOW = 64  # rounds remembered of an arm in a bucket
-_EPSILON = 0.05
+_LOOK = 4  # rounds between two looks at all arms; one that is tried is tried for so many
+_EPSILON = 0.1
+_STRANGE = 512  # rounds after which a drafter that was not used is given a try
+_AT_BEST = 0.8  # how often the guesses of a drafter that nobody knows are right if all is well
 _DOUBT = 0.15  # relative doubt about an arm after one round of it; falls with the root of their number
 _PRIOR_ROUNDS = 4  # what the model says counts as much as this many rounds
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
@@ -94,15 +97,19 @@ def bucket_of(rows: int, context: float) -> Bucket:
 
 @dataclass
 class _Seen:
-    """The last rounds of an arm."""
+    """The last rounds of an arm; what is read every round is kept ready."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     accepted: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """tokens a row"""
+    median_seconds: float = 0.0
+    mean_accepted: float = 0.0
 
-    def add(self, seconds: float, accepted: float) -> None:
-        self.seconds.append(seconds)
-        self.accepted.append(accepted)
+    def add(self, seconds: Iterable[float], accepted: Iterable[float]) -> None:
+        self.seconds.extend(seconds)
+        self.accepted.extend(accepted)
+        self.median_seconds = statistics.median(self.seconds or (0.0,))
+        self.mean_accepted = statistics.fmean(self.accepted or (0.0,))
 
 
 class Bandit:
@@ -122,41 +129,62 @@ class Bandit:
         self.rng = random.Random(seed)
         self.seen: dict[Bucket, dict[Strategy, _Seen]] = {}
         self.accepted: dict[Strategy, _Seen] = {}  # over all buckets
-        self.current = PLAIN
+        self._interpolated: dict[tuple[Strategy, int], float] = {}
+        self._scale: dict[Bucket, float] = {}  # what the profile is off by
+        self._level: dict[Strategy, float] = {}  # the chance that one more level is reached, read off an arm's tokens
+        self.current = self.settled = PLAIN  # what is used now, and what is held to be the best
         self.switched = False
         self.catch_up: dict[str, float] = {}  # seconds that a drafter's first round after another one took longer
         self.stay = 20.0  # rounds that an arm stays, in the mean
-        self._rounds_on = 0
+        self._rounds = self._turned = 0
+        self._used: dict[str, int] = {}  # round in which a drafter was last used
         self._now = (Bucket(0, 0), 1)
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         bucket = bucket_of(rows, context)
+        moved = bucket != self._now[0]
         self._now = (bucket, rows)
-        arms = [arm for arm in self.strategies if arm == PLAIN or arm.drafter in usable]
-        speed = {arm: self.tokens(arm, bucket) / self.seconds(arm, bucket, rows) for arm in arms}
+        self._rounds += 1
+        # to look at all figures every round would cost more than it finds
+        if moved or self._rounds % _LOOK == 0 or (self.current != PLAIN and self.current.drafter not in usable):
+            self._turn_to(self._pick(bucket, [a for a in self.strategies if a == PLAIN or a.drafter in usable]))
+        else:
+            self.switched = False
+        return self.current
+
+    def _pick(self, bucket: Bucket, arms: Sequence[Strategy]) -> Strategy:
+        speed = {arm: self.tokens(arm, bucket) / self.seconds(arm, bucket) for arm in arms}
         best = max(arms, key=lambda arm: speed[arm])
-        if self.current in speed and best != self.current:
-            stay = self.stay * self.seconds(best, bucket, rows)
+        if self.settled in speed and best != self.settled:
+            stay = self.stay * self.seconds(best, bucket)
             margin = _MARGIN + self.catch_up.get(best.drafter, 0.0) / stay
-            if speed[best] < speed[self.current] * (1 + margin):
-                best = self.current
+            if speed[best] < speed[self.settled] * (1 + margin):
+                best = self.settled
+        self.settled = best
         # an arm is worth a try only if what is not known of it could make it the best
         hopeful = [a for a in arms if a != best and speed[a] * (1 + self._doubt(a, bucket)) > speed[best]]
-        picked = self.rng.choice(hopeful) if hopeful and self.rng.random() < _EPSILON else best
-        self._turn_to(picked)
-        return picked
+        strange = [a for a in hopeful if self._is_strange(a.drafter)]
+        if strange:
+            return max(strange, key=lambda arm: speed[arm])
+        return self.rng.choice(hopeful) if hopeful and self.rng.random() < _EPSILON else best
+
+    def _is_strange(self, drafter: str) -> bool:
+        """Never used, or so long ago that it may have become another: its guesses may be good or bad."""
+        return drafter != PLAIN.drafter and self._rounds - self._used.get(drafter, -_STRANGE) >= _STRANGE
 
     def _turn_to(self, arm: Strategy) -> None:
         self.switched = arm.drafter != self.current.drafter
-        self._rounds_on += 1
         if arm != self.current:
-            self.stay += 0.1 * (self._rounds_on - self.stay)
-            self._rounds_on = 0
+            self.stay += 0.1 * (self._rounds - self._turned - self.stay)
+            self._turned = self._rounds
         self.current = arm
 
     def _doubt(self, arm: Strategy, bucket: Bucket) -> float:
+        """By how much an arm may be better than is known."""
+        if self._is_strange(arm.drafter):
+            return max(0.0, _tokens_of(_AT_BEST, arm.depth) / self.tokens(arm, bucket) - 1)
         here = self.seen.get(bucket, {}).get(arm)
         return _DOUBT / math.sqrt(1 + (len(here.seconds) if here else 0))
 
@@ -166,37 +194,30 @@ class Bandit:
         """Tokens a row commits in a round."""
         if arm == PLAIN:
             return 1.0
-        here = self.seen.get(bucket, {}).get(arm)
-        return _blend(list(here.accepted) if here else [], self._tokens_anywhere(arm))
-
-    def _tokens_anywhere(self, arm: Strategy) -> float:
-        seen = self.accepted.get(arm)
-        return _blend(list(seen.accepted) if seen else [], self._guess(arm))
+        anywhere, here = self.accepted.get(arm), self.seen.get(bucket, {}).get(arm)
+        expected = self._guess(arm)
+        if anywhere:
+            expected = _blend(len(anywhere.accepted), anywhere.mean_accepted, expected)
+        return _blend(len(here.accepted), here.mean_accepted, expected) if here else expected
 
     def _guess(self, arm: Strategy) -> float:
-        """From the drafter's other arms: the chance that one more level is reached, read off their tokens."""
-        chances = [
-            _chance(statistics.fmean(seen.accepted), other.depth)
-            for other, seen in self.accepted.items()
-            if other.drafter == arm.drafter and seen.accepted
-        ]
-        return _tokens_of(statistics.fmean(chances) if chances else self.chances.get(arm.drafter, _UNKNOWN), arm.depth)
+        """From the drafter's other arms."""
+        levels = [chance for other, chance in self._level.items() if other.drafter == arm.drafter]
+        return _tokens_of(sum(levels) / len(levels) if levels else self.chances.get(arm.drafter, _UNKNOWN), arm.depth)
 
-    def seconds(self, arm: Strategy, bucket: Bucket, rows: int) -> float:
+    def seconds(self, arm: Strategy, bucket: Bucket) -> float:
         """Of a round in this bucket."""
-        here = self.seen.get(bucket, {})
-        scales = [
-            statistics.median(seen.seconds) / self._profiled(other, 2**bucket.rows)
-            for other, seen in here.items()
-            if seen.seconds
-        ]
-        prior = self._profiled(arm, 2**bucket.rows) * (statistics.median(scales) if scales else 1.0)
-        own = list(here[arm].seconds) if arm in here else []
-        return (
-            (len(own) * statistics.median(own) + _PRIOR_ROUNDS * prior) / (len(own) + _PRIOR_ROUNDS) if own else prior
-        )
+        expected = self._profiled(arm, 2**bucket.rows) * self._scale.get(bucket, 1.0)
+        here = self.seen.get(bucket, {}).get(arm)
+        return _blend(len(here.seconds), here.median_seconds, expected) if here else expected
 
     def _profiled(self, arm: Strategy, rows: int) -> float:
+        known = self._interpolated.get((arm, rows))
+        if known is None:
+            known = self._interpolated[arm, rows] = self._interpolate(arm, rows)
+        return known
+
+    def _interpolate(self, arm: Strategy, rows: int) -> float:
         below = max((r for r in self.profile if r <= rows), default=min(self.profile))
         above = min((r for r in self.profile if r >= rows), default=max(self.profile))
         low, high = self.profile[below][arm], self.profile[above][arm]
@@ -209,13 +230,27 @@ class Bandit:
         if not scored or strategy not in self.strategies:
             return
         if self.switched and strategy != PLAIN:  # its drafter had to catch up: charged to the switch, not to the arm
-            excess = max(0.0, seconds - self.seconds(strategy, bucket, rows))
+            excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-            self.accepted.setdefault(strategy, _Seen()).accepted.append(tokens / rows)
-            return
-        self.seen.setdefault(bucket, {}).setdefault(strategy, _Seen()).add(seconds, tokens / rows)
-        self.accepted.setdefault(strategy, _Seen()).accepted.append(tokens / rows)
+        else:
+            self._learn_here(bucket, strategy, [seconds], [tokens / rows])
+        self._learn_anywhere(strategy, [tokens / rows])
+
+    def _learn_here(self, bucket: Bucket, arm: Strategy, seconds: list[float], accepted: list[float]) -> None:
+        here = self.seen.setdefault(bucket, {})
+        here.setdefault(arm, _Seen()).add(seconds, accepted)
+        rows = 2**bucket.rows
+        self._scale[bucket] = statistics.median(
+            seen.median_seconds / self._profiled(a, rows) for a, seen in here.items()
+        )
+
+    def _learn_anywhere(self, arm: Strategy, accepted: list[float]) -> None:
+        self._used[arm.drafter] = self._rounds
+        seen = self.accepted.setdefault(arm, _Seen())
+        seen.add([], accepted)
+        if arm != PLAIN:
+            self._level[arm] = _level_of(seen.mean_accepted, arm.depth)
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
@@ -232,27 +267,25 @@ class Bandit:
     def load_state(self, state: Mapping[str, Any]) -> None:
         for arm, accepted in state.get("accepted", ()):
             if (key := Strategy(*arm)) in self.strategies:
-                self.accepted.setdefault(key, _Seen()).accepted.extend(accepted)
+                self._learn_anywhere(key, accepted)
         for bucket, arm, seconds, accepted in state.get("seen", ()):
             if (key := Strategy(*arm)) in self.strategies:
-                seen = self.seen.setdefault(Bucket(*bucket), {}).setdefault(key, _Seen())
-                seen.seconds.extend(seconds)
-                seen.accepted.extend(accepted)
+                self._learn_here(Bucket(*bucket), key, seconds, accepted)
 
 
-def _blend(own: Sequence[float], prior: float) -> float:
+def _blend(count: int, mean: float, prior: float) -> float:
     """The mean of what was seen, with the prior as a few rounds more."""
-    return (sum(own) + _PRIOR_ROUNDS * prior) / (len(own) + _PRIOR_ROUNDS)
+    return (count * mean + _PRIOR_ROUNDS * prior) / (count + _PRIOR_ROUNDS)
 
 
 def _tokens_of(chance: float, depth: int) -> float:
     return sum(chance**k for k in range(depth + 1))
 
 
-def _chance(tokens: float, depth: int) -> float:
+def _level_of(tokens: float, depth: int) -> float:
     """The inverse of `_tokens_of`, by bisection."""
     low, high = 0.0, 1.0
-    for _ in range(20):
+    for _ in range(10):
         middle = (low + high) / 2
         low, high = (middle, high) if _tokens_of(middle, depth) < tokens else (low, middle)
     return (low + high) / 2
