@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
-
 from tlt.cluster.local import detokenizer, make_tuner
 from tlt.config import Config
 from tlt.draft.drafter import Drafter
@@ -67,7 +65,7 @@ def _layer(config: Config, target: Decoder) -> EagleLayer:
 
 
 def _fresh(config: Config, target: Decoder) -> EagleLayer:
-    torch.manual_seed(0)
+    """Random weights: others at every call."""
     return EagleLayer(eagle_options(target.options, config.drafter.kind, config.drafter.window))
 
 

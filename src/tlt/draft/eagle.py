@@ -22,6 +22,8 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -149,17 +151,20 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         raw, published = config["tlt_drafter"], config.get("agreement")
         tensors = load_file(path / "model.safetensors")
-        options = EagleOptions(**{**raw, "taps": tuple(raw["taps"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DrafterError(
             f"{path} holds no drafter that can be read ({error}): make one with tlt draft train"
         ) from None
-    for name in ("hidden_size", "vocab_size"):
+    for name in ("hidden_size", "vocab_size", "head_dim", "max_positions"):
         if getattr(options, name) != getattr(target, name):
             raise DrafterError(
                 f"the drafter in {path} was made for a target with {name} {getattr(options, name)}, "
                 f"but the model has {getattr(target, name)}"
             )
+    taps = 3 if options.kind == "eagle3" else 0
+    if options.window < 1 or len(options.taps) != taps or min(options.taps, default=0) < 0:
+        raise DrafterError(f"{path / 'config.json'} is no drafter's: see window and taps")
     if max(options.taps, default=0) >= target.num_layers:
         raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
     layer = EagleLayer(options)

@@ -56,9 +56,9 @@ class FeatureWindow:
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
         """Entries below `length` of another row, as far back as that row still has them."""
-        held = self.start(source) if self.length[source] > self.capacity else self.first[source]
+        held = max(self.first[source], self.length[source] - self.capacity)
         self.features[target], self.tokens[target] = self.features[source], self.tokens[source]
-        self.first[target], self.length[target] = max(first, held), length
+        self.first[target], self.length[target] = min(max(first, held), length), length
 
     def write(
         self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]

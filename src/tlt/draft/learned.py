@@ -91,7 +91,10 @@ class EagleDrafter:
         self.hidden = self._first() if level.depth == 0 else self._deeper(level)  # [B * n, D]
         normed = self.norms["norm"](self.hidden) if "norm" in self.norms else self.hidden
         logits = F.linear(normed, self.target.head).view(*level.tokens.shape, -1)
-        return Candidates(None, log_law(logits, level.law)[0])
+        log_q = log_law(logits, level.law)[0]
+        if level.depth == 0 and self.blind:  # nothing to draft from: nothing is proposed
+            log_q[self.blind] = -torch.inf
+        return Candidates(None, log_q)
 
     # -- the roots: what the target has computed -----------------------------------------------------------------------
 
@@ -103,10 +106,11 @@ class EagleDrafter:
         last: list[int] = []
         for row, (start, length) in enumerate(zip(starts, window.length, strict=True)):
             # the last entry always, for its query; a row that has none yet gets an empty one, which sees nothing
-            low = max(start, min(self.ready[row], length - 1))
+            low = max(min(start, length - 1), min(self.ready[row], length - 1), 0)
             todo += [(row, p) for p in range(low, max(length, 1))]
             last.append(len(todo) - 1)
         self.ready = list(window.length)
+        self.blind = [row for row, start in enumerate(starts) if start >= window.length[row]]
         rows, entries = torch.tensor(todo, device=window.device).unbind(1)
         places = entries % window.capacity
         g = window.features[rows, places]

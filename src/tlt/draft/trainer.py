@@ -11,6 +11,7 @@ Shapes: T entries of a pack, D hidden, H query heads, K key-value heads, E head 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -92,7 +93,7 @@ def hybrid(log_p: Tensor, log_q: Tensor) -> Tensor:
 def agreement(log_p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
     """1 - the chance that argmax(log p + g) = argmax(log q + g): for each v, 1 / sum_u max(p_u / p_v, q_u / q_v); over
     the target's `likeliest` tokens v."""
-    top_p, ids = log_p.topk(likeliest, dim=-1)
+    top_p, ids = log_p.topk(min(likeliest, log_p.shape[-1]), dim=-1)
     ratio_p = log_p[:, None] - top_p[..., None]
     ratio_q = log_q[:, None] - log_q.gather(-1, ids)[..., None]
     return 1 - torch.maximum(ratio_p, ratio_q).logsumexp(-1).neg().exp().sum(-1)
@@ -180,7 +181,7 @@ class DrafterTrainer:
         for t, out in enumerate(columns):
             ahead = 1 + t
             inside = batch.segments[ahead:] == batch.segments[:-ahead]
-            where = (inside & (batch.counted[:-ahead] | batch.counted[ahead:])).nonzero().squeeze(1)
+            where = (inside & batch.counted[t : len(batch.counted) - 1]).nonzero().squeeze(1)
             if len(where) == 0:
                 overlaps.append(float("nan"))
                 continue
@@ -217,6 +218,8 @@ class DrafterTrainer:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         loss, overlaps = self.loss(batch)
+        if all(math.isnan(overlap) for overlap in overlaps):
+            return overlaps
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.layer.parameters(), self.config.max_grad_norm)
         self.optimizer.step()

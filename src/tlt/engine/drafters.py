@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureWindow
+from tlt.draft.mixed import MixedDrafter
 from tlt.types import Request
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Drafters:
         self.failures = 0
 
     def begin(self, window: FeatureWindow | None) -> None:
+        self.failures = 0
         self._tell(lambda drafter: drafter.begin(window), "begin")
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
@@ -67,6 +69,9 @@ class Drafters:
         self, drafter: Drafter, window: FeatureWindow | None, live: Iterable[tuple[Request, Sequence[int]]]
     ) -> None:
         """Put a drafter in the place of the one of its name, between two rounds."""
+        for other in self.usable.values():
+            if isinstance(other, MixedDrafter) and other.learned.name == drafter.name:
+                other.learned = drafter
         self.usable[drafter.name] = drafter
         self.agreement[drafter.name] = Agreement(drafter.published)
 

@@ -237,9 +237,9 @@ class Engine:
                 self.drafters.agreement[drafter].add(1 in path)
             start = row.kv_length
             moves += [(slot, start + node, start + i) for i, node in enumerate(path) if node != i]
-            entries += [(slot, node, start + i, sampled.tokens[slot][node]) for i, node in enumerate(path)]
             reason = self._append(row, path, sampled, slot)
             taken = row.kv_length - start
+            entries += [(slot, node, start + i, sampled.tokens[slot][node]) for i, node in enumerate(path[:taken])]
             stats.drafted += len(tree.tokens) - 1
             stats.accepted += min(taken, len(path) - 1)
             stats.tokens += taken
@@ -260,13 +260,20 @@ class Engine:
             return
         size = self.window.window
         for slot, row in enumerate(self.scheduler.live):
-            full = self.window.length[slot] - row.harvested >= size
-            if full or slot in finished:
-                low = max(row.harvested, self.window.first[slot]) if full else self.window.start(slot)
-                high = low + size if full else self.window.length[slot]
-                features, tokens = self.window.read(slot, low, high)
-                prompt_length, row.harvested = len(row.request.prompt.token_ids), high
-                self.on_harvest(Harvest(self.target.version, low, prompt_length, tokens.cpu(), features.cpu()))
+            low, length = max(row.harvested, self.window.first[slot]), self.window.length[slot]
+            while length - low >= size:
+                self._give(row, slot, low, low + size)
+                low += size
+            if slot in finished and low < length:
+                self._give(row, slot, self.window.start(slot), length)
+
+    def _give(self, row: Row, slot: int, low: int, high: int) -> None:
+        assert self.window is not None, "harvesting needs a window"
+        assert self.on_harvest is not None, "and somebody who takes it"
+        features, tokens = self.window.read(slot, low, high)
+        row.harvested = high
+        prompt_length = len(row.request.prompt.token_ids)
+        self.on_harvest(Harvest(self.target.version, low, prompt_length, tokens.cpu(), features.cpu()))
 
     def _append(self, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
         """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it

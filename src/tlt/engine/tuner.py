@@ -24,7 +24,10 @@ _LOOK = 4  # rounds between two looks at all arms; one that is tried is tried fo
 _EPSILON = 0.1
 _STRANGE = 512  # rounds after which a drafter that was not used is given a try
 _AT_BEST = 0.8  # how often the guesses of a drafter that nobody knows are right if all is well
-_DOUBT = 0.15  # relative doubt about an arm after one round of it; falls with the root of their number
+_DOUBT = (
+    0.1  # relative doubt about the seconds of an arm that was not used in a bucket; falls with the root of its rounds
+)
+_LUCK = 0.3  # and about its tokens, which are a matter of luck where rows are few
 _PRIOR_ROUNDS = 4  # what the model says counts as much as this many rounds
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
@@ -167,7 +170,9 @@ class Bandit:
         hopeful = [a for a in arms if a != best and speed[a] * (1 + self._doubt(a, bucket)) > speed[best]]
         strange = [a for a in hopeful if self._is_strange(a.drafter)]
         if strange:
-            return max(strange, key=lambda arm: speed[arm])
+            found = max(strange, key=lambda arm: speed[arm])
+            self._forget(found.drafter)
+            return found
         return self.rng.choice(hopeful) if hopeful and self.rng.random() < _EPSILON else best
 
     def _is_strange(self, drafter: str) -> bool:
@@ -185,8 +190,9 @@ class Bandit:
         """By how much an arm may be better than is known."""
         if self._is_strange(arm.drafter):
             return max(0.0, _tokens_of(_AT_BEST, arm.depth) / self.tokens(arm, bucket) - 1)
-        here = self.seen.get(bucket, {}).get(arm)
-        return _DOUBT / math.sqrt(1 + (len(here.seconds) if here else 0))
+        here, anywhere = self.seen.get(bucket, {}).get(arm), self.accepted.get(arm)
+        luck = _LUCK / math.sqrt(1 + 2**bucket.rows * (len(anywhere.accepted) if anywhere else 0))
+        return luck + _DOUBT / math.sqrt(1 + (len(here.seconds) if here else 0))
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -251,6 +257,15 @@ class Bandit:
         seen.add([], accepted)
         if arm != PLAIN:
             self._level[arm] = _level_of(seen.mean_accepted, arm.depth)
+
+    def _forget(self, drafter: str) -> None:
+        """What its guesses were worth; not what its rounds take."""
+        for arm in [arm for arm in self.accepted if arm.drafter == drafter]:
+            del self.accepted[arm]
+            self._level.pop(arm, None)
+            for here in self.seen.values():
+                if arm in here:
+                    here[arm].accepted.clear()
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
