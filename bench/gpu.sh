@@ -10,6 +10,6 @@ export PYTHONPATH=src HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 "$PYTHON" -m pytest -m gpu tests/gpu
 for dtype in float32 bfloat16; do
-    timeout 240 "$PYTHON" -m tlt bench rollout bench/prompts.toml --batches 1,8,32 --repeats 3 \
+    timeout 240 "$PYTHON" -m tlt bench rollout bench/prompts.toml --batches 1,32 --repeats 2 \
         --model.dtype "$dtype" --model.device cuda --json "$OUT/gpu_rollout_$dtype.json"
 done
