@@ -138,7 +138,7 @@ class Bandit:
         self.current = self.settled = PLAIN  # what is used now, and what is held to be the best
         self.switched = False
         self.catch_up: dict[str, float] = {}  # seconds that a drafter's first round after another one took longer
-        self.stay = 20.0  # rounds that an arm stays, in the mean
+        self.stay = 50.0  # rounds that the best arm stays the best, in the mean
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
         self._now = (Bucket(0, 0), 1)
@@ -160,14 +160,17 @@ class Bandit:
     def _pick(self, bucket: Bucket, arms: Sequence[Strategy]) -> Strategy:
         speed = {arm: self.tokens(arm, bucket) / self.seconds(arm, bucket) for arm in arms}
         best = max(arms, key=lambda arm: speed[arm])
-        if self.settled in speed and best != self.settled:
-            stay = self.stay * self.seconds(best, bucket)
-            margin = _MARGIN + self.catch_up.get(best.drafter, 0.0) / stay
-            if speed[best] < speed[self.settled] * (1 + margin):
-                best = self.settled
-        self.settled = best
-        # an arm is worth a try only if what is not known of it could make it the best
-        hopeful = [a for a in arms if a != best and speed[a] * (1 + self._doubt(a, bucket)) > speed[best]]
+        margin = _MARGIN + self._catching_up(best, bucket, self.stay)
+        if self.settled in speed and speed[best] < speed[self.settled] * (1 + margin):
+            best = self.settled
+        self._settle(best)
+        # worth a try is what could be the best by all that is not known of it, its drafter's catching up counted
+        hopeful = [
+            arm
+            for arm in arms
+            if arm != best
+            and speed[arm] * (1 + self._doubt(arm, bucket)) > speed[best] * (1 + self._price(arm, bucket))
+        ]
         strange = [a for a in hopeful if self._is_strange(a.drafter)]
         if strange:
             found = max(strange, key=lambda arm: speed[arm])
@@ -175,15 +178,28 @@ class Bandit:
             return found
         return self.rng.choice(hopeful) if hopeful and self.rng.random() < _EPSILON else best
 
+    def _catching_up(self, arm: Strategy, bucket: Bucket, rounds: float) -> float:
+        """What a switch to its drafter costs, as a share of so many rounds of it."""
+        if arm.drafter == self.settled.drafter:
+            return 0.0
+        return self.catch_up.get(arm.drafter, 0.0) / (rounds * self.seconds(arm, bucket))
+
+    def _price(self, arm: Strategy, bucket: Bucket) -> float:
+        """Of a try: paid for one look; or, where a whole drafter may have become the best, for as long as till the next
+        such try."""
+        return self._catching_up(arm, bucket, _STRANGE if self._is_strange(arm.drafter) else _LOOK)
+
     def _is_strange(self, drafter: str) -> bool:
         """Never used, or so long ago that it may have become another: its guesses may be good or bad."""
         return drafter != PLAIN.drafter and self._rounds - self._used.get(drafter, -_STRANGE) >= _STRANGE
 
+    def _settle(self, best: Strategy) -> None:
+        if best != self.settled:
+            self.stay += 0.2 * (self._rounds - self._turned - self.stay)
+            self._turned, self.settled = self._rounds, best
+
     def _turn_to(self, arm: Strategy) -> None:
         self.switched = arm.drafter != self.current.drafter
-        if arm != self.current:
-            self.stay += 0.1 * (self._rounds - self._turned - self.stay)
-            self._turned = self._rounds
         self.current = arm
 
     def _doubt(self, arm: Strategy, bucket: Bucket) -> float:
