@@ -18,9 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: all
 	$(BIN)/tlt train recipes/quickstart.toml --run.folder runs/quickstart --run.overwrite true
 
-# one thread: the models are tiny, and a second thread that waits for a busy core makes them many times slower
+# Two processes of one thread each: the models are tiny, and threads that wait for a busy core make them many times slower.
 test: all
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations 10
 
 lint: all
 	$(BIN)/ruff check .

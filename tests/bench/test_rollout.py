@@ -114,7 +114,7 @@ def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch:
     bench(home, tmp_path / "bench.json")
     one, *others = seeds.values()
     assert all(other == one for other in others), "all decode the same"
-    assert len(one) == 2 * (3 + 1), "two cases, three repeats and one to warm up"
+    assert len(one) == 2 * (2 + 1), "two cases, two repeats and one to warm up"
     assert len(set(one[1:4])) == 3
 
 
