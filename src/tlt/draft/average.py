@@ -21,6 +21,11 @@ class Replica(NamedTuple):
     tokens: int
     """trained on since the common start"""
 
+    @property
+    def published(self) -> dict[str, Tensor]:
+        """The weights to be published, by the names that `EagleLayer` has for them."""
+        return {name.removeprefix("mean."): t for name, t in self.tensors.items() if name.startswith("mean.")}
+
 
 def average(replicas: Sequence[Replica]) -> Replica:
     """The mean by tokens; replicas that are not finite are left out. Where none trained, the first. Raises ValueError
