@@ -65,6 +65,12 @@ def train(bench: Workbench, items: list[Any], change: dict[str, Any], seconds: f
             trainer.rate_scale = 1 - 0.9 * spent / seconds
 
 
+def judge(bench: Workbench, layer: EagleLayer, how: Strategy) -> dict[str, Any]:
+    start = time.process_time()
+    result = evaluate(bench, layer, how)
+    return result | {"tokens_per_second": result["tokens"] / (time.process_time() - start)}
+
+
 def accept_length(bench: Workbench, engine: type[Engine], layer: EagleLayer, how: Strategy, heat: float) -> float:
     requests = [replace(r, sampling=replace(r.sampling, temperature=heat)) for r in bench.held_out]
     decoder = engine(
@@ -105,7 +111,7 @@ def main() -> None:
     rows = []
     for seconds, (name, change) in itertools.product(arguments.seconds, VARIANTS.items()):
         layer, steps = train(bench, items, change, seconds)
-        results = {how.name: evaluate(bench, layer, how) for how in (CHAIN, TREE)}
+        results = {how.name: judge(bench, layer, how) for how in (CHAIN, TREE)}
         rows.append({"variant": name, "seconds": seconds, "steps": steps, "held_out": results})
         lengths = ", ".join(
             f"{r['accept_length']:.2f} ({r['tokens_per_second']:,.0f} tokens/s)" for r in results.values()
