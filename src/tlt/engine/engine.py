@@ -186,6 +186,8 @@ class Engine:
             self._any_greedy = bool(self._greedy.any())
         self._times = torch.tensor(times, device=device)
         self._rows = torch.arange(len(live), device=device)[:, None]
+        self._depths = torch.arange(max(1, strategy.depth), device=device)
+        self._ahead: Tensor | None = None
 
     def draft(self, strategy: Strategy) -> list[DraftTree]:
         self._start_rows(strategy)
@@ -207,11 +209,12 @@ class Engine:
         return trees or [DraftTree([row.root]) for row in live]
 
     def _noise_of(self, depth: int, ids: Tensor | None) -> Tensor:
-        positions = self._times[:, None] + depth
         if ids is None:
-            noise = self.noise.at(self._rows, positions)
+            if self._ahead is None:  # of all levels at once: a look-up costs as much for one
+                self._ahead = self.noise.at(self._rows, self._times[:, None] + self._depths)
+            noise = self._ahead[:, depth : depth + 1]
         else:
-            noise = self.noise.at_ids(self._rows[..., None], positions[..., None], ids)
+            noise = self.noise.at_ids(self._rows[..., None], (self._times + depth)[:, None, None], ids)
         return noise.masked_fill(self._greedy[:, None, None], 0.0) if self._any_greedy else noise
 
     def verify(self, trees: Sequence[DraftTree]) -> Sampled:
