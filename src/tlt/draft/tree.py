@@ -36,8 +36,8 @@ class DraftTree:
 
 
 class TreeBatch(NamedTuple):
-    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None: chains,
-    where it sees all before it)."""
+    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None for
+    chains, where it sees all before it)."""
 
     tokens: Tensor
     depths: Tensor
