@@ -31,6 +31,7 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law
+from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats
 
 
@@ -50,11 +51,12 @@ class Engine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         layout: FeatureLayout | None = None,
         on_harvest: Callable[[Harvest], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.target, self.config, self.detokenize = target, config, detokenize
         self.tuner = tuner or Fixed(PLAIN)
         self.drafters = Drafters(drafters)
-        self.layout, self.on_harvest = layout, on_harvest
+        self.layout, self.on_harvest, self.tracer = layout, on_harvest, tracer
         self.cache = KVCache(target.options, target.dtype, target.device, config.kv_memory_mb)
         self.runner = Runner(target, self.cache, config.prefill_tokens)
         self.calibration = Calibration()
@@ -96,16 +98,23 @@ class Engine:
         yield
         self.stats.seconds[phase] += time.perf_counter() - start
 
+    def _trace(self, name: str, began: float, **facts: float) -> None:
+        if self.tracer:
+            self.tracer.add(name, began, time.time(), **facts)
+
     def round(self) -> list[Response]:
         """One turn; returns what finished."""
         live, stats = self.scheduler.live, self.stats
+        began = time.time()
         with self._timed("prefill"):
             prefilled = self._admit()
+        if prefilled:
+            self._trace("prefill", began)
         context = sum(row.kv_length for row in live) / len(live)
         strategy = self.tuner.choose(len(live), context, self.drafters.usable.keys())
         with self._timed("prefill"):
             preempted = self._make_room(strategy)
-        tokens, start = stats.tokens, time.perf_counter()
+        tokens, start, began = stats.tokens, time.perf_counter(), time.time()
         with self._timed("draft"):
             trees = self.draft(strategy)
         with self._timed("verify"):
@@ -114,7 +123,8 @@ class Engine:
             responses = self._commit(trees, sampled, strategy.drafter)
         stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
         spent = time.perf_counter() - start
-        stats.drafter_failures = self.drafters.failures
+        self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=stats.tokens - tokens)
+        stats.drafter_failures, stats.drafter_version = self.drafters.failures, self.drafters.version
         stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
         self.tuner.record(strategy, spent, stats.tokens - tokens, scored=not prefilled and not preempted)
