@@ -83,6 +83,7 @@ class Engine:
         self.drafters.begin(self.window)
         self.scheduler.submit(requests)
         self._law: Law | None = None
+        self._left: tuple[int, ...] | None = None  # the prompt whose keys and values lie in the first free slot
 
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
@@ -135,33 +136,47 @@ class Engine:
     def _admit(self) -> bool:
         """New rows: prefill each context once, then copy it to the siblings that share it. Whether there were any."""
         before = len(self.scheduler.live)
-        admitted = self.scheduler.admit()
-        if not admitted:
+        if not self.scheduler.admit():
             return False
         self._law = None
         self.scheduler.reserve()
         live = self.scheduler.live
-        source = {row.request.prompt.token_ids: i for i, row in reversed(list(enumerate(live[:before])))}
-        fresh, copies = [], []
-        for row in live[before:]:
-            known = row.request.prompt.token_ids in source and not row.tokens
-            (copies if known else fresh).append(row)
-            source.setdefault(row.request.prompt.token_ids, before + len(fresh) - 1)
-        live[before:] = fresh + copies
-        for row in live[before:]:
+        origin = {row.request.prompt.token_ids: i for i, row in reversed(list(enumerate(live[:before])))}
+        kept, fresh, copies = self._sort_out(live[before:], origin.keys())
+        live[before:] = kept + fresh + copies
+        for slot in range(before, len(live)):
+            row = live[slot]
+            origin.setdefault(row.request.prompt.token_ids, slot)
             self.noise.append(row.request.seed, len(row.tokens), row.request.sampling.max_new_tokens)
             self.drafters.open(row.request, list(row.tokens))
             if self.window:
-                self.window.append()
+                self.window.append(inherited=row.kv_length if slot < before + len(kept) else 0)
+        self._left = None
         self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
-        self.runner.prefill(before, [row.context for row in fresh])
-        for slot in range(before + len(fresh), len(live)):
+        self.runner.prefill(before + len(kept), [row.context for row in fresh])
+        for slot in range(before + len(kept) + len(fresh), len(live)):
             row = live[slot]
-            origin = source[row.request.prompt.token_ids]
-            self.cache.store.copy_slot(origin, slot, row.kv_length)
+            source = origin[row.request.prompt.token_ids]
+            self.cache.store.copy_slot(source, slot, row.kv_length)
             if self.window:
-                self.window.copy(origin, slot, row.kv_length)
+                self.window.copy(source, slot, row.kv_length)
         return True
+
+    def _sort_out(self, rows: Sequence[Row], held: Collection[tuple[int, ...]]) -> tuple[list[Row], ...]:
+        """New rows by where their first keys and values come from: the first free slot, where the sibling that left it
+        last has them still; a prefill; a sibling, live or just prefilled."""
+        kept: list[Row] = []
+        fresh: list[Row] = []
+        copies: list[Row] = []
+        known = set(held)
+        for row in rows:
+            prompt = row.request.prompt.token_ids
+            if prompt == self._left and prompt not in known and not row.tokens:
+                kept.append(row)
+            else:
+                (copies if prompt in known and not row.tokens else fresh).append(row)
+            known.add(prompt)
+        return kept, fresh, copies
 
     def _make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
@@ -174,7 +189,7 @@ class Engine:
 
     def _leave(self, slot: int) -> None:
         """Every per-row structure but the scheduler's: the last row takes the place of the one that leaves."""
-        self._law = None
+        self._law = self._left = None
         self.noise.remove(slot)
         self.drafters.close(slot)
         if self.window:
@@ -315,5 +330,7 @@ class Engine:
         row = self.scheduler.live[slot]
         self.scheduler.remove(slot)
         self._leave(slot)
+        if slot == len(self.scheduler.live):  # nothing took its place
+            self._left = row.request.prompt.token_ids
         text = self.detokenize(row.tokens) if self.detokenize else ""
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)
