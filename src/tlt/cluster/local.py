@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
@@ -22,6 +21,7 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
 from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
+from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.types import Request, Response, RolloutStats, SamplingParams
@@ -31,8 +31,8 @@ class LocalRollout:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.engine.target.load(state, version)
+    def sync(self, policy: Trainable, version: int) -> None:
+        self.engine.target.load(policy.state_dict(), version)
 
     def generate(
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
@@ -51,6 +51,9 @@ class LocalRollout:
 
     def release(self) -> None:
         self.engine.cache.release()
+
+    def close(self) -> None:
+        """Nothing of it outlives the process."""
 
 
 def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import TCPStore
 
 _BUCKET = 1 << 24  # numbers that are summed at once
 _PATIENCE = timedelta(minutes=60)  # with a member that is slow; one that is lost closes its connections
@@ -84,7 +85,7 @@ class Meeting:
     """Where the members of a group find each other; it belongs to the process of one of them, and ends with it."""
 
     def __init__(self, host: str) -> None:
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
         self.address = f"{host}:{self._store.port}"
 
 
@@ -97,7 +98,7 @@ class Processes:
         host, _, port = address.rpartition(":")
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            store = dist.TCPStore(host, int(port), timeout=_MEETING)
+            store = TCPStore(host, int(port), timeout=_MEETING)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_MEETING)
             dist.barrier()
             dist.distributed_c10d._set_pg_timeout(_PATIENCE)
