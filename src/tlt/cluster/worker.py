@@ -122,7 +122,7 @@ class Worker:
 
     def leave(self) -> None:
         """A group that lost a member is of no use to the others."""
-        if self._group and isinstance(self._group[1], Processes):
+        if self._group:
             self._group[1].leave()
         self._group = None
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
 
 _BUCKET = 1 << 24  # numbers that are summed at once
 _PATIENCE = timedelta(minutes=60)  # with a member that is slow; one that is lost closes its connections
@@ -37,6 +37,10 @@ class Group(Protocol):
         """[n] of every member, n its own -> all of them, in order of rank."""
         ...
 
+    def leave(self) -> None:
+        """No other member waits for this one any more."""
+        ...
+
 
 class Alone:
     rank, size = 0, 1
@@ -45,6 +49,8 @@ class Alone:
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def leave(self) -> None: ...
 
 
 def shard(members: range, group: Group) -> range:
@@ -124,7 +130,7 @@ class Processes:
         return everything
 
     def leave(self) -> None:
-        """Closes the connections, so that no other member waits for this one."""
+        """Closes the connections: those who wait for this one notice."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
