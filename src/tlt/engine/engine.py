@@ -85,6 +85,23 @@ class Engine:
         self._law: Law | None = None
         self._left: tuple[int, ...] | None = None  # the prompt whose keys and values lie in the first free slot
 
+    def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
+        """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
+        one that can never run."""
+        self.scheduler.submit(requests, resumed)
+
+    def give_up(self, seeds: Collection[int]) -> list[Row]:
+        """Between two rounds: these requests leave, wherever they stand; whoever goes on with one ends it with the same
+        tokens. What has finished is not among them."""
+        left = self.scheduler.withdraw(seeds)
+        for slot in reversed(range(len(self.scheduler.live))):
+            row = self.scheduler.live[slot]
+            if row.request.seed in seeds:
+                left.append(row)
+                self.scheduler.remove(slot)
+                self._leave(slot)
+        return left
+
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
         self.drafters.swap(drafter, self.window, [(row.request, row.tokens) for row in self.scheduler.live])
