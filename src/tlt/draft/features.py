@@ -41,6 +41,7 @@ class FeatureWindow:
         self._blocks: list[tuple[list[int], Tensor, Sequence[int]]] = []  # places, features, next tokens
         self.first: list[int] = []
         self.length: list[int] = []
+        self._held = 0  # the oldest entry that the first free place still has
 
     @property
     def features(self) -> Tensor:
@@ -54,10 +55,10 @@ class FeatureWindow:
         self._settle()
         return self._tokens
 
-    def append(self) -> None:
-        """A new last row that holds nothing yet."""
-        self.first.append(0)
-        self.length.append(0)
+    def append(self, inherited: int = 0) -> None:
+        """A new last row that holds nothing yet, or so many first entries of the row that left its place."""
+        self.first.append(min(self._held, inherited))
+        self.length.append(inherited)
         if len(self.first) > len(self._features):
             self._features, self._tokens = _grown(self._features), _grown(self._tokens)
 
@@ -67,8 +68,7 @@ class FeatureWindow:
         last = len(self.first) - 1
         if row != last:
             self.copy(last, row, self.length[last], self.first[last])
-        self.first.pop()
-        self.length.pop()
+        self._held = max(self.first.pop(), self.length.pop() - self.capacity)
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
         """Entries below `length` of another row, as far back as that row still has them."""

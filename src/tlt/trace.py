@@ -1,0 +1,152 @@
+"""What every worker did when: spans, the states they add up to, and trace.json for ui.perfetto.dev or chrome://tracing.
+
+Spans of one kind of work that follow each other closely are joined, so that a rollout of a million rounds stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROLLOUT, IDLE, SPOT, UPDATE = STATES = ("ROLLOUT", "IDLE", "SPOT", "UPDATE")
+"""of a worker; all other names are work: prefill, plain, speculative, reward, spot, idle, update, sync, save, ..."""
+
+_JOINED = 0.005  # seconds between two spans that become one
+_MOST = 100_000  # spans kept where nobody drains them; the oldest are forgotten
+
+
+class TraceError(ValueError):
+    """The trace cannot be written; the message names the file and the remedy."""
+
+
+class Span(NamedTuple):
+    """`start` and `end` in seconds since 1970, so that the spans of several processes go together."""
+
+    name: str
+    start: float
+    end: float
+    facts: dict[str, float]
+    """counts; those of joined spans are added up"""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Tracer:
+    """The spans of one process. Kept until they are drained."""
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque(maxlen=_MOST)
+        self._state: tuple[str, float] | None = None
+
+    def add(self, name: str, start: float, end: float, **facts: float) -> None:
+        """A span that has ended. A clock that was set back makes it short, never negative."""
+        end = max(start, end)
+        if self._spans and self._spans[-1].name == name and 0 <= start - self._spans[-1].end < _JOINED:
+            last = self._spans.pop()
+            start, facts = last.start, last.facts | {key: last.facts.get(key, 0) + facts[key] for key in facts}
+        self._spans.append(Span(name, start, end, facts))
+
+    @contextmanager
+    def span(self, name: str, **facts: float) -> Iterator[None]:
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.time(), **facts)
+
+    def enter(self, state: str) -> None:
+        """The worker is in `state` from now on; the stay in the one before becomes a span."""
+        if self._state and self._state[0] == state:
+            return
+        self._state = state, self._end_stay()
+
+    def drain(self) -> list[Span]:
+        """All spans since the last drain, the stay in the present state up to now among them."""
+        self._end_stay()
+        spans, self._spans = list(self._spans), deque(maxlen=_MOST)
+        return spans
+
+    def _end_stay(self) -> float:
+        """The stay so far becomes a span; returns when it ended."""
+        now = time.time()
+        if self._state:
+            state, start = self._state
+            now = max(start, now)
+            self._spans.append(Span(state, start, now, {}))
+            self._state = state, now
+        return now
+
+
+def seconds_by_state(spans: Iterable[Span]) -> dict[str, float]:
+    """One worker's seconds in each state."""
+    seconds: dict[str, float] = dict.fromkeys(STATES, 0.0)
+    for span in spans:
+        if span.name in seconds:
+            seconds[span.name] += span.seconds
+    return seconds
+
+
+_BEGIN, _END = b'{"traceEvents": [', b"\n]}\n"
+_STATE, _WORK = 1, 2  # a worker's threads
+
+
+class TraceFile:
+    """Chrome's trace format, an event a line. Every write leaves valid JSON, so that a killed run leaves a whole file;
+    one that a power cut tore is mended where its last whole line ends. Goes on at the end of a file that is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._numbers: dict[str, int] = {}
+
+    def write(self, spans: Mapping[str, Sequence[Span]]) -> None:
+        """Spans by worker (or `driver`), who becomes a process of the trace. Raises TraceError."""
+        events = [event for name in spans for event in self._introduce(name)]
+        events += [_event(span, self._numbers[name]) for name, mine in spans.items() for span in mine]
+        if not events:
+            return
+        try:
+            self.path.touch()
+            with self.path.open("r+b", buffering=0) as file:
+                end = _end_of_events(self.path)
+                lines = b",\n".join(json.dumps(event).encode() for event in events)
+                file.seek(end)
+                file.write((b",\n" if end else _BEGIN + b"\n") + lines + _END)
+                file.truncate()
+        except OSError as error:
+            raise TraceError(f"{self.path} cannot be written ({error.strerror}): make room, then --resume") from None
+
+    def _introduce(self, name: str) -> list[dict[str, Any]]:
+        if name in self._numbers:
+            return []
+        number = self._numbers[name] = len(self._numbers)
+        kinds = {0: ("process_name", name), _STATE: ("thread_name", "state"), _WORK: ("thread_name", "work")}
+        return [
+            {"ph": "M", "name": kind, "pid": number, "tid": thread, "args": {"name": text}}
+            for thread, (kind, text) in kinds.items()
+        ]
+
+
+def _event(span: Span, number: int) -> dict[str, Any]:
+    """Whole microseconds, both ends rounded alike: what touches does not overlap."""
+    start, end = round(span.start * 1e6), round(span.end * 1e6)
+    thread = _STATE if span.name in STATES else _WORK
+    where = {"ph": "X", "name": span.name, "pid": number, "tid": thread, "ts": start, "dur": end - start}
+    return where | ({"args": span.facts} if span.facts else {})
+
+
+def _end_of_events(path: Path) -> int:
+    """Where the next event goes; 0 in a file without any."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 65536))
+        tail = file.read()
+    if tail.endswith(_END):
+        return size - len(_END)
+    return max(0, size - len(tail) + tail.rfind(b",\n")) if b",\n" in tail else 0
