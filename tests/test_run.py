@@ -28,6 +28,7 @@ from tlt.rewards import RewardError
 from tlt.stopping import Stopped
 
 STEPS = 4
+TIMES = ("seconds", "tokens_per_second", "workers")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
@@ -40,7 +41,7 @@ def lessons(folder: Path) -> list[dict[str, Any]]:
     kept = []
     for line in read_metrics(folder):
         update = {key: value for key, value in line["update"].items() if not key.startswith("mismatch")}
-        rest = {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second", *ACCELERATION)}
+        rest = {key: value for key, value in line.items() if key not in (*TIMES, *ACCELERATION)}
         kept.append(rest | {"update": update})
     return kept
 

@@ -25,6 +25,7 @@ from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rl.groups import has_spread, is_comparable, make_batch, usable
 from tlt.sampling import request_seed
+from tlt.trace import Span, Tracer
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, StepMetrics, TrainBatch
 
 
@@ -48,7 +49,12 @@ class Rollout(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     def release(self) -> None:
-        """Give back the memory that an update on the same device could use; the next `generate` takes it again."""
+        """An update comes next, up to the next `sync`: give back the memory that it could use on the same device; the
+        next `generate` takes it again."""
+        ...
+
+    def trace(self) -> list[list[Span]]:
+        """What each worker did since this was last asked, its stays in the states of `tlt.trace` among it."""
         ...
 
     def close(self) -> None:
@@ -84,6 +90,8 @@ class Parts:
     sampling: SamplingParams
     carried: list[Group] = field(default_factory=list)
     """groups that the step before left over; they open the next one"""
+    tracer: Tracer = field(default_factory=Tracer)
+    """of the driver's own phases"""
 
 
 @dataclass
@@ -107,12 +115,12 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
         used, parts.carried = good[:count], good[count:]
-        with timed("update", seconds):
+        with timed("update", seconds, parts.tracer):
             batch = make_batch(used, config, carried)
             watcher.phase(step, "update", len(batch.response_ids))
             parts.rollout.release()
             update = parts.policy.update(batch, step)
-        with timed("sync", seconds):
+        with timed("sync", seconds, parts.tracer):
             parts.rollout.sync(parts.policy, version=step + 1)
     fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
     return StepResult(groups, _measure(step, groups, stats, update, fate, seconds))
@@ -126,10 +134,10 @@ def _decode(
     stats, waves = RolloutStats(), 0
     while waves < max(1, config.rollout.max_waves):
         requests = _requests(parts, config)
-        with timed("rollout", seconds):
+        with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
             responses, wave = parts.rollout.generate(requests, watcher.response)
-        with timed("reward", seconds):
+        with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
             decoded = _in_prompt_order(requests, responses)
             parts.reward([response for group in decoded for response in group.responses])

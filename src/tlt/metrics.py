@@ -7,13 +7,15 @@ import platform
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from tlt.trace import IDLE, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
 
 
@@ -22,11 +24,12 @@ class MetricsError(ValueError):
 
 
 @contextmanager
-def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Add the block's wall clock to seconds[name]."""
+def timed(name: str, seconds: dict[str, float], tracer: Tracer | None = None) -> Iterator[None]:
+    """Add the block's wall clock to seconds[name], and a span to the tracer's."""
     start = time.perf_counter()
     try:
-        yield
+        with tracer.span(name) if tracer else nullcontext():
+            yield
     finally:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -70,7 +73,7 @@ def _scalars(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{prefix}{key}/")
-        elif key not in ("step", "prompts"):
+        elif key not in ("step", "prompts", "workers"):
             yield prefix + key, value
 
 
@@ -105,7 +108,8 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
         "without_reward": dict(outcomes),
         "policy_sha256": policy_sha256,
         "seconds": seconds,
-        "workers": [_states(seconds)],
+        "workers": _workers([line.get("workers", []) for line in lines]),
+        "by_step": _by_step(lines),
         "accept_length": tokens / passes if passes else 1.0,
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
@@ -114,13 +118,26 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
     return summary
 
 
-def _states(seconds: dict[str, float]) -> dict[str, float]:
-    """Worker-seconds by state, of the one worker in this process; it idles while the driver rewards and saves."""
-    busy = {
-        "ROLLOUT": seconds.get("rollout", 0.0) + seconds.get("eval", 0.0),
-        "UPDATE": seconds.get("update", 0.0) + seconds.get("sync", 0.0),
+def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Of each worker, over all steps: seconds and share of each state, and the share of its idle time that trained."""
+    found = []
+    for mine in zip_longest(*steps, fillvalue={}):
+        seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
+        total, idle = sum(seconds.values()), seconds[IDLE] + seconds[SPOT]
+        shares = {state: spent / total if total else 0.0 for state, spent in seconds.items()}
+        trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
+        found.append({"seconds": seconds, "share": shares, **trained})
+    return found
+
+
+def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """What a plot over the steps needs. The target version is the one that decoded the step."""
+    return {
+        "target_version": [line["step"] for line in lines],
+        "drafter_version": [line["rollout"].get("drafter_version", 0) for line in lines],
+        "accept_length": [line["accept_length"] for line in lines],
+        "tokens_per_second": [line["tokens_per_second"] for line in lines],
     }
-    return {**busy, "IDLE": seconds.get("total", 0.0) - sum(busy.values())}
 
 
 def _mean(values: list[float]) -> float:

@@ -43,6 +43,7 @@ from tlt.rewards import make_reward
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, stop_request
+from tlt.trace import TraceFile, seconds_by_state
 from tlt.types import Prompt
 
 
@@ -68,6 +69,7 @@ class Run:
     held_out: list[Prompt]
     first: int
     """steps done before"""
+    trace: TraceFile
 
 
 def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
@@ -79,20 +81,24 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
         run = _prepare(config, display, found, ending)
         write_json(folder / "config.json", config.model_dump())
         writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
+        _trace(run)
         with display.live(config, run.first):
             for result in _steps(run):
                 done = result.metrics.step + 1
                 if stop or _save_is_due(config, done):
-                    with timed("save", result.metrics.seconds):
+                    with timed("save", result.metrics.seconds, run.parts.tracer):
                         display.phase(result.metrics.step, "save", 0)
                         _save(run, done, asdict(result.metrics))
                     result.metrics.seconds["total"] += result.metrics.seconds["save"]
+                result.metrics.workers = _trace(run)
                 writer.write(result.metrics)
                 display.step(result)
                 if stop and done < config.train.steps:
                     writer.close()
                     raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
-            evaluation = _evaluate(run, config.train.steps)
+            with run.parts.tracer.span("eval"):
+                evaluation = _evaluate(run, config.train.steps)
+            _trace(run)
         writer.write_last_evaluation(config.train.steps, evaluation)
         writer.close()
         return summarize(folder, run.policy.sha256(), evaluation)
@@ -137,7 +143,7 @@ def _claim_folder(config: Config, resume: bool) -> Path:
             f"{folder} already holds a run: go on with --resume, or give --run.overwrite true or another --run.folder"
         )
     if used and not resume:
-        for name in ("metrics.jsonl", "summary.json"):
+        for name in ("metrics.jsonl", "summary.json", "trace.json"):
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -154,7 +160,16 @@ def _prepare(config: Config, display: Display, found: Checkpoint | None, ending:
     ending.callback(parts.rollout.close)
     encode = encoder(tokenizer, config.data.chat)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
-    run = Run(config, display, tokenizer, parts, policy, held_out, first=0)
+    run = Run(
+        config,
+        display,
+        tokenizer,
+        parts,
+        policy,
+        held_out,
+        first=0,
+        trace=TraceFile(Path(config.run.folder) / "trace.json"),
+    )
     if found:
         _restore(run, found)
     return run
@@ -182,9 +197,10 @@ def _steps(run: Run) -> Iterator[StepResult]:
     config, turns = run.config, steps(run.parts, run.config, run.display, run.first)
     for step in range(run.first, config.train.steps):
         seconds: dict[str, float] = {}
-        with timed("eval", seconds):
-            due = config.eval.every and step % config.eval.every == 0
-            evaluation = _evaluate(run, step) if due else {}
+        evaluation: dict[str, float] = {}
+        if config.eval.every and step % config.eval.every == 0:
+            with timed("eval", seconds, run.parts.tracer):
+                evaluation = _evaluate(run, step)
         result = next(turns)
         if evaluation:
             result.metrics.eval = evaluation
@@ -208,6 +224,14 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
     )
     run.display.evaluation(step, evaluation)
     return evaluation
+
+
+def _trace(run: Run) -> list[dict[str, float]]:
+    """Write down what was done since the last time; each worker's seconds by state."""
+    workers = run.parts.rollout.trace()
+    named = {f"worker {index}": spans for index, spans in enumerate(workers)}
+    run.trace.write({"driver": run.parts.tracer.drain(), **named})
+    return [seconds_by_state(spans) for spans in workers]
 
 
 def _save_is_due(config: Config, done: int) -> bool:

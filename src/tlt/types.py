@@ -82,6 +82,8 @@ class RolloutStats:
     accepted: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
+    drafter_version: int = 0
+    """at the end; one more per published drafter"""
     strategies: dict[str, int] = field(default_factory=dict)
     """rounds by strategy"""
     agreement: dict[str, float] = field(default_factory=dict)
@@ -96,11 +98,11 @@ class RolloutStats:
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
-        """Two rollouts as one; of what is not a sum (agreement, alarms) the later one's."""
+        """Two rollouts as one; of what is not a sum (agreement, alarms, version) the later one's."""
         mine, theirs = vars(self), vars(other)
         counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
         return RolloutStats(
-            **counts,
+            **counts | {"drafter_version": other.drafter_version},
             strategies=_sum_by_key(self.strategies, other.strategies),
             seconds=_sum_by_key(self.seconds, other.seconds),
             agreement=other.agreement,
@@ -147,3 +149,5 @@ class StepMetrics:
     """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
     prompts: list[tuple[int, int]] = field(default_factory=list)
     """(prompt id, epoch) of what the step consumed, in order"""
+    workers: list[dict[str, float]] = field(default_factory=list)
+    """each worker's seconds by state"""

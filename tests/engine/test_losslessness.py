@@ -148,9 +148,11 @@ class Raises(NodeDrafter):
     """Fails at the third call of one of its methods."""
 
     def __init__(self, inner: ContextDrafter, method: str) -> None:
-        self.propose = inner.propose
-        self.calls = 0
+        self.inner, self.calls = inner, 0
         setattr(self, method, self._fail_later(getattr(self, method)))
+
+    def propose(self, nodes: Sequence[Node]) -> Offer:
+        return self.inner.propose(nodes)
 
     def _fail_later(self, call: Callable) -> Callable:
         def failing(*arguments: object) -> object:

@@ -24,23 +24,29 @@ from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.trace import IDLE, ROLLOUT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats, SamplingParams
 
 
 class LocalRollout:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.tracer = engine.tracer = Tracer()
+        self.tracer.enter(IDLE)
 
     def sync(self, policy: Trainable, version: int) -> None:
         self.engine.target.load(policy.state_dict(), version)
+        self.tracer.enter(IDLE)
 
     def generate(
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
     ) -> tuple[list[Response], RolloutStats]:
         responses = []
+        self.tracer.enter(ROLLOUT)
         for response in self.engine.generate(requests):
             responses.append(response)
             on_response(response)
+        self.tracer.enter(IDLE)
         return responses, self.engine.stats
 
     def state(self) -> dict[str, Any]:
@@ -50,7 +56,11 @@ class LocalRollout:
         self.engine.tuner.load_state(state["tuner"])
 
     def release(self) -> None:
+        self.tracer.enter(UPDATE)
         self.engine.cache.release()
+
+    def trace(self) -> list[list[Span]]:
+        return [self.tracer.drain()]
 
     def close(self) -> None:
         """Nothing of it outlives the process."""

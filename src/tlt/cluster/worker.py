@@ -20,6 +20,7 @@ from tlt.engine.scheduler import Sequence as Row
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
 from tlt.rl.policy import Policy
+from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 
 Join = Callable[[Any, int, int, torch.device], Group]
@@ -70,6 +71,7 @@ class Worker:
         self.target.load(read_safetensors(folder), version=0)
         tokenizer = load_tokenizer(config.model.path)
         self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer)
+        self.tracer = self.engine.tracer = Tracer()
         self.device = torch_device(config.model)
         self.policy = Policy(
             folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
@@ -109,7 +111,8 @@ class Worker:
         self.engine.cache.release()
         self._before = self.state() if size > 1 else None
         try:
-            return self.policy.update(batch, step, self._group_at(meeting, rank, size))
+            with self.tracer.span("update"):
+                return self.policy.update(batch, step, self._group_at(meeting, rank, size))
         except GroupBroken:
             self.leave()
             return None
@@ -136,7 +139,8 @@ class Worker:
     def sync(self, version: int) -> None:
         """The engine takes the policy's weights; the update can no longer be rolled back."""
         self._before = None
-        self.target.load(self.policy.state_dict(), version)
+        with self.tracer.span("sync"):
+            self.target.load(self.policy.state_dict(), version)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -171,6 +175,10 @@ class Worker:
 
     def load_optimizer(self, folder: str) -> None:
         self.policy.load_optimizer(Path(folder))
+
+    def trace(self) -> list[Span]:
+        """What it did since this was last asked."""
+        return self.tracer.drain()
 
     def tuner_state(self) -> dict[str, Any]:
         return self.engine.tuner.state()

@@ -5,6 +5,7 @@ Shapes: B live rows, in the engine's order; W nodes of a level in each row; K li
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -95,7 +96,7 @@ class Offer(NamedTuple):
     kinds: Sequence[int] | None = None
 
 
-class NodeDrafter:
+class NodeDrafter(ABC):
     """Base of drafters in plain Python that look at one node at a time: they give `propose`."""
 
     name = "nodes"
@@ -117,8 +118,8 @@ class NodeDrafter:
         if row < len(self.rows):
             self.rows[row] = last
 
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        raise NotImplementedError
+    @abstractmethod
+    def propose(self, nodes: Sequence[Node]) -> Offer: ...
 
     def predict(self, level: Level) -> Candidates:
         self._level = self._nodes(level)

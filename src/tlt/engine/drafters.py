@@ -51,6 +51,7 @@ class Drafters:
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.agreement = {name: Agreement(drafter.published) for name, drafter in self.usable.items()}
         self.failures = 0
+        self.version = 0  # one more per swap
 
     def begin(self, window: FeatureWindow | None) -> None:
         self.failures = 0
@@ -73,6 +74,7 @@ class Drafters:
             if isinstance(other, MixedDrafter) and other.learned.name == drafter.name:
                 other.learned = drafter
         self.usable[drafter.name] = drafter
+        self.version += 1
         self.agreement[drafter.name] = Agreement(drafter.published)
 
         def enter() -> None:

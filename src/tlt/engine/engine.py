@@ -31,6 +31,7 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law
+from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats
 
 
@@ -50,11 +51,12 @@ class Engine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         layout: FeatureLayout | None = None,
         on_harvest: Callable[[Harvest], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.target, self.config, self.detokenize = target, config, detokenize
         self.tuner = tuner or Fixed(PLAIN)
         self.drafters = Drafters(drafters)
-        self.layout, self.on_harvest = layout, on_harvest
+        self.layout, self.on_harvest, self.tracer = layout, on_harvest, tracer
         self.cache = KVCache(target.options, target.dtype, target.device, config.kv_memory_mb)
         self.runner = Runner(target, self.cache, config.prefill_tokens)
         self.calibration = Calibration()
@@ -81,6 +83,7 @@ class Engine:
         self.drafters.begin(self.window)
         self.scheduler.submit(requests)
         self._law: Law | None = None
+        self._left: tuple[int, ...] | None = None  # the prompt whose keys and values lie in the first free slot
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
@@ -113,16 +116,23 @@ class Engine:
         yield
         self.stats.seconds[phase] += time.perf_counter() - start
 
+    def _trace(self, name: str, began: float, **facts: float) -> None:
+        if self.tracer:
+            self.tracer.add(name, began, time.time(), **facts)
+
     def round(self) -> list[Response]:
         """One turn; returns what finished."""
         live, stats = self.scheduler.live, self.stats
+        began = time.time()
         with self._timed("prefill"):
             prefilled = self._admit()
+        if prefilled:
+            self._trace("prefill", began)
         context = sum(row.kv_length for row in live) / len(live)
         strategy = self.tuner.choose(len(live), context, self.drafters.usable.keys())
         with self._timed("prefill"):
             preempted = self._make_room(strategy)
-        tokens, start = stats.tokens, time.perf_counter()
+        tokens, start, began = stats.tokens, time.perf_counter(), time.time()
         with self._timed("draft"):
             trees = self.draft(strategy)
         with self._timed("verify"):
@@ -131,7 +141,8 @@ class Engine:
             responses = self._commit(trees, sampled, strategy.drafter)
         stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
         spent = time.perf_counter() - start
-        stats.drafter_failures = self.drafters.failures
+        self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=stats.tokens - tokens)
+        stats.drafter_failures, stats.drafter_version = self.drafters.failures, self.drafters.version
         stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
         self.tuner.record(strategy, spent, stats.tokens - tokens, scored=not prefilled and not preempted)
@@ -142,33 +153,47 @@ class Engine:
     def _admit(self) -> bool:
         """New rows: prefill each context once, then copy it to the siblings that share it. Whether there were any."""
         before = len(self.scheduler.live)
-        admitted = self.scheduler.admit()
-        if not admitted:
+        if not self.scheduler.admit():
             return False
         self._law = None
         self.scheduler.reserve()
         live = self.scheduler.live
-        source = {row.request.prompt.token_ids: i for i, row in reversed(list(enumerate(live[:before])))}
-        fresh, copies = [], []
-        for row in live[before:]:
-            known = row.request.prompt.token_ids in source and not row.tokens
-            (copies if known else fresh).append(row)
-            source.setdefault(row.request.prompt.token_ids, before + len(fresh) - 1)
-        live[before:] = fresh + copies
-        for row in live[before:]:
+        origin = {row.request.prompt.token_ids: i for i, row in reversed(list(enumerate(live[:before])))}
+        kept, fresh, copies = self._sort_out(live[before:], origin.keys())
+        live[before:] = kept + fresh + copies
+        for slot in range(before, len(live)):
+            row = live[slot]
+            origin.setdefault(row.request.prompt.token_ids, slot)
             self.noise.append(row.request.seed, len(row.tokens), row.request.sampling.max_new_tokens)
             self.drafters.open(row.request, list(row.tokens))
             if self.window:
-                self.window.append()
+                self.window.append(inherited=row.kv_length if slot < before + len(kept) else 0)
+        self._left = None
         self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
-        self.runner.prefill(before, [row.context for row in fresh])
-        for slot in range(before + len(fresh), len(live)):
+        self.runner.prefill(before + len(kept), [row.context for row in fresh])
+        for slot in range(before + len(kept) + len(fresh), len(live)):
             row = live[slot]
-            origin = source[row.request.prompt.token_ids]
-            self.cache.store.copy_slot(origin, slot, row.kv_length)
+            source = origin[row.request.prompt.token_ids]
+            self.cache.store.copy_slot(source, slot, row.kv_length)
             if self.window:
-                self.window.copy(origin, slot, row.kv_length)
+                self.window.copy(source, slot, row.kv_length)
         return True
+
+    def _sort_out(self, rows: Sequence[Row], held: Collection[tuple[int, ...]]) -> tuple[list[Row], ...]:
+        """New rows by where their first keys and values come from: the first free slot, where the sibling that left it
+        last has them still; a prefill; a sibling, live or just prefilled."""
+        kept: list[Row] = []
+        fresh: list[Row] = []
+        copies: list[Row] = []
+        known = set(held)
+        for row in rows:
+            prompt = row.request.prompt.token_ids
+            if prompt == self._left and prompt not in known and not row.tokens:
+                kept.append(row)
+            else:
+                (copies if prompt in known and not row.tokens else fresh).append(row)
+            known.add(prompt)
+        return kept, fresh, copies
 
     def _make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
@@ -181,7 +206,7 @@ class Engine:
 
     def _leave(self, slot: int) -> None:
         """Every per-row structure but the scheduler's: the last row takes the place of the one that leaves."""
-        self._law = None
+        self._law = self._left = None
         self.noise.remove(slot)
         self.drafters.close(slot)
         if self.window:
@@ -203,6 +228,8 @@ class Engine:
             self._any_greedy = bool(self._greedy.any())
         self._times = torch.tensor(times, device=device)
         self._rows = torch.arange(len(live), device=device)[:, None]
+        self._depths = torch.arange(max(1, strategy.depth), device=device)
+        self._ahead: Tensor | None = None
 
     def draft(self, strategy: Strategy) -> list[DraftTree]:
         self._start_rows(strategy)
@@ -224,11 +251,12 @@ class Engine:
         return trees or [DraftTree([row.root]) for row in live]
 
     def _noise_of(self, depth: int, ids: Tensor | None) -> Tensor:
-        positions = self._times[:, None] + depth
         if ids is None:
-            noise = self.noise.at(self._rows, positions)
+            if self._ahead is None:  # of all levels at once: a look-up costs as much for one
+                self._ahead = self.noise.at(self._rows, self._times[:, None] + self._depths)
+            noise = self._ahead[:, depth : depth + 1]
         else:
-            noise = self.noise.at_ids(self._rows[..., None], positions[..., None], ids)
+            noise = self.noise.at_ids(self._rows[..., None], (self._times + depth)[:, None, None], ids)
         return noise.masked_fill(self._greedy[:, None, None], 0.0) if self._any_greedy else noise
 
     def verify(self, trees: Sequence[DraftTree]) -> Sampled:
@@ -319,5 +347,7 @@ class Engine:
         row = self.scheduler.live[slot]
         self.scheduler.remove(slot)
         self._leave(slot)
+        if slot == len(self.scheduler.live):  # nothing took its place
+            self._left = row.request.prompt.token_ids
         text = self.detokenize(row.tokens) if self.detokenize else ""
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)

@@ -1,0 +1,187 @@
+"""Spans, states, and the trace file, whatever became of the run that wrote it."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import run
+from tlt.display import Display
+from tlt.metrics import read_metrics
+from tlt.trace import IDLE, ROLLOUT, SPOT, STATES, UPDATE, Span, TraceError, TraceFile, Tracer, seconds_by_state
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e["ph"] == "X"]
+
+
+def overlapping(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of one thread that neither follow nor hold one another."""
+    faults, threads = [], {(e["pid"], e["tid"]) for e in found}
+    for thread in threads:
+        open_: list[dict[str, Any]] = []
+        mine = [e for e in found if (e["pid"], e["tid"]) == thread]
+        for event in sorted(mine, key=lambda e: (e["ts"], -e["dur"])):
+            while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
+                open_.pop()
+            if open_ and event["ts"] + event["dur"] > open_[-1]["ts"] + open_[-1]["dur"]:
+                faults.append((open_[-1]["name"], event["name"]))
+            open_.append(event)
+    return faults
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+def test_spans_of_one_name_that_follow_closely_are_one_with_the_sum_of_their_counts() -> None:
+    tracer = Tracer()
+    tracer.add("plain", 1.0, 2.0, tokens=3)
+    tracer.add("plain", 2.004, 3.0, tokens=4, rounds=1)
+    tracer.add("plain", 3.006, 4.0)
+    tracer.add("prefill", 4.0, 4.5)
+    tracer.add("plain", 4.5, 5.0)
+    assert tracer.drain() == [
+        Span("plain", 1.0, 3.0, {"tokens": 7, "rounds": 1}),
+        Span("plain", 3.006, 4.0, {}),
+        Span("prefill", 4.0, 4.5, {}),
+        Span("plain", 4.5, 5.0, {}),
+    ]
+    assert tracer.drain() == []
+
+
+def test_a_million_rounds_are_one_span() -> None:
+    tracer = Tracer()
+    for i in range(1_000_000):
+        tracer.add("plain", i * 1e-3, (i + 1) * 1e-3)
+    assert len(tracer.drain()) == 1
+
+
+def test_a_clock_set_back_leaves_no_negative_span() -> None:
+    tracer = Tracer()
+    tracer.add("plain", 5.0, 4.0)
+    assert tracer.drain() == [Span("plain", 5.0, 5.0, {})]
+
+
+def test_a_block_that_raises_leaves_its_span() -> None:
+    tracer = Tracer()
+    with pytest.raises(KeyError), tracer.span("update", step=3):
+        raise KeyError
+    assert [(s.name, s.facts) for s in tracer.drain()] == [("update", {"step": 3})]
+
+
+def test_states_fill_the_wall_clock_across_drains() -> None:
+    tracer = Tracer()
+    start = time.time()
+    spans = []
+    for state in (IDLE, ROLLOUT, ROLLOUT, SPOT, UPDATE, IDLE):
+        tracer.enter(state)
+        time.sleep(0.002)
+        spans += tracer.drain() if state == SPOT else []
+    spans += tracer.drain()
+    assert sum(seconds_by_state(spans).values()) == pytest.approx(time.time() - start, abs=1e-3)
+    assert all(before.end == after.start for before, after in pairwise(spans))
+    assert [s.name for s in spans] == [IDLE, ROLLOUT, SPOT, SPOT, UPDATE, IDLE]
+    assert seconds_by_state(spans)[ROLLOUT] >= 0.004
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+SPANS = [Span("plain", 1.0, 2.0, {"tokens": 5}), Span(ROLLOUT, 1.0, 2.5, {})]
+
+
+def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    TraceFile(path).write({"driver": [], "worker 0": SPANS})
+    found = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    names = {(e["name"], e["pid"], e["args"]["name"]) for e in found if e["ph"] == "M"}
+    assert {("process_name", 0, "driver"), ("process_name", 1, "worker 0"), ("thread_name", 1, "state")} <= names
+    where = {"ph": "X", "pid": 1, "ts": 1_000_000}
+    plain = where | {"name": "plain", "tid": 2, "dur": 1_000_000, "args": {"tokens": 5}}
+    assert events(path) == [plain, where | {"name": "ROLLOUT", "tid": 1, "dur": 1_500_000}]
+
+
+def test_every_write_leaves_a_whole_file_and_another_writer_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for run_ in range(2):
+        file = TraceFile(path)
+        for write in range(3):
+            file.write({"worker 0": SPANS})
+            assert len(events(path)) == 2 * (3 * run_ + write + 1)
+
+
+def test_a_torn_file_is_mended_where_its_last_whole_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    TraceFile(path).write({"worker 0": SPANS * 3})
+    whole = path.read_bytes()
+    for cut in range(0, len(whole)):
+        path.write_bytes(whole[:cut])
+        TraceFile(path).write({"worker 0": [Span("save", 9.0, 9.5, {})]})
+        found = [e["name"] for e in events(path)]
+        assert found[-1] == "save"
+        assert found[:-1] == ["plain", "ROLLOUT"] * 3 if cut == len(whole) else len(found) <= 7
+
+
+def test_a_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace.json cannot be written \(No such file"):
+        TraceFile(tmp_path / "gone" / "trace.json").write({"worker 0": SPANS})
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of two steps, resumed for a third."""
+    home = tmp_path_factory.mktemp("home")
+    for steps in (2, 3):
+        config = tiny_config(home, train={"steps": steps}, run={"folder": str(home / "run"), "save_every": 1})
+        run.train(config, steps == 3, Display(Console(quiet=True)))
+    return home / "run"
+
+
+def test_a_run_leaves_a_trace_of_all_its_work(folder: Path) -> None:
+    found = events(folder / "trace.json")
+    assert not overlapping(found)
+    assert {e["name"] for e in found if e["pid"] == 0} == {"rollout", "reward", "update", "sync", "save", "eval"}
+    assert {e["name"] for e in found if e["pid"] == 1} == {"prefill", "speculative", IDLE, ROLLOUT, UPDATE}
+    lines = read_metrics(folder)
+    assert sum(e["name"] == "update" for e in found) == len(lines) == 3
+    tokens = sum(e["args"]["tokens"] for e in found if e["name"] == "speculative")
+    assert tokens == sum(line["tokens"] for line in lines)
+
+
+def test_the_engine_works_only_while_its_worker_rolls_out(folder: Path) -> None:
+    found = [e for e in events(folder / "trace.json") if e["pid"] == 1]
+    stays = [(e["ts"], e["ts"] + e["dur"]) for e in found if e["name"] == ROLLOUT]
+    for event in (e for e in found if e["tid"] == 2):
+        assert any(a <= event["ts"] and event["ts"] + event["dur"] <= b for a, b in stays)
+
+
+def test_seconds_by_state_sum_to_the_wall_clock(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    (worker,) = summary["workers"]
+    assert sum(worker["seconds"].values()) == pytest.approx(summary["seconds"]["total"], rel=0.05, abs=0.02)
+    assert sum(worker["share"].values()) == pytest.approx(1)
+    assert worker["seconds"][UPDATE] == pytest.approx(
+        summary["seconds"]["update"] + summary["seconds"]["sync"], rel=0.05, abs=0.02
+    )
+    assert worker["seconds"][SPOT] == worker["idle_seconds_trained"] == worker["idle_share_trained"] == 0
+    assert set(worker["seconds"]) == set(STATES)
+
+
+def test_the_summary_has_what_a_plot_over_the_steps_needs(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    lines = read_metrics(folder)
+    assert summary["by_step"] == {
+        "target_version": [0, 1, 2],
+        "drafter_version": [0, 0, 0],
+        "accept_length": [line["accept_length"] for line in lines],
+        "tokens_per_second": [line["tokens_per_second"] for line in lines],
+    }
