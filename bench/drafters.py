@@ -61,7 +61,7 @@ def train(bench: Workbench, items: list[Any], change: dict[str, Any], seconds: f
         for _ in trainer.epoch(items):
             spent = time.process_time() - start
             if spent >= seconds:
-                return layer, trainer.steps
+                return layer, int(trainer.steps)
             trainer.rate_scale = 1 - 0.9 * spent / seconds
 
 

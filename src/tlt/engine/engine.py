@@ -317,8 +317,9 @@ class Engine:
         assert self.on_harvest is not None, "and somebody who takes it"
         features, tokens = self.window.read(slot, low, high)
         row.harvested = high
-        prompt_length = len(row.request.prompt.token_ids)
-        self.on_harvest(Harvest(self.target.version, low, prompt_length, tokens.cpu(), features.cpu()))
+        prompt, version = row.request.prompt, self.target.version
+        length = len(prompt.token_ids)
+        self.on_harvest(Harvest(version, low, length, tokens.cpu(), features.cpu(), prompt.prompt_id))
 
     def _append(self, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
         """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it

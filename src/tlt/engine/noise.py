@@ -11,7 +11,7 @@ from tlt.sampling import gumbel_noise
 
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
-_LEAST_WINDOW = 8
+_LEAST_WINDOW = 16
 _LEAST_CALL = 32  # positions that a call fills at least: on a CPU it costs as much as twenty of them to begin
 
 
