@@ -96,7 +96,7 @@ class FeatureWindow:
         if not self._blocks:
             return
         blocks, self._blocks = self._blocks, []
-        places, next_tokens = ([m for block in blocks for m in block[i]] for i in (0, 2))
+        places, next_tokens = [m for block in blocks for m in block[0]], [m for block in blocks for m in block[2]]
         if len(set(places)) == len(places):
             self._put(places, torch.cat([block[1] for block in blocks]), next_tokens)
         else:  # a row went all around its ring: the later entry must win

@@ -107,7 +107,9 @@ class Engine:
 
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
-        self.drafters.swap(drafter, self.window, [(row.request, row.tokens) for row in self.scheduler.live])
+        live = [(row.request, row.tokens) for row in self.scheduler.live]
+        for name in self.drafters.swap(drafter, self.window, live):
+            self.tuner.renew(name, drafter.published)
 
     @property
     def busy(self) -> bool:
