@@ -1,6 +1,6 @@
 """Training the drafter on packed sequences against padded batches of the same harvest.
 
-    python bench/packing.py recipes/longtail.toml [--seconds 60] [--json FILE]
+    python bench/packing.py recipes/longtail.toml [--seconds 30] [--json FILE]
 
 A pass over the harvest, three ways, in turn: packs of `micro_batch_tokens` entries, one behind the other; padded
 batches of sequences sorted by length, each as many as fit so many entries with the padding (the fair baseline); and
@@ -118,8 +118,8 @@ def batches_of(way: str, items: list[Harvest], tokens: int, device: torch.device
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
-    parser.add_argument("--tokens", type=int, default=12_000, help="of harvest")
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which no further pass begins")
+    parser.add_argument("--tokens", type=int, default=6_000, help="of harvest")
+    parser.add_argument("--seconds", type=float, default=30.0, help="after which no further pass begins")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     bench = Workbench.of(load_config(arguments.recipe))
