@@ -113,7 +113,7 @@ class Engine:
         context = sum(row.kv_length for row in live) / len(live)
         strategy = self.tuner.choose(len(live), context, self.drafters.usable.keys())
         with self._timed("prefill"):
-            preempted = self._make_room(strategy)
+            preempted = self.make_room(strategy)
         tokens, start, began = stats.tokens, time.perf_counter(), time.time()
         with self._timed("draft"):
             trees = self.draft(strategy)
@@ -163,7 +163,7 @@ class Engine:
                 self.window.copy(origin, slot, row.kv_length)
         return True
 
-    def _make_room(self, strategy: Strategy) -> bool:
+    def make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
         later. Whether any did."""
         left = self.scheduler.make_room(strategy.verify_tokens)
