@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.draft.drafter import Drafter
-from tlt.draft.eagle import load_drafter
+from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.features import FeatureLayout
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.mixed import MixedDrafter
@@ -74,12 +74,17 @@ def make_drafters(config: SpeculationConfig, target: Decoder) -> tuple[list[Draf
     """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
-    suffix = SuffixDrafter(config.history_tokens)
     if config.path is None or config.drafter == "suffix":
-        return [suffix], None
-    learned = EagleDrafter(load_drafter(config.path, target.options), target)
-    layout = learned.options.layout
-    return [learned] if config.drafter == "eagle" else [learned, suffix, MixedDrafter(learned, suffix)], layout
+        return [SuffixDrafter(config.history_tokens)], None
+    layer = load_drafter(config.path, target.options)
+    drafters = all_drafters(layer, target, config.history_tokens)
+    return drafters[:1] if config.drafter == "eagle" else drafters, layer.options.layout
+
+
+def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
+    """The learned one, suffix, and the mixture of both."""
+    learned, suffix = EagleDrafter(layer, target), SuffixDrafter(history_tokens)
+    return [learned, suffix, MixedDrafter(learned, suffix)]
 
 
 def make_tuner(config: SpeculationConfig, engine: EngineConfig, target: Decoder) -> Tuner:
