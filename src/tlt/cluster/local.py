@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.features import FeatureLayout
@@ -24,8 +25,9 @@ from tlt.engine.profile import profile
 from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
 from tlt.trace import IDLE, ROLLOUT, UPDATE, Span, Tracer
-from tlt.types import Request, Response, RolloutStats, SamplingParams
+from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 
 
 class LocalRollout:
@@ -101,6 +103,25 @@ def make_tuner(config: SpeculationConfig, engine: EngineConfig, target: Decoder)
 def make_target(config: ModelConfig) -> Decoder:
     """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
     return Decoder(decoder_options(read_config(config.path)), torch_dtype(config), torch_device(config))
+
+
+class Workplace(NamedTuple):
+    """What it takes to decode a recipe's prompts."""
+
+    tokenizer: Any
+    prompts: list[Prompt]
+    target: Decoder
+    sampling: SamplingParams
+
+
+def open_workplace(config: Config) -> Workplace:
+    """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    target = make_target(config.model)
+    refuse_foreign_tokens(prompts, target.options.vocab_size)
+    target.load(read_safetensors(config.model.path), version=0)
+    return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
