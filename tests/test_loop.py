@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt.config import Config, parse_config
 from tlt.data import Cursor
-from tlt.loop import Parts, StepResult, make_batch, one_step, steps
+from tlt.loop import Parts, StepResult, Trainable, make_batch, one_step, steps
 from tlt.rl.advantages import grpo
 from tlt.sampling import request_seed
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, TrainBatch
@@ -35,9 +35,9 @@ class Fake:
     score: Callable[[Prompt, int], float | None] | None = None
     """reward by prompt and index"""
 
-    def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.events.append("load")
-        self.loaded.append((state["weight"].item(), version))
+    def sync(self, policy: Trainable, version: int) -> None:
+        self.events.append("sync")
+        self.loaded.append((policy.state_dict()["weight"].item(), version))
 
     def generate(
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
@@ -116,7 +116,7 @@ def test_rollout_reward_update_sync_in_this_order() -> None:
     run(fake, make_config(prompts_per_step=1, steps=1))
     rewards = [("reward", f"0/0/{index}") for index in range(G)]
     watched = [("rollout", 0, G), "generate", *["response"] * G, ("reward", 0, G), *rewards]
-    assert fake.events == [*watched, ("update", 0, G), "release", "update", "load"]
+    assert fake.events == [*watched, ("update", 0, G), "release", "update", "sync"]
 
 
 def test_the_engine_gets_the_weights_of_each_update_with_their_version() -> None:

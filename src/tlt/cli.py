@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a policy by a recipe", epilog=_OVERRIDES)
     train.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
+    train.add_argument("--workers", type=int, help="processes that decode and update together: cluster.workers")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.folder")
     train.set_defaults(command=_train)
 
@@ -120,7 +121,8 @@ def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    config = load_config(arguments.recipe, overrides)
+    workers = ["--cluster.workers", str(arguments.workers)] if arguments.workers is not None else []
+    config = load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console
 
     from tlt.display import Display

@@ -85,7 +85,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "harvest_tokens": buffer.tokens,
         "harvest_seconds": harvested,
         "train_seconds": seconds,
-        "steps": trainer.steps,
+        "steps": int(trainer.steps),
         "overlap": overlaps,
         "config": config.drafter.model_dump(),
     }

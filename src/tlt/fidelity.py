@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tlt.cluster.local import LocalRollout, load_tokenizer, make_target, torch_dtype
-from tlt.config import Config
+from tlt.config import ClusterConfig, Config
 from tlt.data import Cursor
 from tlt.draft.drafter import Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
@@ -116,6 +116,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(config, tokenizer)
     assert isinstance(parts.rollout, LocalRollout)
+    assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
     engines = modes(config, target, tokenizer)
     runs = {name: ModeRun(name) for name in engines}
@@ -166,6 +167,7 @@ def _verify_config(config: Config, dtype: str, full: bool) -> Config:
         update={
             "model": config.model.model_copy(update={"dtype": dtype, "device": device}),
             "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
+            "cluster": ClusterConfig(),
         }
     )
 
@@ -189,7 +191,7 @@ def _verify_step(
         before.restore(policy)
         began = time.perf_counter()
         mode = replace(parts, rollout=LocalRollout(engine), cursor=Cursor(**start), carried=carried)
-        mode.rollout.load(policy.state_dict(), step)
+        mode.rollout.sync(policy, step)
         results[name] = one_step(mode, config, _Silent(), step)
         run, metrics = runs[name], results[name].metrics
         run.seconds += time.perf_counter() - began

@@ -30,9 +30,11 @@ from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingPa
 
 
 class Rollout(Protocol):
-    """Decodes requests with the target it was last given."""
+    """Decodes requests with the target it last took."""
 
-    def load(self, state: Mapping[str, Tensor], version: int) -> None: ...
+    def sync(self, policy: Trainable, version: int) -> None:
+        """The target takes the policy's weights."""
+        ...
 
     def generate(
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
@@ -53,6 +55,10 @@ class Rollout(Protocol):
 
     def trace(self) -> list[list[Span]]:
         """What each worker did since this was last asked, its stays in the states of `tlt.trace` among it."""
+        ...
+
+    def close(self) -> None:
+        """The run is over: end what was started for it."""
         ...
 
 
@@ -115,7 +121,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
             parts.rollout.release()
             update = parts.policy.update(batch, step)
         with timed("sync", seconds, parts.tracer):
-            parts.rollout.load(parts.policy.state_dict(), version=step + 1)
+            parts.rollout.sync(parts.policy, version=step + 1)
     fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
     return StepResult(groups, _measure(step, groups, stats, update, fate, seconds))
 

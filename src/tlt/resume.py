@@ -7,8 +7,11 @@ from typing import Any
 
 from tlt.config import Config, ConfigError
 
-# nothing of these reaches the policy
-_FREE = ("run.folder", "run.keep", "run.save_every", "run.overwrite", "reward.timeout_seconds", "reward.workers")
+# nothing of these reaches the policy; cluster.workers does, by the rounding of sums over other shards
+_FREE = (
+    *("run.folder", "run.keep", "run.save_every", "run.overwrite", "reward.timeout_seconds", "reward.workers"),
+    *("cluster.address", "cluster.slice_seconds"),
+)
 _PLACES = ("data.path", "reward.folder")  # of the data itself there is a fingerprint
 _FREE_SECTIONS = ("speculation", "drafter", "engine", "eval")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tlt import checkpoint
 from tlt.checkpoint import Checkpoint
@@ -33,9 +34,10 @@ from tlt.data import (
 )
 from tlt.display import Display
 from tlt.evaluate import evaluate
-from tlt.loop import Parts, StepResult, steps
+from tlt.loop import Parts, Rollout, StepResult, Trainable, steps
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
-from tlt.models.weights import read_safetensors, sha256
+from tlt.models.families import decoder_options, read_config
+from tlt.models.weights import read_safetensors
 from tlt.resume import refuse_changes
 from tlt.rewards import make_reward
 from tlt.rl.groups import from_plain, to_plain
@@ -43,6 +45,16 @@ from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, stop_request
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.types import Prompt
+
+
+class Lasting(Trainable, Protocol):
+    """A policy that goes into checkpoints."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load_optimizer(self, folder: Path) -> None: ...
+
+    def sha256(self) -> str: ...
 
 
 @dataclass
@@ -53,7 +65,7 @@ class Run:
     display: Display
     tokenizer: Any
     parts: Parts
-    policy: Policy
+    policy: Lasting
     held_out: list[Prompt]
     first: int
     """steps done before"""
@@ -65,8 +77,8 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
     mend, and Stopped where a signal asked the run to save and stop."""
     folder = _claim_folder(config, resume)
     found = checkpoint.latest(folder / "checkpoints") if resume else None
-    with stop_request() as stop:
-        run = _prepare(config, display, found)
+    with stop_request() as stop, ExitStack() as ending:
+        run = _prepare(config, display, found, ending)
         write_json(folder / "config.json", config.model_dump())
         writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
         _trace(run)
@@ -89,23 +101,35 @@ def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
             _trace(run)
         writer.write_last_evaluation(config.train.steps, evaluation)
         writer.close()
-        return summarize(folder, sha256(run.policy.state_dict()), evaluation)
+        return summarize(folder, run.policy.sha256(), evaluation)
 
 
-def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Policy]:
+def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Lasting]:
     """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
     reward = make_reward(config, prompts)
-    target = make_target(config.model)
-    refuse_foreign_tokens(prompts, target.options.vocab_size)
-    target.load(read_safetensors(folder), version=0)
-    engine = make_engine(config.engine, config.speculation, target, tokenizer)
+    refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
+    cursor = make_cursor(config.data, len(prompts), config.run.seed)
+    rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
+    return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
+
+
+def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
+    target = make_target(config.model)
+    target.load(read_safetensors(folder), version=0)
+    engine = make_engine(config.engine, config.speculation, target, load_tokenizer(config.model.path))
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
-    cursor = make_cursor(config.data, len(prompts), config.run.seed)
-    return Parts(prompts, cursor, LocalRollout(engine), reward, policy, sampling), policy
+    return LocalRollout(engine), policy
+
+
+def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
+    from tlt.cluster.remote import join
+    from tlt.cluster.workers import RayPool  # Ray is an extra
+
+    return join(RayPool(config, folder), config)
 
 
 # -- start and resume --------------------------------------------------------------------------------------------------
@@ -127,12 +151,13 @@ def _claim_folder(config: Config, resume: bool) -> Path:
     return folder
 
 
-def _prepare(config: Config, display: Display, found: Checkpoint | None) -> Run:
+def _prepare(config: Config, display: Display, found: Checkpoint | None, ending: ExitStack) -> Run:
     if found:
         refuse_changes(found.state["config"], config, found.state["step"])
     display.note(f"loading {config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None)
+    ending.callback(parts.rollout.close)
     encode = encoder(tokenizer, config.data.chat)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
     run = Run(

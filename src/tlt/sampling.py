@@ -31,14 +31,19 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 (Salmon et al., SC 2011) on int64 tensors that hold 32-bit words and broadcast together."""
     c0, c1, c2, c3, *_ = torch.broadcast_tensors(*counter, *key)
-    k0, k1 = key
+    even, odd, keys = torch.stack((c0, c2)), torch.stack((c1, c3)), torch.stack(key)
+    multiply, bump = (_pair(x, even) for x in ((0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)))
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps mod 2^64: the bits are those of the unsigned product
-        # only what is multiplied must be a clean 32-bit word: c1 and c3 keep their upper halves until the end
-        c0, c1 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK), p1
-        c2, c3 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK), p0
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1 & _MASK, c2, c3 & _MASK
+        product = (even * multiply).flip(0)  # wraps mod 2^64: the bits are those of the unsigned product
+        # only what is multiplied must be a clean 32-bit word: odd words and keys keep their upper halves
+        even, odd = (product >> 32).bitwise_xor_(odd).bitwise_xor_(keys).bitwise_and_(_MASK), product
+        keys = keys + bump
+    odd &= _MASK
+    return even[0], odd[0], even[1], odd[1]
+
+
+def _pair(values: tuple[int, int], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device).view(2, *[1] * (like.dim() - 1))
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -43,3 +46,74 @@ def test_what_teaches_nothing_is_not_kept(item: Harvest) -> None:
     buffer.add(harvest(0, 5))
     buffer.add(item)
     assert buffer.tokens == 5
+
+
+# -- the step before ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    before=st.lists(st.tuples(st.integers(0, 300), st.integers(2, 30)), max_size=30),
+    now=st.lists(st.tuples(st.integers(0, 300), st.integers(2, 30)), max_size=30),
+    most=st.integers(20, 200),
+)
+def test_the_longest_of_the_step_before_stay_beside_this_steps(
+    before: list[tuple[int, int]], now: list[tuple[int, int]], most: int
+) -> None:
+    buffer = HarvestBuffer(most)
+    for start, length in before:
+        buffer.add(harvest(start, length))
+    reached = sorted((item.reach for item in buffer.items), reverse=True)
+    buffer.next_step()
+    kept = sorted((item.reach for item in buffer.items), reverse=True)
+    assert buffer.tokens == sum(len(item.tokens) for item in buffer.items) <= most / 2
+    left_out = Counter(reached) - Counter(kept)
+    assert not left_out or buffer.tokens + 30 > most / 2, "there was no room for any of those left out"
+    assert not (left_out and kept) or most < 124 or max(left_out) <= max(kept)
+    for start, length in now:
+        buffer.add(harvest(start, length)._replace(target_version=1))
+        assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
+        assert buffer.tokens <= most or len([i for i in buffer.items if i.target_version == 1]) == 1
+        assert sorted((i.reach for i in buffer.items if i.target_version == 0), reverse=True) == kept
+    buffer.next_step()
+    assert buffer.versions <= {1}, "two steps old is too old"
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_late_positions_are_drawn_more_often() -> None:
+    """In proportion to how far into its sequence an item reaches."""
+    buffer, rng = HarvestBuffer(10_000), random.Random(0)
+    for start in (0, 90, 890):
+        buffer.add(harvest(start, 10))
+    drawn = Counter(buffer.sample(10, rng)[0].start for _ in range(11_000))
+    assert drawn[0] == pytest.approx(11_000 * 10 / 1010, rel=0.2)
+    assert drawn[90] == pytest.approx(11_000 * 100 / 1010, rel=0.1)
+
+
+@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=20), tokens=st.integers(8, 80), seed=st.integers(0, 9))
+def test_a_sample_is_never_larger_than_asked_for(lengths: list[int], tokens: int, seed: int) -> None:
+    buffer = HarvestBuffer(10_000)
+    for i, length in enumerate(lengths):
+        buffer.add(numbered(100 * i, length))
+    drawn = buffer.sample(tokens, random.Random(seed))
+    assert drawn
+    assert sum(len(item.tokens) for item in drawn) <= tokens
+    assert len({item.start // 100 for item in drawn}) == len(drawn)
+    for item in drawn:  # entries keep their true positions, cut or not
+        assert item.tokens.tolist() == list(range(item.start, item.reach))
+        assert item.features[:, 0].tolist() == item.tokens.tolist()
+
+
+def numbered(start: int, length: int) -> Harvest:
+    tokens = torch.arange(start, start + length)
+    return Harvest(0, start, 0, tokens, tokens[:, None].expand(-1, 2).float())
+
+
+# -- held back ---------------------------------------------------------------------------------------------------------
+
+
+def test_about_an_eighth_of_the_prompts_is_held_back_whatever_their_ids() -> None:
+    for ids in (range(4000), range(0, 40_000, 10), range(-4000, 0)):
+        share = sum(harvest(0, 5)._replace(prompt_id=i).held_back for i in ids) / 4000
+        assert share == pytest.approx(1 / 8, abs=0.02)

@@ -293,6 +293,14 @@ def late_siblings(model: Model, window: int, first: int, others: int) -> Life:
     return life
 
 
+@shapes
+def test_a_sibling_takes_over_the_place_of_one_that_is_done(model: Model, kind: Kind, window: int) -> None:
+    life = Life(model, make_layer(model.decoder, kind, window), max_rows=1)
+    log = life.run(requests(4, new_tokens=30, group=2, prompt=20))
+    assert life.engine.stats.prefill_tokens == 19 + 20
+    check_as_fresh(model, log, TREE, every=1)
+
+
 @pytest.mark.parametrize("window", [8, 16, 64])
 def test_a_sibling_that_comes_late_copies_from_one_that_still_decodes(model: Model, window: int) -> None:
     """The source has gone on, but its ring still holds the prompt's last window."""

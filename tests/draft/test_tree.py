@@ -337,18 +337,17 @@ def sees(tree: DraftTree, node: int) -> set[int]:
 
 @given(trees=st.lists(random_trees(), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_a_node_sees_its_ancestors_and_itself_and_padding_only_itself(trees: list[DraftTree]) -> None:
+def test_a_node_sees_its_ancestors_and_itself_and_padding_is_a_chain(trees: list[DraftTree]) -> None:
     batch = stack(trees, CPU)
     width = max(len(tree.tokens) for tree in trees)
     assert batch.tokens.shape == batch.depths.shape == (len(trees), width)
-    if width == 1:
-        assert batch.visible is None
-        return
-    assert batch.visible is not None
+    chains = all(tree.parents == [max(0, n - 1) for n in range(len(tree.parents))] for tree in trees)
+    assert (batch.visible is None) == chains
+    visible = torch.ones(len(trees), width, width).tril().bool() if batch.visible is None else batch.visible
     for row, tree in enumerate(trees):
         count = len(tree.tokens)
         assert batch.tokens[row].tolist() == tree.tokens + [0] * (width - count)
         assert batch.depths[row].tolist() == tree.depths + [0] * (width - count)
         for node in range(width):
-            visible = set(batch.visible[row, node].nonzero().flatten().tolist())
-            assert visible == (sees(tree, node) if node < count else {node})
+            expected = sees(tree, node) if node < count else {*sees(tree, count - 1), *range(count, node + 1)}
+            assert set(visible[row, node].nonzero().flatten().tolist()) == expected

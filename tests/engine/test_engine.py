@@ -367,6 +367,15 @@ def test_a_sibling_admitted_later_copies_the_prompt_of_one_that_still_decodes() 
     assert narrow.stats.prefill_tokens == 19
 
 
+def test_a_sibling_admitted_last_takes_over_the_slot_of_one_that_is_done() -> None:
+    group = [request(tuple(range(20)), index=i, max_new_tokens=length) for i, length in enumerate((30, 4, 9))]
+    other = [request(tuple(range(7)), index=i, prompt_id=1) for i in range(2)]
+    wide, single = engine(), engine(max_rows=1)
+    for order, prefilled in (([*group, *other], 19 + 6), ([group[0], other[0], *group[1:], other[1]], 2 * (19 + 6))):
+        assert tokens(decode(single, order)) == tokens(decode(wide, order))
+        assert single.stats.prefill_tokens == prefilled
+
+
 class CountingDecoder(Decoder):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Any, taps: Any = None) -> Tensor:
         self.sizes = [*getattr(self, "sizes", []), tokens.numel()]

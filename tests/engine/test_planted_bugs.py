@@ -144,7 +144,7 @@ def target_row_off_by_one(patch: Patch) -> None:
 
     def parents(hidden: Tensor, trees: TreeBatch) -> Tensor:
         if trees.visible is None:
-            return hidden
+            return torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
         number = torch.arange(1, hidden.shape[1] + 1)
         parent = (trees.visible.tril(-1) * number).argmax(-1)  # the last node seen but oneself; the root keeps its own
         return hidden.gather(1, parent[..., None].expand_as(hidden))

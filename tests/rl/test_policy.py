@@ -28,6 +28,11 @@ LONGEST = 12  # max_new_tokens
 UNBOUNDED = 1e9  # max_grad_norm that never bites
 
 
+def old_logprobs(policy: Policy, batch: TrainBatch) -> list[torch.Tensor]:
+    found = policy._old_logprobs(batch, range(len(batch.response_ids)))
+    return [found[i] for i in range(len(found))]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
@@ -114,7 +119,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
 ) -> None:
     policy, batch = make_policy(folder, dtype, temperature), random_batch(VOCAB)
     expected = all_plain_logprobs(plain_model(folder), batch, temperature)
-    for ours, theirs in zip(policy._old_logprobs(batch), expected, strict=True):
+    for ours, theirs in zip(old_logprobs(policy, batch), expected, strict=True):
         assert ours.dtype == dtype
         assert torch.allclose(ours.double(), theirs, rtol=0, atol=tolerance)
 
@@ -398,7 +403,7 @@ def test_importance_weights_scale_each_token(folder: Path) -> None:
 def test_mismatch_finds_a_known_error_of_the_rollout(folder: Path, updates_per_step: int) -> None:
     batch = random_batch(VOCAB)
     policy = make_policy(folder, updates_per_step=updates_per_step)
-    batch.rollout_logprobs = [x.tolist() for x in policy._old_logprobs(batch)]
+    batch.rollout_logprobs = [x.tolist() for x in old_logprobs(policy, batch)]
     tokens = sum(len(r) for r in batch.response_ids)
     batch.rollout_logprobs[2][0] += 0.25
     batch.rollout_logprobs[4][0] -= 0.75
@@ -410,7 +415,7 @@ def test_mismatch_finds_a_known_error_of_the_rollout(folder: Path, updates_per_s
 
 def test_mismatch_leaves_out_what_another_target_decoded(folder: Path) -> None:
     batch, policy = random_batch(VOCAB), make_policy(folder, micro_batch_tokens=10_000)
-    batch.rollout_logprobs = [x.tolist() for x in policy._old_logprobs(batch)]
+    batch.rollout_logprobs = [x.tolist() for x in old_logprobs(policy, batch)]
     batch.rollout_logprobs[0][0] += 9.0
     batch.rollout_logprobs[1][0] += 9.0
     batch.rollout_logprobs[2][0] += 0.25
@@ -422,7 +427,7 @@ def test_mismatch_leaves_out_what_another_target_decoded(folder: Path) -> None:
 
 def test_mismatch_of_float64_is_not_rounded_to_float32(folder: Path) -> None:
     batch, policy = random_batch(VOCAB), make_policy(folder)
-    batch.rollout_logprobs = [x.tolist() for x in policy._old_logprobs(batch)]
+    batch.rollout_logprobs = [x.tolist() for x in old_logprobs(policy, batch)]
     assert policy.update(batch, 0)["mismatch_mean"] < 1e-12
 
 
@@ -490,6 +495,6 @@ def test_bfloat16_computes_in_bfloat16(folder: Path) -> None:
     half, full = make_policy(folder, torch.bfloat16), make_policy(folder, torch.float32)
     gaps = [
         (a.double() - b.double()).abs().max().item()
-        for a, b in zip(half._old_logprobs(batch), full._old_logprobs(batch), strict=True)
+        for a, b in zip(old_logprobs(half, batch), old_logprobs(full, batch), strict=True)
     ]
     assert 1e-4 < max(gaps) < 0.5

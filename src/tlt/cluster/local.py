@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
@@ -23,6 +22,7 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
 from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
+from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -36,8 +36,8 @@ class LocalRollout:
         self.tracer = engine.tracer = Tracer()
         self.tracer.enter(IDLE)
 
-    def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.engine.target.load(state, version)
+    def sync(self, policy: Trainable, version: int) -> None:
+        self.engine.target.load(policy.state_dict(), version)
         self.tracer.enter(IDLE)
 
     def generate(
@@ -63,6 +63,9 @@ class LocalRollout:
 
     def trace(self) -> list[list[Span]]:
         return [self.tracer.drain()]
+
+    def close(self) -> None:
+        """Nothing of it outlives the process."""
 
 
 def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:

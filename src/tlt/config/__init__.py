@@ -6,6 +6,7 @@ Imports neither torch nor transformers, so that a fault is found in a fraction o
 from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section
 from tlt.config.sections import (
     BUILT_IN_REWARDS,
+    ClusterConfig,
     Config,
     DataConfig,
     DrafterTrainConfig,
@@ -22,6 +23,7 @@ from tlt.config.sections import (
 
 __all__ = [
     "BUILT_IN_REWARDS",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "DataConfig",

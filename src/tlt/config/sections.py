@@ -234,6 +234,18 @@ class EvalConfig(Section):
     """a response with at least this reward is right, for pass@k"""
 
 
+class ClusterConfig(Section):
+    """Workers: each with its own engine, its replica of the policy, and its drafter."""
+
+    workers: int = Field(default=1, gt=0)
+    """1: in this process; more: processes on Ray, each with its own cores, or its own CUDA device"""
+    address: str | None = None
+    """of the Ray cluster to join, such as `10.0.0.1:6379`, which sees all files under the same paths; left out: this
+    machine alone"""
+    slice_seconds: float = Field(default=0.1, gt=0)
+    """a worker decodes for so long before it reports and may be given other work"""
+
+
 class RunConfig(Section):
     folder: str = "runs/latest"
     seed: int = Field(default=0, ge=0)
@@ -255,6 +267,7 @@ class Config(Section):
     drafter: DrafterTrainConfig = DrafterTrainConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")

@@ -1,11 +1,21 @@
-"""The harvest: what the rollout computed anyway, kept for the drafter's training under a bound."""
+"""The harvest: what the rollout computed anyway, kept in host memory for the drafter's training under a bound.
+
+Those who finish early in a rollout are short, and a worker is idle while the long ones still run. So the longest of
+the step before are kept beside what this step gave so far (the one-step offset of TLT, arXiv 2511.16665 section 4.2).
+"""
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections import deque
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
+
+_BEFORE = 0.5  # of the bound, at most, is left to the step before
+_HELD_BACK = 8  # one prompt in so many is not trained on
 
 
 class Harvest(NamedTuple):
@@ -19,24 +29,78 @@ class Harvest(NamedTuple):
     """[n] the token that follows each entry"""
     features: Tensor
     """[n, F] as laid out by `FeatureLayout`; the last hidden state is after the final norm"""
+    prompt_id: int = 0
 
     @property
     def drafted(self) -> int:
         """Entries that predict a token of the response: the others teach nothing that is drafted."""
         return max(0, self.start + len(self.tokens) - max(self.start, self.prompt_length - 2) - 1)
 
+    @property
+    def reach(self) -> int:
+        """How far into its sequence it goes."""
+        return self.start + len(self.tokens)
+
+    @property
+    def held_back(self) -> bool:
+        """Of a prompt that no worker ever trains on, by a hash of its id: the gate's."""
+        return zlib.crc32(self.prompt_id.to_bytes(8, "little", signed=True)) % _HELD_BACK == 0
+
+    def cut(self, low: int, length: int) -> Harvest:
+        """Entries [low, low + length) of it."""
+        part = slice(low, low + length)
+        return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
+
 
 class HarvestBuffer:
-    """The newest harvests of up to `max_tokens` entries; the oldest leave first."""
+    """Up to `max_tokens` entries: the newest of this step, and the longest of the step before."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
-        self.items: deque[Harvest] = deque()
+        self.before: list[Harvest] = []
+        self.now: deque[Harvest] = deque()
+
+    @property
+    def items(self) -> list[Harvest]:
+        return [*self.before, *self.now]
+
+    @property
+    def versions(self) -> set[int]:
+        return {item.target_version for item in self.items}
 
     def add(self, harvest: Harvest) -> None:
         if harvest.drafted == 0:
             return
-        self.items.append(harvest)
+        self.now.append(harvest)
         self.tokens += len(harvest.tokens)
-        while self.tokens > self.max_tokens and len(self.items) > 1:
-            self.tokens -= len(self.items.popleft().tokens)
+        while self.tokens > self.max_tokens and len(self.now) > 1:
+            self.tokens -= len(self.now.popleft().tokens)
+
+    def next_step(self) -> None:
+        """The target moved: this step's longest become the step before, what was the step before is dropped."""
+        self.before, self.tokens = [], 0
+        for item in sorted(self.now, key=lambda item: item.reach, reverse=True):
+            if self.tokens + len(item.tokens) <= _BEFORE * self.max_tokens:
+                self.before.append(item)
+                self.tokens += len(item.tokens)
+        self.now.clear()
+
+    def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
+        """Items of one target version of up to `tokens` entries together. The further an item reaches, the likelier it
+        is drawn: drafters fail at late positions first. One that is too long by itself is cut."""
+        drawn: list[Harvest] = []
+        for item in _weighted(self.items, rng):
+            room = tokens - sum(len(other.tokens) for other in drawn)
+            if not drawn and len(item.tokens) > tokens:
+                return [item.cut(rng.randrange(len(item.tokens) - tokens + 1), tokens)]
+            if len(item.tokens) <= room and (not drawn or item.target_version == drawn[0].target_version):
+                drawn.append(item)
+            elif room < tokens // 8:
+                break
+        return drawn
+
+
+def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
+    """In random order, each next one drawn by its reach (Efraimidis and Spirakis 2006)."""
+    keys = {id(item): rng.random() ** (1 / item.reach) for item in items}
+    yield from sorted(items, key=lambda item: keys[id(item)], reverse=True)

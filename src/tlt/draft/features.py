@@ -36,11 +36,12 @@ class FeatureWindow:
         self.tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
         self.first: list[int] = []
         self.length: list[int] = []
+        self._held = 0  # the oldest entry that the first free place still has
 
-    def append(self) -> None:
-        """A new last row that holds nothing yet."""
-        self.first.append(0)
-        self.length.append(0)
+    def append(self, inherited: int = 0) -> None:
+        """A new last row that holds nothing yet, or so many first entries of the row that left its place."""
+        self.first.append(min(self._held, inherited))
+        self.length.append(inherited)
         if len(self.first) > len(self.features):
             more = max(8, len(self.features))
             self.features = torch.cat([self.features, self.features.new_zeros(more, *self.features.shape[1:])])
@@ -51,8 +52,7 @@ class FeatureWindow:
         last = len(self.first) - 1
         if row != last:
             self.copy(last, row, self.length[last], self.first[last])
-        self.first.pop()
-        self.length.pop()
+        self._held = max(self.first.pop(), self.length.pop() - self.capacity)
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
         """Entries below `length` of another row, as far back as that row still has them."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureWindow
-from tlt.models.decoder import Decoder, RMSNorm, rotate
+from tlt.models.decoder import Decoder, RMSNorm, rotate_
 from tlt.sampling import log_law
 from tlt.types import Request
 
@@ -61,28 +61,27 @@ class EagleDrafter:
         assert window is not None, "the engine keeps what the learned drafter reads"
         assert window.layout == self.options.layout, "and lays it out as this drafter asks"
         self.window = window
-        self.keys, self.values = self._empty(0), self._empty(0)
+        self.kv = self._empty(0)  # [2, rows, K, entries, E]: keys and values
         self.ready: list[int] = []  # entries below this one are in the cache
         small = self.options.vocab_size * self.from_embedding.shape[1] <= _TABLE
         self.table = self._contribution(self.target.embedding) if small else None
 
     def _empty(self, rows: int) -> Tensor:
         o, target = self.options, self.target
-        shape = (rows, o.num_kv_heads, _GUESSES + self.window.capacity, o.head_dim)
+        shape = (2, rows, o.num_kv_heads, _GUESSES + self.window.capacity, o.head_dim)
         return torch.zeros(shape, dtype=target.dtype, device=target.device)
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         self.ready.append(0)
-        if len(self.ready) > len(self.keys):
-            more = self._empty(max(8, len(self.keys)))
-            self.keys, self.values = torch.cat([self.keys, more]), torch.cat([self.values, more])
+        if len(self.ready) > self.kv.shape[1]:
+            self.kv = torch.cat([self.kv, self._empty(max(8, self.kv.shape[1]))], dim=1)
 
     def commit(self, row: int, tokens: Sequence[int]) -> None: ...  # the window says what there is
 
     def close(self, row: int) -> None:
         last = len(self.ready) - 1
         if row != last:
-            self.keys[row], self.values[row] = self.keys[last], self.values[last]
+            self.kv[:, row] = self.kv[:, last]
             self.ready[row] = self.ready[last]
         self.ready.pop()
 
@@ -111,68 +110,87 @@ class EagleDrafter:
             last.append(len(todo) - 1)
         self.ready = list(window.length)
         self.blind = [row for row, start in enumerate(starts) if start >= window.length[row]]
-        rows, entries = torch.tensor(todo, device=window.device).unbind(1)
+        rows, entries = np.array(todo).T
         places = entries % window.capacity
-        g = window.features[rows, places]
+        at = self._tensor(rows), self._tensor(places)
+        g = window.features[at]
         g = (
             g[:, : 3 * self.options.hidden_size] @ self.fc
             if self.options.kind == "eagle3"
             else g[:, -self.options.hidden_size :]
         )
-        q, k, v, residual = self._project(window.tokens[rows, places], g, self.target.cis(entries))
-        self.keys[rows, :, _GUESSES + places] = k
-        self.values[rows, :, _GUESSES + places] = v
-        self._see(np.array(starts), np.array(window.length))
-        at = torch.tensor(last, device=window.device)
-        self.bias = self.seen
-        return self._attend(q[at], residual[at], self.bias)
+        q, kv, residual = self._project(window.tokens[at], g, self.target.cis(self._tensor(entries)))
+        self.kv.view(-1, kv.shape[-1]).index_copy_(0, self._tensor(self._ring(rows, places)), kv.flatten(0, 2))
+        self._see(starts, window.length)
+        if len(todo) > len(last):
+            ends = self._tensor(np.array(last))
+            q, residual = q[ends], residual[ends]
+        return self._attend(q, residual, 1)
 
-    def _see(self, low: np.ndarray, high: np.ndarray) -> None:
-        """seen [B, 1, C]: 0 at the ring's entries in use, -inf elsewhere; C is as far as any row has come."""
-        capacity = self.window.capacity
-        place = np.arange(min(capacity, high.max()))
-        entry = place + (high[:, None] - 1 - place) // capacity * capacity  # the newest that lies at each place
-        inside = (entry >= low[:, None]) & (entry < high[:, None])
-        self.seen = np.where(inside, 0.0, -np.inf).astype(self.bias_dtype)[:, None]
-        self.all_seen = bool(inside.all())
-        self.guesses = 0
+    def _ring(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Where the keys and values [M, 2, K] of entries of the ring lie, among all of the cache."""
+        _, held, heads, size, _ = self.kv.shape
+        both, head = np.arange(2)[:, None], np.arange(heads)
+        return (((both * held + rows[:, None, None]) * heads + head) * size + _GUESSES + places[:, None, None]).ravel()
+
+    def _see(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """How much of the ring is attended, and what of it each row may see: `seen` [B, 1, C], 0 at its entries and
+        -inf elsewhere; None where every row sees all."""
+        capacity, longest = self.window.capacity, max(lengths)
+        self.ring_used, self.guesses = min(capacity, longest), 0
+        self.seen = None
+        if max(starts) > 0 or min(lengths) < longest:
+            low, high = np.array(starts), np.array(lengths)
+            place = np.arange(self.ring_used)
+            entry = place + (high[:, None] - 1 - place) // capacity * capacity  # the newest that lies at each place
+            inside = (entry >= low[:, None]) & (entry < high[:, None])
+            self.seen = np.where(inside, 0.0, -np.inf).astype(self.bias_dtype)[:, None]
+        self.bias = self.seen
         depths = torch.arange(1, _GUESSES + 1, device=self.target.device)
-        last = torch.from_numpy(high - 1).to(self.target.device)[:, None]
-        self.cis = self.target.cis((last + depths).clamp(max=self.options.max_positions - 1))  # [B, depth, 1, E/2]
+        last = self._tensor(np.array(lengths) - 1)[:, None]
+        self.cis = self.target.cis((last + depths).clamp_(max=self.options.max_positions - 1))  # [B, depth, 1, E/2]
 
     # -- below: what the drafter said itself ---------------------------------------------------------------------------
 
     def _deeper(self, level: Level) -> Tensor:
         B, n = level.tokens.shape
         assert self.guesses + n <= _GUESSES, "the configuration keeps trees within the cache"
-        device, rows = self.hidden.device, np.arange(B)[:, None]
-        g = self.hidden
+        g, cis = self.hidden, self.cis[:, level.depth - 1]
         if n > 1 or len(g) > B:
-            g = g[torch.from_numpy((level.parents + rows * (len(g) // B)).ravel()).to(device)]
-        cis = self.cis[:, level.depth - 1]
-        tokens = torch.from_numpy(level.tokens.ravel()).to(device)
-        q, k, v, residual = self._project(tokens, g, cis if n == 1 else cis.repeat_interleave(n, dim=0))
+            g = g[self._tensor((level.parents + np.arange(B)[:, None] * (len(g) // B)).ravel())]
+            cis = cis.repeat_interleave(n, dim=0)
+        q, kv, residual = self._project(self._tensor(level.tokens.ravel()), g, cis)
         # the newest guesses stand first, so that all of them and the ring are one slice
         columns = slice(_GUESSES - self.guesses - n, _GUESSES - self.guesses)
-        self.keys[:B, :, columns] = k.view(B, n, *k.shape[1:]).transpose(1, 2)
-        self.values[:B, :, columns] = v.view(B, n, *v.shape[1:]).transpose(1, 2)
+        self.kv[:, :B, :, columns] = kv.view(B, n, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+        self._guess(level.parents)
+        return self._attend(q, residual, n)
+
+    def _guess(self, parents: np.ndarray) -> None:
+        """A level of n more guesses a row: each sees itself and what its parent sees."""
+        (B, n), before = parents.shape, self.guesses
         self.guesses += n
-        bias = np.empty((B, n, self.guesses + self.seen.shape[-1]), dtype=self.bias_dtype)
+        if n == 1 and self.bias is None:
+            return
+        bias = np.zeros((B, n, self.guesses + self.ring_used), dtype=self.bias_dtype)
         bias[:, :, :n] = np.where(np.eye(n, dtype=bool), 0.0, -np.inf)
-        bias[:, :, n : self.guesses] = self.bias[rows, level.parents, : self.guesses - n]  # what the parent sees
-        bias[:, :, self.guesses :] = self.seen
+        if self.bias is not None:
+            bias[:, :, n : self.guesses] = self.bias[np.arange(B)[:, None], parents, :before]
+        if self.seen is not None:
+            bias[:, :, self.guesses :] = self.seen
         self.bias = bias
-        self.all_seen &= n == 1
-        return self._attend(q, residual, bias)
 
     # -- the layer -----------------------------------------------------------------------------------------------------
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.target.device)
 
     def _contribution(self, embedded: Tensor) -> Tensor:
         normed = self.norms["input_layernorm"](embedded) if self.options.kind == "eagle3" else embedded
         return normed @ self.from_embedding
 
-    def _project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """M tokens and the features before them -> queries [M, H, E], keys and values [M, K, E], residual [M, D]."""
+    def _project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """M tokens and the features before them -> queries [M, H, E], keys and values [M, 2, K, E], residual [M, D]."""
         o = self.options
         if self.table is not None:
             embedded = self.table[tokens]
@@ -183,27 +201,28 @@ class EagleDrafter:
         else:
             residual = torch.addmm(embedded, g, self.from_features)
             qkv = residual @ self.qkv
-        heads = o.num_heads + o.num_kv_heads
         qkv = qkv.view(len(tokens), -1, o.head_dim)
-        qk = rotate(qkv[:, :heads], cis)
-        return qk[:, : o.num_heads], qk[:, o.num_heads :], qkv[:, heads:], residual
+        rotate_(qkv[:, : o.num_heads + o.num_kv_heads], cis)
+        return qkv[:, : o.num_heads], qkv[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
 
-    def _attend(self, query: Tensor, residual: Tensor, bias: np.ndarray) -> Tensor:
-        """query [B * n, H, E], bias [B, n, guesses + C] -> the layer's output [B * n, D]."""
-        o, (B, n, T) = self.options, bias.shape
+    def _attend(self, query: Tensor, residual: Tensor, n: int) -> Tensor:
+        """query [B * n, H, E] over all guesses and the ring, as `bias` allows -> the layer's output [B * n, D]."""
+        o, B, T = self.options, len(query) // n, self.guesses + self.ring_used
         share = o.num_heads // o.num_kv_heads
-        folded = query.view(B, n, o.num_kv_heads, share, o.head_dim).permute(0, 2, 3, 1, 4)
-        folded = folded.reshape(B * o.num_kv_heads, share * n, o.head_dim)
-        columns = slice(_GUESSES - self.guesses, _GUESSES - self.guesses + T)
-        keys, values = self.keys[:B, :, columns].flatten(0, 1), self.values[:B, :, columns].flatten(0, 1)
-        scores = torch.bmm(folded, keys.transpose(1, 2)).view(B, o.num_kv_heads, share, n, T)
-        if not self.all_seen:
-            scores += torch.from_numpy(bias).to(scores.device, scores.dtype)[:, None, None]
+        if n > 1:
+            query = query.view(B, n, o.num_kv_heads, share, o.head_dim).permute(0, 2, 3, 1, 4)
+        folded = query.reshape(B * o.num_kv_heads, share * n, o.head_dim)
+        first = _GUESSES - self.guesses
+        keys, values = self.kv[:, :B, :, first : first + T].flatten(1, 2)
+        scores = torch.bmm(folded, keys.transpose(1, 2))
+        if self.bias is not None:
+            by_node = scores.view(B, o.num_kv_heads, share, n, T)
+            by_node += self._tensor(self.bias).to(scores.dtype)[:, None, None]
         wide = torch.float32 if self.target.dtype == torch.bfloat16 else None
-        weights = torch.softmax(scores, dim=-1, dtype=wide).to(values.dtype)
-        mixed = torch.bmm(weights.view(B * o.num_kv_heads, share * n, T), values)
-        mixed = mixed.view(B, o.num_kv_heads, share, n, o.head_dim).permute(0, 3, 1, 2, 4).reshape(B * n, -1)
-        x = torch.addmm(residual, mixed, self.out)
+        mixed = torch.bmm(torch.softmax(scores, dim=-1, dtype=wide).to(values.dtype), values)
+        if n > 1:
+            mixed = mixed.view(B, o.num_kv_heads, share, n, o.head_dim).permute(0, 3, 1, 2, 4)
+        x = torch.addmm(residual, mixed.reshape(B * n, -1), self.out)
         gate, up = (self.norms["post_attention_layernorm"](x) @ self.gate_up).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), self.down)
 

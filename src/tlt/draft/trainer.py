@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
 from tlt.models.decoder import Decoder
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
 
 
@@ -40,9 +41,12 @@ class Pack(NamedTuple):
     """[T] which harvest an entry is of"""
     counted: Tensor
     """[T] bool: the entry's column 0 predicts a token of a response"""
+    version: int
+    """of the target that computed the features"""
 
 
 def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
+    """All of one target version."""
     lengths = torch.tensor([len(item.tokens) for item in items])
     start = torch.tensor([item.start for item in items]).repeat_interleave(lengths)
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -54,6 +58,7 @@ def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
         positions.to(device),
         torch.arange(len(items)).repeat_interleave(lengths).to(device),
         (positions + 2 >= prompt).to(device),
+        items[0].target_version,
     )
 
 
@@ -61,14 +66,21 @@ def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: rand
     """One pass over the items in random order, `tokens` entries a pack, and at least one item."""
     order = list(items)
     rng.shuffle(order)
+    for held in bundles(order, tokens):
+        yield pack(held, device)
+
+
+def bundles(items: Iterable[Harvest], tokens: int) -> Iterator[list[Harvest]]:
+    """In this order, those that follow each other and are of one target version, up to `tokens` entries together."""
     held: list[Harvest] = []
-    for item in order:
-        if held and sum(len(h.tokens) for h in held) + len(item.tokens) > tokens:
-            yield pack(held, device)
+    for item in items:
+        full = sum(len(other.tokens) for other in held) + len(item.tokens) > tokens
+        if held and (full or item.target_version != held[0].target_version):
+            yield held
             held = []
         held.append(item)
     if held:
-        yield pack(held, device)
+        yield held
 
 
 # -- losses: log p and log q [M, V] -> [M] -------------------------------------------------------------------------
@@ -155,7 +167,8 @@ def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor)
 
 class DrafterTrainer:
     """Owns the trainable layer in float32 or wider, and its optimizer. The target's embedding and head are read from
-    the decoder at every step, so they are always those of its present version."""
+    the decoder at every step, so they are always those of its present version; the teacher's head is that of the
+    version which computed the harvest, kept by `target_moved`."""
 
     def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.layer, self.target, self.config = layer, target, config
@@ -165,19 +178,24 @@ class DrafterTrainer:
             layer.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.rng = random.Random(seed)
-        self.steps = 0
+        self.heads = {target.version: target.head}
+        self.steps = 0.0
+        """a fraction where replicas were averaged"""
         self.rate_scale = 1.0
         """the caller's schedule: a factor on the learning rate"""
         cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
+    def target_moved(self, held: Collection[int]) -> None:
+        """To be called after the decoder took new weights: keep the heads of the versions that are `held` in harvest.
+        (`Decoder.load` makes new tensors, so an old head stays what it was.)"""
+        self.heads = {version: head for version, head in self.heads.items() if version in held}
+        self.heads[self.target.version] = self.target.head
+
     def loss(self, batch: Pack) -> tuple[Tensor, list[float]]:
         """The mean loss over all columns, weighted by `decay`; and the mean of 1 - TV of each column."""
-        embedding, head = (x.to(self.dtype) for x in (self.target.embedding, self.target.head))
-        batch = batch._replace(features=batch.features.to(self.dtype))
-        columns = unroll(self.layer, embedding, self.cos_sin, batch, self.config.unroll)
-        last = batch.features[:, -self.layer.options.hidden_size :]
-        total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=last.device), 0.0, []
+        total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=batch.tokens.device), 0.0, []
+        columns, teacher = self._columns(self.layer, batch)
         for t, out in enumerate(columns):
             ahead = 1 + t
             inside = batch.segments[ahead:] == batch.segments[:-ahead]
@@ -185,34 +203,56 @@ class DrafterTrainer:
             if len(where) == 0:
                 overlaps.append(float("nan"))
                 continue
-            loss, overlap = self._column(out[where], last[where + ahead], head)
-            total = total + self.config.decay**t * loss
+            loss, overlap = self._chunked(out[where], teacher[where + ahead], batch.version)
+            total = total + self.config.decay**t * loss.mean()
             weight += self.config.decay**t
-            overlaps.append(overlap)
+            overlaps.append(overlap.mean().item())
         return total / max(weight, 1e-9), overlaps
 
-    def _column(self, out: Tensor, teacher: Tensor, head: Tensor) -> tuple[Tensor, float]:
-        """Mean loss and mean overlap of M entries, a chunk at a time, so that no [M, V] tensor outlives its chunk."""
+    @torch.no_grad()
+    def judge(self, layer: EagleLayer, batch: Pack) -> tuple[float, float, int]:
+        """What a chain of `unroll` guesses from an entry commits, and how often its first guess is right, summed over
+        entries; and how many there are: those whose whole chain is within their sequence.
+
+        1 - TV is about the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88), and a guess
+        counts only behind right ones: so speculation lives on the products along the columns.
+        """
+        deepest = self.config.unroll
+        inside = batch.segments[deepest:] == batch.segments[:-deepest]
+        where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
+        columns, teacher = self._columns(layer, batch)
+        overlaps = [self._chunked(out[where], teacher[where + 1 + t], batch.version)[1] for t, out in enumerate(columns)]
+        reached = torch.stack(overlaps).cumprod(0)
+        return len(where) + reached.sum().item(), reached[0].sum().item(), len(where)
+
+    def _columns(self, layer: EagleLayer, batch: Pack) -> tuple[list[Tensor], Tensor]:
+        """What the head takes, [T, D]: of the drafter in each column, and of the target."""
+        batch = batch._replace(features=batch.features.to(self.dtype))
+        columns = unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, self.config.unroll)
+        return columns, batch.features[:, -layer.options.hidden_size :]
+
+    def _chunked(self, out: Tensor, teacher: Tensor, version: int) -> tuple[Tensor, Tensor]:
+        """Loss and overlap of M entries [M], a chunk at a time, so that no [M, V] tensor outlives its chunk."""
+        head, known = self.target.head.to(self.dtype), self.heads[version].to(self.dtype)
 
         def chunk(out: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-            log_p = torch.log_softmax(F.linear(teacher, head), dim=-1)
+            log_p = torch.log_softmax(F.linear(teacher, known), dim=-1)
             log_q = torch.log_softmax(F.linear(out, head), dim=-1)
-            overlap = 1 - total_variation(log_p, log_q.detach())
-            return LOSSES[self.config.loss](log_p, log_q).sum(), overlap.sum()
+            return LOSSES[self.config.loss](log_p, log_q), 1 - total_variation(log_p, log_q.detach())
 
         rows = max(1, _LOSS_ROWS // len(head))
         if len(out) <= rows:
-            loss, overlap = chunk(out, teacher)
-        else:
-            parts = [
-                checkpoint(chunk, out[i : i + rows], teacher[i : i + rows], use_reentrant=False)
-                for i in range(0, len(out), rows)
-            ]
-            loss, overlap = (torch.stack(x).sum() for x in zip(*parts, strict=True))
-        return loss / len(out), overlap.item() / len(out)
+            return chunk(out, teacher)
+        parts = [
+            checkpoint(chunk, out[i : i + rows], teacher[i : i + rows], use_reentrant=False)
+            for i in range(0, len(out), rows)
+        ]
+        loss, overlap = (torch.cat(x) for x in zip(*parts, strict=True))
+        return loss, overlap
 
     def step(self, batch: Pack) -> list[float]:
-        """One optimizer step; returns the mean of 1 - TV of each column, before it."""
+        """One optimizer step, none where the gradient is not finite; returns the mean of 1 - TV of each column, before
+        it."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -221,10 +261,30 @@ class DrafterTrainer:
         if all(math.isnan(overlap) for overlap in overlaps):
             return overlaps
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.layer.parameters(), self.config.max_grad_norm)
-        self.optimizer.step()
-        self.steps += 1
+        norm = torch.nn.utils.clip_grad_norm_(self.layer.parameters(), self.config.max_grad_norm)
+        if norm.isfinite():  # one bad batch must not end the drafter
+            self.optimizer.step()
+            self.steps += 1
         return overlaps
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a step changes: the weights, both moments of Adam, and the number of steps; not copies."""
+        tensors = {"steps": torch.tensor(self.steps, dtype=torch.float64)}
+        for name, parameter in self.layer.named_parameters():
+            moments = self.optimizer.state.get(parameter, {})
+            tensors[f"weight.{name}"] = parameter.detach()
+            for moment in _MOMENTS:
+                tensors[f"{moment}.{name}"] = moments.get(moment, torch.zeros_like(parameter))
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from another trainer's `state`, or from a mean of several."""
+        self.steps = float(state["steps"])
+        for name, parameter in self.layer.named_parameters():
+            parameter.copy_(state[f"weight.{name}"])
+            moments = {m: state[f"{m}.{name}"].to(parameter.device, parameter.dtype, copy=True) for m in _MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(self.steps), **moments}
 
     def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
         """One pass over the harvest; gives what `step` gives, so that a caller may stop in between."""

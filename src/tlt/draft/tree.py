@@ -36,8 +36,8 @@ class DraftTree:
 
 
 class TreeBatch(NamedTuple):
-    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None if N
-    = 1)."""
+    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None for
+    chains, where it sees all before it)."""
 
     tokens: Tensor
     depths: Tensor
@@ -90,13 +90,17 @@ def grow(
         cells = calibration.cells(kinds, depth, scores, strategy.branching)
         reach = (chance * level.alive)[..., None] * calibration.table[cells]
         reach[~valid | (reach < strategy.min_chance)] = 0.0
-        k, tokens, reach = cells.shape[-1], tokens.reshape(B, -1), reach.reshape(B, -1)
-        grown.append(_Grown(tokens, np.repeat(numbers, k, axis=1), reach, cells.reshape(B, -1), depth + 1))
+        k, tokens, chance, cells = cells.shape[-1], *(x.reshape(B, -1) for x in (tokens, reach, cells))
+        grown.append(_Grown(tokens, np.repeat(numbers, k, axis=1), chance, cells, depth + 1))
         # of each row's new nodes the likeliest go on, if they can still be among the tokens to verify
-        picks = np.argsort(-reach, axis=1, kind="stable")[:, : strategy.branching]
-        numbers, count = picks + count, count + reach.shape[1]
-        tokens, chance = tokens[rows, picks], reach[rows, picks]
-        alive = _go_on(tokens, chance, depth + 1, roots, grown, strategy)
+        picks = np.arange(chance.shape[1])[None].repeat(B, axis=0)
+        if chance.shape[1] > strategy.branching:
+            picks = np.argsort(-chance, axis=1, kind="stable")[:, : strategy.branching]
+            tokens, chance = tokens[rows, picks], chance[rows, picks]
+        numbers, count = picks + count, count + cells.shape[1]
+        alive = _go_on(tokens, chance, depth + 1, roots)
+        if count > strategy.verify_tokens:
+            alive &= chance >= _least(grown, strategy.verify_tokens)
         level = Level(depth + 1, tokens, picks // k, alive, roots.law)
     return _cut(grown, strategy.verify_tokens)
 
@@ -116,19 +120,16 @@ def _children(
     return scores, tokens, valid
 
 
-def _go_on(
-    tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots, grown: Sequence[_Grown], strategy: Strategy
-) -> np.ndarray:
+def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:
     """[B, W]: nothing follows a stop token, and the last token of a response needs no draft: the pass before gives
     it."""
-    alive = (chance > 0) & (roots.room[:, None] > depth + 1)
-    alive &= (tokens[..., None] != roots.stops[:, None, :]).all(-1)
-    if sum(level.chance.shape[1] for level in grown) > strategy.verify_tokens:
-        so_far = np.concatenate([level.chance for level in grown], axis=1)
-        alive &= (
-            chance >= -np.partition(-so_far, strategy.verify_tokens - 1, axis=1)[:, strategy.verify_tokens - 1, None]
-        )
-    return alive
+    return (chance > 0) & (roots.room[:, None] > depth + 1) & (tokens[..., None] != roots.stops[:, None, :]).all(-1)
+
+
+def _least(grown: Sequence[_Grown], most: int) -> np.ndarray:
+    """[B, 1]: the chance of the `most`-th likeliest node of each row so far."""
+    so_far = np.concatenate([level.chance for level in grown], axis=1)
+    return -np.partition(-so_far, most - 1, axis=1)[:, most - 1, None]
 
 
 def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
@@ -154,17 +155,21 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
 
 
 def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
-    """Pad to the largest tree. A padding node sees only itself, and no walk reaches it."""
+    """Pad to the largest tree. A padding node follows the one before it, and no walk reaches it."""
     B, N = len(trees), max(len(tree.tokens) for tree in trees)
-    tokens = np.zeros((B, N), dtype=np.int64)
-    depths = np.zeros((B, N), dtype=np.int64)
-    parents = np.tile(np.arange(N), (B, 1))
+    if N == 1:
+        alone = torch.tensor([tree.tokens for tree in trees], device=device)
+        return TreeBatch(alone, torch.zeros_like(alone), None)
+    chain = np.maximum(np.arange(N) - 1, 0)
+    tokens, depths = np.zeros((2, B, N), dtype=np.int64)
+    parents = np.tile(chain, (B, 1))
     for b, tree in enumerate(trees):
         count = len(tree.tokens)
         tokens[b, :count], depths[b, :count], parents[b, :count] = tree.tokens, tree.depths, tree.parents
-    if N == 1:
-        return TreeBatch(torch.from_numpy(tokens).to(device), torch.from_numpy(depths).to(device), None)
+    batch = TreeBatch(torch.from_numpy(tokens).to(device), torch.from_numpy(depths).to(device), None)
+    if (parents == chain).all():
+        return batch
     visible = np.tile(np.eye(N, dtype=bool), (B, 1, 1))
     for n in range(1, N):  # parents come first, so theirs is complete
         visible[:, n] |= visible[np.arange(B), parents[:, n]]
-    return TreeBatch(*(torch.from_numpy(a).to(device) for a in (tokens, depths, visible)))
+    return batch._replace(visible=torch.from_numpy(visible).to(device))

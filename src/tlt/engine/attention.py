@@ -77,7 +77,8 @@ class SlotStore:
             tensor[row, :, target] = tensor[row, :, source]
 
     def layout(self, first: int, lengths: Sequence[int], visible: Tensor | None, new: int) -> PassLayout:
-        """`lengths` [B] committed tokens of slots first..; `visible` [B, N, N]: node n sees new node m (None: N = 1).
+        """`lengths` [B] committed tokens of slots first..; `visible` [B, N, N]: node n sees new node m (None: chains, a
+        node sees those before it and itself).
 
         Every node sees all committed tokens of its own slot.
         """
@@ -95,13 +96,13 @@ class SlotStore:
         rows, T = slice(span.low, span.high), span.tokens
         beyond = torch.arange(T, device=self.device) - committed[rows, None]  # [rows, T], >= 0 from the first new node
         if visible is None:
-            seen = (beyond <= 0)[:, None]
+            hidden = beyond[:, None] > torch.arange(new, device=self.device)[:, None]
         else:
             which = beyond.clamp(0, new - 1)[:, None].expand(-1, new, T)
-            seen = (beyond < 0)[:, None] | (visible[rows].gather(2, which) & (beyond < new)[:, None])
-            seen = seen.repeat(1, self.queries_per_kv, 1)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
-        return bias.repeat_interleave(self.num_kv_heads, dim=0)
+            hidden = (beyond >= 0)[:, None] & ~(visible[rows].gather(2, which) & (beyond < new)[:, None])
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        heads, share = self.num_kv_heads, self.queries_per_kv if new > 1 else 1
+        return bias[:, None, None].expand(-1, heads, share, -1, -1).reshape(-1, share * new, T)
 
     def attend(self, layout: PassLayout, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write key, value [B * N, K, E]; attend query [B * N, H, E] -> [B * N, H * E]."""

@@ -83,6 +83,24 @@ class Engine:
         self.drafters.begin(self.window)
         self.scheduler.submit(requests)
         self._law: Law | None = None
+        self._left: tuple[int, ...] | None = None  # the prompt whose keys and values lie in the first free slot
+
+    def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
+        """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
+        one that can never run."""
+        self.scheduler.submit(requests, resumed)
+
+    def give_up(self, seeds: Collection[int]) -> list[Row]:
+        """Between two rounds: these requests leave, wherever they stand; whoever goes on with one ends it with the same
+        tokens. What has finished is not among them."""
+        left = self.scheduler.withdraw(seeds)
+        for slot in reversed(range(len(self.scheduler.live))):
+            row = self.scheduler.live[slot]
+            if row.request.seed in seeds:
+                left.append(row)
+                self.scheduler.remove(slot)
+                self._leave(slot)
+        return left
 
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
@@ -135,33 +153,47 @@ class Engine:
     def _admit(self) -> bool:
         """New rows: prefill each context once, then copy it to the siblings that share it. Whether there were any."""
         before = len(self.scheduler.live)
-        admitted = self.scheduler.admit()
-        if not admitted:
+        if not self.scheduler.admit():
             return False
         self._law = None
         self.scheduler.reserve()
         live = self.scheduler.live
-        source = {row.request.prompt.token_ids: i for i, row in reversed(list(enumerate(live[:before])))}
-        fresh, copies = [], []
-        for row in live[before:]:
-            known = row.request.prompt.token_ids in source and not row.tokens
-            (copies if known else fresh).append(row)
-            source.setdefault(row.request.prompt.token_ids, before + len(fresh) - 1)
-        live[before:] = fresh + copies
-        for row in live[before:]:
+        origin = {row.request.prompt.token_ids: i for i, row in reversed(list(enumerate(live[:before])))}
+        kept, fresh, copies = self._sort_out(live[before:], origin.keys())
+        live[before:] = kept + fresh + copies
+        for slot in range(before, len(live)):
+            row = live[slot]
+            origin.setdefault(row.request.prompt.token_ids, slot)
             self.noise.append(row.request.seed, len(row.tokens), row.request.sampling.max_new_tokens)
             self.drafters.open(row.request, list(row.tokens))
             if self.window:
-                self.window.append()
+                self.window.append(inherited=row.kv_length if slot < before + len(kept) else 0)
+        self._left = None
         self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
-        self.runner.prefill(before, [row.context for row in fresh])
-        for slot in range(before + len(fresh), len(live)):
+        self.runner.prefill(before + len(kept), [row.context for row in fresh])
+        for slot in range(before + len(kept) + len(fresh), len(live)):
             row = live[slot]
-            origin = source[row.request.prompt.token_ids]
-            self.cache.store.copy_slot(origin, slot, row.kv_length)
+            source = origin[row.request.prompt.token_ids]
+            self.cache.store.copy_slot(source, slot, row.kv_length)
             if self.window:
-                self.window.copy(origin, slot, row.kv_length)
+                self.window.copy(source, slot, row.kv_length)
         return True
+
+    def _sort_out(self, rows: Sequence[Row], held: Collection[tuple[int, ...]]) -> tuple[list[Row], ...]:
+        """New rows by where their first keys and values come from: the first free slot, where the sibling that left it
+        last has them still; a prefill; a sibling, live or just prefilled."""
+        kept: list[Row] = []
+        fresh: list[Row] = []
+        copies: list[Row] = []
+        known = set(held)
+        for row in rows:
+            prompt = row.request.prompt.token_ids
+            if prompt == self._left and prompt not in known and not row.tokens:
+                kept.append(row)
+            else:
+                (copies if prompt in known and not row.tokens else fresh).append(row)
+            known.add(prompt)
+        return kept, fresh, copies
 
     def make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
@@ -174,7 +206,7 @@ class Engine:
 
     def _leave(self, slot: int) -> None:
         """Every per-row structure but the scheduler's: the last row takes the place of the one that leaves."""
-        self._law = None
+        self._law = self._left = None
         self.noise.remove(slot)
         self.drafters.close(slot)
         if self.window:
@@ -196,6 +228,8 @@ class Engine:
             self._any_greedy = bool(self._greedy.any())
         self._times = torch.tensor(times, device=device)
         self._rows = torch.arange(len(live), device=device)[:, None]
+        self._depths = torch.arange(max(1, strategy.depth), device=device)
+        self._ahead: Tensor | None = None
 
     def draft(self, strategy: Strategy) -> list[DraftTree]:
         self._start_rows(strategy)
@@ -217,11 +251,12 @@ class Engine:
         return trees or [DraftTree([row.root]) for row in live]
 
     def _noise_of(self, depth: int, ids: Tensor | None) -> Tensor:
-        positions = self._times[:, None] + depth
         if ids is None:
-            noise = self.noise.at(self._rows, positions)
+            if self._ahead is None:  # of all levels at once: a look-up costs as much for one
+                self._ahead = self.noise.at(self._rows, self._times[:, None] + self._depths)
+            noise = self._ahead[:, depth : depth + 1]
         else:
-            noise = self.noise.at_ids(self._rows[..., None], positions[..., None], ids)
+            noise = self.noise.at_ids(self._rows[..., None], (self._times + depth)[:, None, None], ids)
         return noise.masked_fill(self._greedy[:, None, None], 0.0) if self._any_greedy else noise
 
     def verify(self, trees: Sequence[DraftTree]) -> Sampled:
@@ -282,8 +317,9 @@ class Engine:
         assert self.on_harvest is not None, "and somebody who takes it"
         features, tokens = self.window.read(slot, low, high)
         row.harvested = high
-        prompt_length = len(row.request.prompt.token_ids)
-        self.on_harvest(Harvest(self.target.version, low, prompt_length, tokens.cpu(), features.cpu()))
+        prompt, version = row.request.prompt, self.target.version
+        length = len(prompt.token_ids)
+        self.on_harvest(Harvest(version, low, length, tokens.cpu(), features.cpu(), prompt.prompt_id))
 
     def _append(self, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
         """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
@@ -312,5 +348,7 @@ class Engine:
         row = self.scheduler.live[slot]
         self.scheduler.remove(slot)
         self._leave(slot)
+        if slot == len(self.scheduler.live):  # nothing took its place
+            self._left = row.request.prompt.token_ids
         text = self.detokenize(row.tokens) if self.detokenize else ""
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)

@@ -11,7 +11,8 @@ from tlt.sampling import gumbel_noise
 
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
-_LEAST_WINDOW = 8
+_LEAST_WINDOW = 16
+_LEAST_CALL = 32  # positions that a call fills at least: on a CPU it costs as much as twenty of them to begin
 
 
 class NoiseWindow:
@@ -43,14 +44,16 @@ class NoiseWindow:
             per_row[row] = per_row[last]
             per_row.pop()
 
+    @torch.inference_mode()
     def prepare(self, positions: Sequence[int], depth: int) -> None:
         """Have positions[b] .. positions[b] + depth of every row. When one is short, all look ahead, in one call; the
         longer a response is, the further, as short ones would not use it."""
         rows = list(zip(self.ready, positions, self.ends, strict=True))
         if all(ready >= min(at + depth + 1, end) for ready, at, end in rows):
             return
+        least = max(_LEAST_WINDOW, _LEAST_CALL // len(rows))
         ahead = [
-            min(at + max(depth + 1, min(self.width, at + _LEAST_WINDOW)), end)
+            min(at + max(depth + 1, min(self.width, max(at, least))), end)
             for at, end in zip(positions, self.ends, strict=True)
         ]
         self.ready, before = [max(a, r) for a, r in zip(ahead, self.ready, strict=True)], self.ready

@@ -65,11 +65,8 @@ class Runner:
             width = min(chunk, longest - lo)
             part = [list(c[lo : min(lo + width, len(c) - 1)]) for c in contexts]
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
-            causal = (
-                torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(contexts), -1, -1)
-            )
             depths = torch.arange(width, device=tokens.device).expand_as(tokens)
-            _, features = self._pass(first, tokens, [lo] * len(contexts), depths, causal)
+            _, features = self._pass(first, tokens, [lo] * len(contexts), depths, None)
             if self.window is not None and features is not None:
                 self._keep(self.window, features, first, lo, contexts)
 

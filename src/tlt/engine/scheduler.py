@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tlt.engine.kv_cache import KVCache
@@ -46,9 +46,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.live: list[Sequence] = []
 
-    def submit(self, requests: Iterable[Request]) -> None:
-        """Raises ValueError for a request that could never run, before any is queued."""
-        sequences = [Sequence(request) for request in requests]
+    def submit(self, requests: Iterable[Request], resumed: Iterable[Sequence] = ()) -> None:
+        """Raises ValueError for a request that could never run, before any is queued. Those `resumed` were begun
+        elsewhere."""
+        sequences = [*resumed, *(Sequence(request) for request in requests)]
         for sequence in sequences:
             self._check(sequence.request)
         self.waiting.extend(sequences)
@@ -105,6 +106,12 @@ class Scheduler:
 
     def _longest(self) -> int:
         return max((s.kv_length for s in self.live), default=0)
+
+    def withdraw(self, seeds: Collection[int]) -> list[Sequence]:
+        """Those of the waiting line leave it."""
+        left = [sequence for sequence in self.waiting if sequence.request.seed in seeds]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.request.seed not in seeds)
+        return left
 
     def remove(self, row: int) -> None:
         """A finished row leaves; the last row moves into its slot."""

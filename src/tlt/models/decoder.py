@@ -144,6 +144,14 @@ def rotate(x: Tensor, cis: Tensor) -> Tensor:
     return turned.to(x.dtype) if narrow else turned
 
 
+def rotate_(x: Tensor, cis: Tensor) -> None:
+    """`rotate` in place."""
+    if x.dtype == torch.bfloat16:
+        x.copy_(rotate(x, cis))
+    else:
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(cis)
+
+
 class _Loader:
     """Takes tensors by name, checks shapes, and remembers what it took."""
 

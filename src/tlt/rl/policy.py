@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.config import RolloutConfig, TrainConfig
+from tlt.models import weights
 from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.logprobs import token_logprobs
 from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
+from tlt.rl.parallel import Alone, Group, shard, sum_gradients
 from tlt.types import TrainBatch
 
 
@@ -55,33 +57,41 @@ class Policy:
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int, group: Group | None = None) -> dict[str, float]:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
-        A batch without responses changes nothing, and its metrics are 0. `skipped` is the share of optimizer steps that
-        were left out because their gradient was not finite.
+        The members of a `group` hold the same policy and give the same whole batch; each takes its shard of every
+        optimizer step, and all end with the same bits. A batch without responses changes nothing, and its metrics are
+        0. `skipped` is the share of optimizer steps that were left out because their gradient was not finite.
         """
+        group = group or Alone()
         rate = learning_rate(self.config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = rate
         count = len(batch.response_ids)
         parts = self.config.updates_per_step
-        old = self._old_logprobs(batch) if parts > 1 else None
         borders = [round(count * k / parts) for k in range(parts + 1)]
-        reports = [self._optimizer_step(batch, range(lo, hi), old) for lo, hi in pairwise(borders) if hi > lo]
+        turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
+        own = [i for members in turns for i in shard(members, group)]
+        old = self._old_logprobs(batch, own) if parts > 1 else None
+        reports = [self._optimizer_step(batch, members, old, group) for members in turns]
         names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
-        gaps = torch.cat([gap for r in reports for gap in r["gaps"]] or [torch.zeros(1)])
+        none = torch.zeros(0, device=self.device)
+        gaps = group.gather(torch.cat([none, *(gap for r in reports for gap in r["gaps"])]))
+        gaps = gaps if len(gaps) else torch.zeros(1)
         metrics["mismatch_mean"] = gaps.mean().item()
         metrics["mismatch_p999"] = gaps.kthvalue(math.ceil(0.999 * len(gaps))).values.item()
         return metrics | {"learning_rate": rate}
 
-    def _optimizer_step(self, batch: TrainBatch, members: range, old: list[Tensor] | None) -> dict[str, Any]:
+    def _optimizer_step(
+        self, batch: TrainBatch, members: range, old: dict[int, Tensor] | None, group: Group
+    ) -> dict[str, Any]:
         lengths = [len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
         gaps: list[Tensor] = []
-        for micro in self._micro_batches(batch, members):
+        for micro in self._micro_batches(batch, shard(members, group)):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
             old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
@@ -99,13 +109,23 @@ class Policy:
             totals["entropy"] += (entropy * inputs.weights).sum().item()
             totals["weight"] += inputs.weights.sum().item()
             gaps += _gaps(batch, micro, old_logprobs)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
+        group.sum_(sums)
+        totals = dict(zip(totals, sums.tolist(), strict=True))
+        norm, skipped = self._step(group)
+        means = {name: totals[name] / totals["weight"] for name in ("entropy", "clipped", "kl")}
+        return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped), "gaps": gaps}
+
+    def _step(self, group: Group) -> tuple[float, bool]:
+        """With the gradients of the whole group: their norm, and whether the step was left out."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        sum_gradients(parameters, group)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
         skipped = not norm.isfinite()  # one step with it would spoil every weight for good
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        means = {name: totals[name] / totals["weight"] for name in ("entropy", "clipped", "kl")}
-        return {"loss": totals["loss"], **means, "grad_norm": float(norm), "skipped": float(skipped), "gaps": gaps}
+        return float(norm), skipped
 
     def _loss_inputs(
         self, batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, shares: dict[int, float]
@@ -123,16 +143,16 @@ class Policy:
         return LossInputs(logprobs, old_logprobs, advantages, weights, lengths, importance)
 
     @torch.no_grad()
-    def _old_logprobs(self, batch: TrainBatch) -> list[Tensor]:
-        """[response] -> [its tokens], before the first gradient step."""
+    def _old_logprobs(self, batch: TrainBatch, members: Sequence[int]) -> dict[int, Tensor]:
+        """response -> [its tokens], before the first gradient step."""
         found: dict[int, Tensor] = {}
-        for micro in self._micro_batches(batch, range(len(batch.response_ids))):
+        for micro in self._micro_batches(batch, members):
             logprobs, _ = self._logprobs(self.model, micro)
             lengths = [len(batch.response_ids[i]) for i in micro.sequences]
             found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
-        return [found[i] for i in range(len(found))]
+        return found
 
-    def _micro_batches(self, batch: TrainBatch, members: range) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: TrainBatch, members: Sequence[int]) -> Iterator[MicroBatch]:
         lengths = [len(batch.prompt_ids[i]) + len(batch.response_ids[i]) for i in members]
         for rows in plan(lengths, self.config.micro_batch_tokens):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
@@ -144,6 +164,9 @@ class Policy:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.model.state_dict()
+
+    def sha256(self) -> str:
+        return weights.sha256(self.state_dict())
 
     def save(self, folder: Path) -> None:
         """`policy/`, which transformers can load, and the optimizer's state as safetensors."""
@@ -159,7 +182,10 @@ class Policy:
             for key, value in moments.items()
         }
 
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.model.load_state_dict(state)
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
         for key, value in state.items():

@@ -1,0 +1,85 @@
+"""Who decodes what: the first shares, what a worker is given as its slots fall free, and whether an idle one helps.
+
+Pure arithmetic; no token depends on any of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_DECAY = 0.97  # of what was seen of rounds, a slice
+_LEAST_SAVING = 0.2  # seconds that help must save to be worth the trouble
+_LENGTHS = 1000  # finished responses remembered
+
+
+class RoundTime:
+    """t(rows), the seconds of a round: a line through the slices seen, the late ones weighing more."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of 1, x, y, xx, xy
+
+    def add(self, rows: float, seconds: float) -> None:
+        terms = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [_DECAY * old + new for old, new in zip(self._sums, terms, strict=True)]
+
+    def __call__(self, rows: float) -> float:
+        n, x, y, xx, xy = self._sums
+        if n == 0:
+            return 0.0
+        spread = n * xx - x * x
+        slope = max(0.0, (n * xy - x * y) / spread) if spread > 1e-6 * n * xx else 0.0
+        return max(0.0, (y - slope * x) / n + slope * rows)
+
+
+class Forecast:
+    """What is known of lengths and speed; `helping` and `training` are the two predictions of what an idle worker would
+    gain."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.round_time = RoundTime()
+        self.prefill_seconds = 0.0
+        """of a token"""
+        self.lengths: deque[int] = deque(maxlen=_LENGTHS)
+
+    def remaining(self, tokens: int) -> float:
+        """Tokens that a response of so many tokens is expected to go on for: those that went on longer tell, and where
+        there is none, as long again."""
+        longer = [length for length in self.lengths if length > tokens]
+        return (fmean(longer) if longer else min(self.longest, 2 * tokens + 1)) - tokens
+
+    def helping(self, live: Mapping[int, int], take: Sequence[int], accept_length: float) -> float:
+        """Seconds by which the rollout ends earlier if these of a worker's rows (seed -> tokens so far) go elsewhere:
+        remaining rounds x (t(rows) - t(rows left)), less the prefill of what they have."""
+        rounds = max((self.remaining(tokens) for tokens in live.values()), default=0.0) / max(1.0, accept_length)
+        saved = self.round_time(len(live)) - self.round_time(max(len(take), len(live) - len(take)))
+        return rounds * saved - self.prefill_seconds * sum(live[seed] for seed in take)
+
+    @staticmethod
+    def training() -> float:
+        """Seconds by which this rollout ends earlier if the worker trains instead: none. It pays in the next ones."""
+        return 0.0
+
+    def is_worth_helping(self, live: Mapping[int, int], take: Sequence[int], accept_length: float) -> bool:
+        return self.helping(live, take, accept_length) > self.training() + _LEAST_SAVING
+
+
+def half_of(live: Mapping[int, int]) -> list[int]:
+    """Every second row by length, the longest stays: long and short ones on both sides."""
+    return sorted(live, key=lambda seed: -live[seed])[1::2]
+
+
+def take(queue: deque[list[T]], load: int, fair: int, slots: int) -> list[T]:
+    """What a worker with `load` requests gets of the waiting groups: whole ones, as long as it has less than its fair
+    share and they fit into its slots. One that does not fit is split as soon as an eighth of the slots is free."""
+    taken: list[T] = []
+    while queue and load + len(taken) < fair and load + len(taken) + len(queue[0]) <= slots:
+        taken += queue.popleft()
+    if queue and not taken and load < fair and slots - load >= max(1, slots // 8):
+        taken, queue[0] = queue[0][: slots - load], queue[0][slots - load :]
+    return taken

@@ -1,0 +1,196 @@
+"""Who is in which state and what it does next: ROLLOUT, IDLE, SPOT, UPDATE.
+
+One loop over the calls that come back. Nothing here reaches a token: design rule 1 lets any worker decode any request,
+once more from its start or from wherever another one stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from tlt.cluster.balance import Forecast, half_of, take
+from tlt.cluster.crew import Crew
+from tlt.cluster.pool import ClusterError
+from tlt.cluster.worker import Slice, Work
+from tlt.config import Config
+from tlt.engine.scheduler import Sequence as Row
+from tlt.trace import IDLE, ROLLOUT, UPDATE, Tracer
+from tlt.types import Request, Response, RolloutStats, TrainBatch
+
+_ATTEMPTS = 5  # at an update from which workers are lost
+
+
+@dataclass
+class Share:
+    """A worker's part of the rollout."""
+
+    rows: dict[int, Row] = field(default_factory=dict)
+    """by seed: what it was given, as it was then, and has not ended"""
+    promised: list[Row] = field(default_factory=list)
+    """given up by others for it"""
+    asked: list[int] = field(default_factory=list)
+    """seeds that it shall give up with its next slice"""
+    helper: int | None = None
+    """for whom"""
+    last: Slice | None = None
+
+
+class Coordinator:
+    def __init__(self, crew: Crew, config: Config) -> None:
+        self.crew, self.config = crew, config
+        self.slots = config.engine.max_rows
+        self.forecast = Forecast(config.rollout.max_new_tokens)
+        self.tracers = [Tracer() for _ in range(crew.size)]
+        self._enter(IDLE)
+        self._number = 0
+        self._meeting: tuple[str, int] | None = None
+
+    def _enter(self, state: str) -> None:
+        for tracer in self.tracers:
+            tracer.enter(state)
+
+    # -- rollout -------------------------------------------------------------------------------------------------------
+
+    def rollout(
+        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+    ) -> tuple[list[Response], RolloutStats]:
+        self._number += 1
+        self.shares = [Share() for _ in range(self.crew.size)]
+        self.queue = deque(
+            [Row(request) for request in group]
+            for _, group in groupby(requests, key=lambda r: (r.prompt.prompt_id, r.epoch))
+        )
+        self.missing = len(requests)
+        self._gone = RolloutStats()
+        responses: list[Response] = []
+        while self.missing:
+            for index in range(self.crew.size):
+                if not self.crew.pending(index):
+                    self._next(index)
+            for done in self.crew.done():
+                if done.lost:
+                    self._reclaim(done.worker)
+                elif done.method == "decode":
+                    for response in self._took(done.worker, done.result):
+                        responses.append(response)
+                        on_response(response)
+        for tracer in self.tracers:
+            tracer.enter(IDLE)
+        return responses, self._stats(responses)
+
+    def _next(self, index: int) -> None:
+        """The worker has nothing to do: more of its share, what waits, or what an idle one does."""
+        share = self.shares[index]
+        fair = math.ceil(self.missing / self.crew.size)
+        new = [*share.promised, *take(self.queue, len(share.rows) + len(share.promised), fair, self.slots)]
+        share.promised = []
+        share.rows |= {row.request.seed: row for row in new}
+        if not share.rows:
+            share.asked, share.helper = [], None
+            self.tracers[index].enter(IDLE)
+            self._ask_for_work(index)
+            return
+        self.tracers[index].enter(ROLLOUT)
+        fresh = [row.request for row in new if not row.tokens]
+        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked)
+        share.asked = []
+        self.crew.call(index, "decode", work, self.config.cluster.slice_seconds)
+
+    def _ask_for_work(self, index: int) -> None:
+        """Help the worker that has most to do, if that is predicted to end the rollout earlier."""
+        if any(share.helper == index for share in self.shares):
+            return
+        most = max(self.shares, key=lambda share: len(share.rows))
+        if most.last is None or most.helper is not None or len(most.rows) < 2:
+            return
+        if most.last.waiting:
+            wanted = most.last.waiting[1::2] or most.last.waiting
+        else:
+            wanted = half_of(most.last.live)
+            if not self.forecast.is_worth_helping(most.last.live, wanted, most.last.stats.accept_length):
+                return
+        most.asked, most.helper = list(wanted), index
+
+    def _took(self, index: int, done: Slice) -> list[Response]:
+        """A slice came back: what finished in it."""
+        share = self.shares[index]
+        self._learn(share.last, done)
+        share.last = done
+        for response in done.responses:
+            del share.rows[response.request.seed]
+            self.forecast.lengths.append(len(response.token_ids))
+        self.missing -= len(done.responses)
+        if not share.asked:  # it has been asked with this slice, if it was at all
+            for row in done.given_up:
+                del share.rows[row.request.seed]
+            self._promise(share.helper, done.given_up)
+            share.helper = None
+        return done.responses
+
+    def _promise(self, helper: int | None, rows: list[Row]) -> None:
+        if helper is not None and helper in self.crew.sound:
+            self.shares[helper].promised += rows
+        elif rows:
+            self.queue.appendleft(rows)
+
+    def _learn(self, before: Slice | None, now: Slice) -> None:
+        had, has = before.stats if before else RolloutStats(), now.stats
+        rounds = has.rounds - had.rounds
+        prefill = has.seconds["prefill"] - had.seconds.get("prefill", 0.0)
+        if rounds:
+            self.forecast.round_time.add((has.row_passes - had.row_passes) / rounds, (now.seconds - prefill) / rounds)
+        if has.prefill_tokens > had.prefill_tokens:
+            self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)
+
+    def _reclaim(self, index: int) -> None:
+        """The worker was lost: others decode what it had, with the same tokens."""
+        lost, self.shares[index] = self.shares[index], Share()
+        self.tracers[index].enter(IDLE)
+        rows = [*lost.rows.values(), *lost.promised]
+        if rows:
+            self.queue.appendleft(rows)
+        if lost.last:
+            self._gone = self._gone + lost.last.stats
+
+    def _stats(self, responses: Sequence[Response]) -> RolloutStats:
+        """All workers' counters; tokens are those of the responses, whatever was decoded twice."""
+        stats = self._gone
+        for share in self.shares:
+            if share.last:
+                stats = stats + share.last.stats
+        stats.tokens = sum(len(response.token_ids) for response in responses)
+        return stats
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
+        new one takes it too, and it is done again on the same shards. Raises ClusterError."""
+        self._enter(UPDATE)
+        given = self.crew.pool.put(batch)
+        for _ in range(_ATTEMPTS):
+            self.crew.all_sound()
+            meeting, size = self._meet(), self.crew.size
+            reports = self.crew.together("update", [(given, step, meeting, rank, size) for rank in range(size)])
+            if reports:
+                return reports[0]
+            self._meeting = None
+            self.crew.everyone("rollback")
+        raise ClusterError(
+            f"the update of step {step} failed {_ATTEMPTS} times as workers were lost: see why, --resume"
+        )
+
+    def _meet(self) -> str:
+        """Where the workers' group meets: another place as soon as one of them was lost."""
+        if self._meeting is None or self._meeting[1] != self.crew.losses:
+            address = self.crew.someone("meeting")
+            self._meeting = address, self.crew.losses
+        return self._meeting[0]
+
+    def sync(self, version: int) -> None:
+        self.crew.everyone("sync", version)
+        self._enter(IDLE)

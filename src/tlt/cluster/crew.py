@@ -1,0 +1,144 @@
+"""The workers as those see them who want work done: one that is lost is replaced by a copy of another."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any, NamedTuple
+
+from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
+_IN_A_ROW = 3  # times that a worker may be lost before it has answered once
+
+
+class Done(NamedTuple):
+    """A call that came back."""
+
+    worker: int
+    method: str
+    result: Any
+    lost: bool = False
+    """the worker is gone, all its calls with it, and a new one is on its way"""
+
+
+class Crew:
+    """Calls that change what a run depends on are made of all workers, so that any one can stand in for another."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.size = pool, pool.size
+        self.sound = set(range(pool.size))  # those that hold the run's state
+        self.losses = 0
+        self._in_a_row = [0] * pool.size
+        self._calls: dict[Handle, tuple[int, str]] = {}
+        self._kept: list[Done] = []  # came back while another call was waited for
+
+    def call(self, index: int, method: str, *arguments: Any) -> None:
+        """Its end comes out of `done`."""
+        self._calls[self.pool.submit(index, method, *arguments)] = index, method
+
+    def pending(self, index: int) -> list[str]:
+        """Methods under way, in their order."""
+        return [method for i, method in self._calls.values() if i == index]
+
+    def done(self, timeout: float | None = None) -> list[Done]:
+        """Calls that came back: at least one, unless the time is up. Raises what a method raised, and ClusterError if
+        nobody is left to go on."""
+        kept, self._kept = self._kept, []
+        return kept or self._collect(timeout)
+
+    def _collect(self, timeout: float | None = None) -> list[Done]:
+        handles = self.pool.wait(list(self._calls), timeout)
+        return [self._outcome(handle) for handle in handles if handle in self._calls]
+
+    def _outcome(self, handle: Handle) -> Done:
+        index, method = self._calls.pop(handle)
+        try:
+            result = self.pool.result(handle)
+        except WorkerLost:
+            self.replace(index)
+            return Done(index, method, None, lost=True)
+        self._in_a_row[index] = 0
+        if method == "take_state":
+            self.sound.add(index)
+        return Done(index, method, result)
+
+    # -- calls that are waited for -------------------------------------------------------------------------------------
+
+    def everyone(self, method: str, *arguments: Any) -> list[Any]:
+        """All workers' results; a worker that is lost is asked again when it was replaced."""
+        for index in range(self.size):
+            self.call(index, method, *arguments)
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            for done in self._collect():
+                if done.lost and done.worker not in results:
+                    self.call(done.worker, method, *arguments)
+                if done.method == method and not done.lost:
+                    results[done.worker] = done.result
+                else:
+                    self._kept.append(done)
+        return [results[index] for index in range(self.size)]
+
+    def someone(self, method: str, *arguments: Any) -> Any:
+        """The result of the first sound worker."""
+        while True:
+            index = self._source()
+            self.call(index, method, *arguments)
+            while index in self.sound:
+                for done in self._collect():
+                    if (done.worker, done.method, done.lost) == (index, method, False):
+                        return done.result
+                    self._kept.append(done)
+
+    def together(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+        """A call in which the workers need each other, and return None where another one was lost. None if so: by then
+        all are back, as one that still waits 10 s later is replaced too."""
+        for index, own in enumerate(arguments):
+            self.call(index, method, *own)
+        results: dict[int, Any] = {}
+        until = math.inf
+        while waiting := [i for i in range(self.size) if method in self.pending(i)]:
+            if time.monotonic() > until:
+                for index in waiting:
+                    self.replace(index)
+                break
+            for done in self._collect(None if until == math.inf else 0.5):
+                if done.method != method or done.lost:
+                    self._kept.append(done)
+                else:
+                    results[done.worker] = done.result
+                if done.lost or (done.method == method and done.result is None):
+                    until = min(until, time.monotonic() + _PATIENCE)
+        return [results[i] for i in range(self.size)] if until == math.inf else None
+
+    def all_sound(self) -> None:
+        """Wait until every worker holds the run's state."""
+        while len(self.sound) < self.size:
+            self._kept += self._collect()
+
+    # -- losses --------------------------------------------------------------------------------------------------------
+
+    def replace(self, index: int) -> None:
+        """A new worker that takes the state of a sound one."""
+        log.warning("worker %d was lost; a new one takes its place", index)
+        self.losses += 1
+        self._in_a_row[index] += 1
+        self.sound.discard(index)
+        self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
+        source = self._source()
+        if self._in_a_row[index] > _IN_A_ROW:
+            raise ClusterError(
+                f"worker {index} was lost {self._in_a_row[index]} times in a row: see that its memory suffices, then "
+                "go on from the last checkpoint with --resume"
+            )
+        self.pool.replace(index)
+        self.call(index, "take_state", self.pool.submit(source, "state"))
+
+    def _source(self) -> int:
+        if not self.sound:
+            raise ClusterError("all workers were lost: go on from the last checkpoint with --resume")
+        return min(self.sound)

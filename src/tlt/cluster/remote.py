@@ -1,0 +1,84 @@
+"""Many workers behind the loop's protocols: what one worker in the process does, they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.crew import Crew
+from tlt.cluster.pool import ClusterError, Pool
+from tlt.config import Config
+from tlt.trace import Span
+from tlt.types import Request, Response, RolloutStats, TrainBatch
+
+
+class ClusterRollout:
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.crew = coordinator, coordinator.crew
+
+    def sync(self, policy: Any, version: int) -> None:
+        """Every engine takes the weights of the replica beside it: none of them comes by here."""
+        self.coordinator.sync(version)
+
+    def generate(
+        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+    ) -> tuple[list[Response], RolloutStats]:
+        return self.coordinator.rollout(requests, on_response)
+
+    def state(self) -> dict[str, Any]:
+        return {"tuner": self.crew.someone("tuner_state")}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.crew.everyone("load_tuner_state", state["tuner"])
+
+    def release(self) -> None:
+        """Each worker does so before its part of the update."""
+
+    def trace(self) -> list[list[Span]]:
+        return [tracer.drain() for tracer in self.coordinator.tracers]
+
+    def close(self) -> None:
+        self.crew.pool.close()
+
+
+class ClusterPolicy:
+    """Replicas of one policy; what is asked of it, one of them answers."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.crew = coordinator, coordinator.crew
+
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        return self.coordinator.update(batch, step)
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return self.crew.someone("policy_state")
+
+    def save(self, folder: Path) -> None:
+        """The first worker writes the files, where the driver sees them too."""
+        self.crew.someone("save", str(folder.resolve()))
+
+    def load_optimizer(self, folder: Path) -> None:
+        self.crew.everyone("load_optimizer", str(folder.resolve()))
+
+    def sha256(self) -> str:
+        """Of all replicas. Raises ClusterError should they differ."""
+        digests = self.crew.everyone("sha256")
+        if len(set(digests)) > 1:
+            raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
+        return digests[0]
+
+
+def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
+    """The workers of a pool, once all are there and hold the same policy."""
+    try:
+        coordinator = Coordinator(Crew(pool), config)
+        policy = ClusterPolicy(coordinator)
+        policy.sha256()
+    except BaseException:
+        pool.close()
+        raise
+    return ClusterRollout(coordinator), policy

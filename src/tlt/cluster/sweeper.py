@@ -1,0 +1,48 @@
+"""A small process that outlives the driver: when that has ended, in whatever way, it ends what is left of its Ray and
+removes its folder.
+
+    python -m tlt.cluster.sweeper DRIVER FOLDER        waits for the end of its standard input, which the driver holds
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "TLT_CLUSTER"
+"""in the environment of all that the driver's Ray has started: the folder"""
+_GRACE = 5.0  # seconds for Ray to end by itself
+
+
+def marked(folder: str) -> list[int]:
+    """Processes that have the mark, zombies not counted."""
+    wanted = f"{MARK}={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or gone by now
+            if wanted in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
+
+
+def sweep(folder: str, driver: int) -> None:
+    until = time.monotonic() + _GRACE
+    while left := [pid for pid in marked(folder) if pid not in (driver, os.getpid())]:
+        if time.monotonic() > until:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    sweep(sys.argv[2], int(sys.argv[1]))

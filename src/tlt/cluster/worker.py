@@ -1,0 +1,184 @@
+"""One worker: a target with its engine, a replica of the policy, a drafter and its trainer, driven by short calls.
+
+A call takes a bounded time and returns what was done in it; the worker has no thread and no queue of its own. So who
+calls sees at once that it is idle, has it back at the end of a call, and notices a lost one by the call that fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.cluster.local import load_tokenizer, make_engine, make_target, torch_device, torch_dtype
+from tlt.config import Config
+from tlt.engine.scheduler import Sequence as Row
+from tlt.models.weights import read_safetensors
+from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
+from tlt.rl.policy import Policy
+from tlt.types import Request, Response, RolloutStats, TrainBatch
+
+Join = Callable[[Any, int, int, torch.device], Group]
+"""(where the members meet, rank, size, device) -> their group"""
+
+
+class Work(NamedTuple):
+    """What a worker is given for a slice; what it has goes on."""
+
+    rollout: int
+    """number of the rollout; with a new one, what was under way is forgotten"""
+    requests: Sequence[Request] = ()
+    resumed: Sequence[Row] = ()
+    give_up: Sequence[int] = ()
+    """seeds of requests that others shall go on with"""
+
+
+class Slice(NamedTuple):
+    """What a worker did."""
+
+    responses: list[Response]
+    given_up: list[Row]
+    stats: RolloutStats
+    """of this worker's whole rollout so far"""
+    live: dict[int, int]
+    """tokens so far by seed"""
+    waiting: list[int]
+    """seeds"""
+    seconds: float
+
+
+class State(NamedTuple):
+    """All that a new worker needs to go on as another one."""
+
+    policy: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    version: int
+    tuner: dict[str, Any]
+
+
+class Worker:
+    def __init__(
+        self, config: Config, index: int, folder: str | Path, host: str = "127.0.0.1", join: Join = Processes
+    ) -> None:
+        """`folder` holds the policy to start from; `host` is this machine as the other workers reach it."""
+        self.config, self.index, self.host, self._join = config, index, host, join
+        self.target = make_target(config.model)
+        self.target.load(read_safetensors(folder), version=0)
+        tokenizer = load_tokenizer(config.model.path)
+        self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer)
+        self.device = torch_device(config.model)
+        self.policy = Policy(
+            folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
+        )
+        self._rollout = -1
+        self._group: tuple[Any, Group] | None = None
+        self._before: State | None = None  # the update under way
+
+    # -- rollout -------------------------------------------------------------------------------------------------------
+
+    def decode(self, work: Work, seconds: float) -> Slice:
+        """Rounds until the time is up or nothing is left. Raises ValueError for a request that can never run."""
+        began = time.perf_counter()
+        if work.rollout != self._rollout:
+            self.engine.start(())
+            self._rollout = work.rollout
+        given_up = self.engine.give_up(work.give_up)
+        self.engine.submit(work.requests, work.resumed)
+        responses: list[Response] = []
+        while self.engine.busy:
+            responses += self.engine.round()
+            if time.perf_counter() - began >= seconds:
+                break
+        live = {row.request.seed: len(row.tokens) for row in self.engine.scheduler.live}
+        waiting = [row.request.seed for row in self.engine.scheduler.waiting]
+        return Slice(responses, given_up, self.engine.stats, live, waiting, time.perf_counter() - began)
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def meeting(self) -> str:
+        """Where a new group can meet; it stays open until the next one."""
+        self._meeting = Meeting(self.host)
+        return self._meeting.address
+
+    def update(self, batch: TrainBatch, step: int, meeting: Any, rank: int, size: int) -> dict[str, float] | None:
+        """This member's part of the update; None if another member is lost, and then `rollback`."""
+        self.engine.cache.release()
+        self._before = self.state() if size > 1 else None
+        try:
+            return self.policy.update(batch, step, self._group_at(meeting, rank, size))
+        except GroupBroken:
+            self.leave()
+            return None
+
+    def _group_at(self, meeting: Any, rank: int, size: int) -> Group:
+        if self._group is None or self._group[0] != meeting:
+            self.leave()
+            self._group = meeting, self._join(meeting, rank, size, self.device)
+        return self._group[1]
+
+    def leave(self) -> None:
+        """A group that lost a member is of no use to the others."""
+        if self._group:
+            self._group[1].leave()
+        self._group = None
+
+    def rollback(self) -> None:
+        """To the state before the update, however much of it was done."""
+        self.leave()
+        if self._before:
+            self._restore(self._before)
+            self._before = None
+
+    def sync(self, version: int) -> None:
+        """The engine takes the policy's weights; the update can no longer be rolled back."""
+        self._before = None
+        self.target.load(self.policy.state_dict(), version)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """As of before the update, while one is under way."""
+        return self._before or State(
+            _copies(self.policy.state_dict()),
+            _copies(self.policy.optimizer_state()),
+            self.target.version,
+            self.engine.tuner.state(),
+        )
+
+    def take_state(self, state: State) -> None:
+        """Go on as the worker that this state is of."""
+        self._restore(state)
+        self.target.load(self.policy.state_dict(), state.version)
+        self.engine.tuner.load_state(state.tuner)
+
+    def _restore(self, state: State) -> None:
+        self.policy.optimizer.zero_grad(set_to_none=True)
+        self.policy.load_state_dict(state.policy)
+        self.policy.load_optimizer_state(state.optimizer)
+
+    def policy_state(self) -> dict[str, Tensor]:
+        return _copies(self.policy.state_dict())
+
+    def sha256(self) -> str:
+        return self.policy.sha256()
+
+    def save(self, folder: str) -> None:
+        self.policy.save(Path(folder))
+
+    def load_optimizer(self, folder: str) -> None:
+        self.policy.load_optimizer(Path(folder))
+
+    def tuner_state(self) -> dict[str, Any]:
+        return self.engine.tuner.state()
+
+    def load_tuner_state(self, state: Mapping[str, Any]) -> None:
+        self.engine.tuner.load_state(state)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In host memory, whatever becomes of the originals."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,0 +1,191 @@
+"""Workers on Ray: thin actors, each with its own cores or its own device. The only file that knows Ray.
+
+Alone on this machine, Ray lives in a folder of its own, listens on loopback, and goes with the run: `sweeper` sees to
+that whatever becomes of the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tlt.cluster.pool import ClusterError, Handle, WorkerLost
+from tlt.cluster.sweeper import MARK
+from tlt.config import Config, ConfigError
+
+_STORE_BYTES = 128 * 2**20
+_LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and the system allows 107
+
+
+class Actor:
+    """A worker in a process of Ray's; it is built with the first call, so that what that raises comes back as such."""
+
+    def __init__(self, config: Config, index: int, folder: str, cores: Sequence[int]) -> None:
+        self._arguments = config, index, folder
+        self._cores = cores
+        self._worker: Any = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if self._worker is None:
+            self._worker = self._build()
+        return getattr(self._worker, method)(*arguments)
+
+    def _build(self) -> Any:
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        import torch
+
+        from tlt.cluster.worker import Worker
+
+        if self._cores:
+            torch.set_num_threads(len(self._cores))
+        return Worker(*self._arguments, host="127.0.0.1" if self._cores else _address_of_this_machine())
+
+
+def _address_of_this_machine() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+class RayPool:
+    def __init__(self, config: Config, folder: str | Path) -> None:
+        """Starts Ray, or joins it; workers come to life with their first call. Raises ConfigError or ClusterError."""
+        self.size = config.cluster.workers
+        self._config, self._policy_folder = config, str(Path(folder).resolve())
+        self._sweeper: subprocess.Popen[bytes] | None = None
+        self._ray = _import_ray(alone=config.cluster.address is None)
+        try:
+            with _own_signals():
+                self._join(config.cluster.address) if config.cluster.address else self._start()
+            self._actors = [self._actor(index) for index in range(self.size)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        folder = _short_folder()
+        command = [sys.executable, "-m", "tlt.cluster.sweeper", str(os.getpid()), folder]
+        self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        os.environ[MARK] = folder
+        try:
+            self._ray.init(
+                address="local",
+                num_cpus=self.size,
+                include_dashboard=False,
+                object_store_memory=_STORE_BYTES,
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        finally:
+            os.environ.pop(MARK)
+
+    def _join(self, address: str) -> None:
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            reason = (str(error).splitlines() or ["no answer"])[0]
+            raise ClusterError(f"no Ray cluster can be joined at {address} ({reason}): see cluster.address") from None
+
+    def _actor(self, index: int) -> Any:
+        device = self._config.model.device
+        gpus = self._ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
+        if gpus and gpus < self.size:
+            raise ConfigError(f"cluster.workers = {self.size}, but there are {gpus:g} CUDA devices: one each is needed")
+        cores = [] if self._config.cluster.address else share_of_cores(index, self.size)
+        actor = self._ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_restarts=0)(Actor)
+        return actor.remote(self._config, index, self._policy_folder, cores)
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    def submit(self, index: int, method: str, *arguments: Any) -> Handle:
+        return self._actors[index].call.remote(method, *arguments)
+
+    def put(self, value: Any) -> Handle:
+        return self._ray.put(value)
+
+    def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
+        waiting = list(handles)
+        done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)
+        if done and rest:
+            done += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        return done
+
+    def result(self, handle: Handle) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(handle)
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, errors.RayError):
+                raise WorkerLost from error
+            raise error.cause from None
+        except errors.RayError as error:
+            raise WorkerLost from error
+
+    def replace(self, index: int) -> None:
+        self._ray.kill(self._actors[index], no_restart=True)
+        self._actors[index] = self._actor(index)
+
+    def close(self) -> None:
+        """Ends Ray, if it is this run's own."""
+        with _own_signals():
+            self._ray.shutdown()
+        if self._sweeper and self._sweeper.stdin:
+            self._sweeper.stdin.close()
+            self._sweeper.wait()
+
+
+def share_of_cores(index: int, workers: int) -> list[int]:
+    """This process may use these cores; the worker gets its part of them, or shares one where they are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // workers
+    return cores[index * each : (index + 1) * each] if each else [cores[index % len(cores)]]
+
+
+def _import_ray(alone: bool) -> Any:
+    """Ray reads these as it is imported: one of our own takes a token of its own, which no file ever holds."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if alone:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    try:
+        with _own_signals():
+            import ray
+    except ImportError:
+        raise ConfigError("cluster.workers above 1 needs Ray: pip install 'tlt[cluster]'") from None
+    return ray
+
+
+def _short_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="tlt_")
+    if len(folder) > _LONGEST_FOLDER:
+        shutil.rmtree(folder)
+        folder = tempfile.mkdtemp(prefix="tlt_", dir="/tmp")
+    return folder
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts a handler of its own in the place of the run's; afterwards they are as before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

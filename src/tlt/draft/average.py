@@ -1,0 +1,47 @@
+"""Several workers' training of one drafter made into one: the mean of their replicas, by the tokens each trained on.
+
+Local SGD (arXiv 1805.09767): all start from one state, each trains by itself, and parameters, both moments of Adam and
+its step count are averaged, so that the next start is one state again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Replica(NamedTuple):
+    """A drafter in training, in host memory: nobody changes these tensors any more."""
+
+    tensors: dict[str, Tensor]
+    """`<what>.<parameter>`: the weights to be published, those in training, and Adam's moments; and Adam's `steps`"""
+    tokens: int
+    """trained on since the common start"""
+
+    @property
+    def published(self) -> dict[str, Tensor]:
+        """The weights to be published, by the names that `EagleLayer` has for them."""
+        return {name.removeprefix("mean."): t for name, t in self.tensors.items() if name.startswith("mean.")}
+
+
+def average(replicas: Sequence[Replica]) -> Replica:
+    """The mean by tokens; replicas that are not finite are left out. Where none trained, the first. Raises ValueError
+    if none is finite."""
+    sound = [replica for replica in replicas if is_finite(replica.tensors)]
+    if not sound:
+        raise ValueError("no drafter replica is finite: go on from the drafter in use")
+    total = sum(replica.tokens for replica in sound)
+    if total == 0:
+        return sound[0]
+    parts = [(replica.tokens / total, replica.tensors) for replica in sound if replica.tokens]
+    mean: dict[str, Tensor] = {}
+    for name in parts[0][1]:
+        mean[name] = torch.stack([share * tensors[name] for share, tensors in parts]).sum(0)
+    return Replica(mean, total)
+
+
+def is_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())

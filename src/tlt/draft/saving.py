@@ -1,0 +1,118 @@
+"""Saving the drafter while it works: only what is trained, in a thread of its own, whole or not at all.
+
+Each save is a folder `drafter_<number>` that `speculation.path` takes as it is, with `training.safetensors` beside
+the weights: what training goes on from. It is written under another name, flushed, and renamed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tlt.draft.average import Replica
+from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, load_drafter, save_drafter
+from tlt.models.families import DecoderOptions
+
+log = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    number: int
+    layer: EagleLayer
+    replica: Replica
+
+
+class DrafterSaver:
+    """Writes into `folder` from one thread; all but the newest `keep` go."""
+
+    def __init__(self, folder: Path, options: EagleOptions, keep: int = 2) -> None:
+        self.folder, self.options, self.keep = folder, options, keep
+        self._waiting: tuple[int, Replica, float | None] | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="drafter-saver", daemon=True)
+        self._thread.start()
+
+    def save(self, number: int, replica: Replica, published: float | None = None) -> None:
+        """Returns at once; the replica's tensors must not change any more. Of several that wait, only the newest is
+        written. A disk that is full or fails is logged, and costs the save alone."""
+        with self._changed:
+            self._waiting = (number, replica, published)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                job, self._waiting = self._waiting, None
+            if job is None:
+                return
+            try:
+                write(self.folder, self.options, *job, keep=self.keep)
+            except (OSError, SafetensorError) as error:
+                log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
+
+
+def write(
+    folder: Path, options: EagleOptions, number: int, replica: Replica, published: float | None, keep: int = 2
+) -> None:
+    """At once, in this thread. Raises OSError or SafetensorError."""
+    final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
+    for left_over in folder.glob(".drafter_*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    draft.mkdir(parents=True)
+    with torch.device("meta"):  # its tensors are the replica's
+        layer = EagleLayer(options)
+    layer.load_state_dict(replica.published, assign=True)
+    layer.published = published
+    save_drafter(layer, draft)
+    rest = {name: tensor for name, tensor in replica.tensors.items() if not name.startswith("mean.")}
+    save_file(rest, draft / "training.safetensors")
+    for path in (*draft.iterdir(), draft):
+        _flush(path)
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+    _flush(folder)
+    for old in _folders(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
+    """The newest one that is whole; None if there is none."""
+    for path in reversed(_folders(folder)):
+        try:
+            layer = load_drafter(path, target)
+            rest = load_file(path / "training.safetensors")
+        except (DrafterError, OSError, SafetensorError) as error:
+            log.warning("the drafter in %s is damaged (%s); looking for an older one", path, error)
+            continue
+        tensors = {f"mean.{name}": tensor.detach() for name, tensor in layer.named_parameters()}
+        return Saved(int(path.name.removeprefix("drafter_")), layer, Replica(tensors | rest, 0))
+    return None
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("drafter_*") if path.is_dir())
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,147 @@
+"""Training the drafter in the gaps of a rollout: short calls, each over after the micro-batch under way.
+
+One per worker. What workers share goes by value: `replica` out, `adopt` in, and the sums of `judge` added up.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.config import DrafterTrainConfig
+from tlt.draft.average import Replica
+from tlt.draft.buffer import Harvest, HarvestBuffer
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.trainer import DrafterTrainer, bundles, pack
+from tlt.models.decoder import Decoder
+
+_HELD = 4  # micro-batches of harvest held back: a judgement takes about as long as one and a half of training
+_READY = 2  # micro-batches of harvest before training starts
+_MEMORY = 50  # micro-batches that the published weights are a mean of
+_COOLING = 1000  # micro-batches after which a drafter that began at random trains at half the rate
+_LEAST_RATE = 0.1  # of the configured one: what it falls to, and what a drafter that was trained before begins with
+_BETTER = 1.002  # a swap costs a pass over the windows of all live rows: less is not worth it
+
+
+class SpotReport(NamedTuple):
+    micro_batches: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    overlap: float = 0.0
+    """mean of 1 - TV of the first guess, before each micro-batch was trained on"""
+
+
+class SpotTrainer:
+    """`layer` is the drafter in use, or a fresh random one (cold start); it is not changed.
+
+    The rate never falls to zero, so as to follow a moving target; that leaves noise in the weights, so what is
+    published is their running mean.
+    """
+
+    def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
+        self.target, self.config = target, config
+        self.trainer = DrafterTrainer(copy.deepcopy(layer), target, config, seed)
+        self.in_use, self.judged = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
+        self.names = [name for name, _ in self.trainer.layer.named_parameters()]
+        self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
+        self.buffer = HarvestBuffer(config.buffer_tokens)
+        self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens)
+        self.rng = random.Random(seed)
+        self.tokens = 0  # since the common start
+        self.cold = layer.published is None
+
+    # -- the harvest ---------------------------------------------------------------------------------------------------
+
+    def harvest(self, item: Harvest) -> None:
+        """The engine's `on_harvest`. A share of the prompts is held back for `judge`, the same on all workers."""
+        (self.held_back if item.held_back else self.buffer).add(item)
+
+    def target_moved(self) -> None:
+        """To be called after every `target.load` of a new version."""
+        self.buffer.next_step()
+        self.held_back.next_step()
+        self.trainer.target_moved(self.buffer.versions | self.held_back.versions)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is harvest enough to train on."""
+        return self.buffer.tokens >= _READY * self.config.micro_batch_tokens
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self, seconds: float) -> SpotReport:
+        """Micro-batches until the time is up: at least one, none where nothing is `ready`."""
+        began, report, overlaps = time.perf_counter(), SpotReport(), [0.0]
+        while self.ready and (report.micro_batches == 0 or report.seconds < seconds):
+            self.trainer.rate_scale = max(_LEAST_RATE, 1 / (1 + self.trainer.steps / _COOLING) if self.cold else 0.0)
+            batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
+            overlaps.append(self.trainer.step(batch)[0])
+            self._follow()
+            spent = time.perf_counter() - began
+            report = SpotReport(report.micro_batches + 1, report.tokens + len(batch.tokens), spent)
+        self.tokens += report.tokens
+        return report._replace(overlap=sum(overlaps) / max(1, report.micro_batches))
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        weight = max(1 / _MEMORY, 2 / (2 + self.trainer.steps))  # from a cold start, of the later half
+        torch._foreach_lerp_(self.mean, list(self.trainer.layer.parameters()), weight)
+
+    def replica(self) -> Replica:
+        """A copy of all that training changes."""
+        tensors = {f"mean.{name}": tensor for name, tensor in zip(self.names, self.mean, strict=True)}
+        tensors |= self.trainer.state()
+        return Replica({name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}, self.tokens)
+
+    @torch.no_grad()
+    def adopt(self, replica: Replica) -> None:
+        """Train on from this one: the common start of all workers that do."""
+        for name, tensor in zip(self.names, self.mean, strict=True):
+            tensor.copy_(replica.tensors[f"mean.{name}"])
+        self.trainer.load_state(replica.tensors)
+        self.tokens = 0
+
+    # -- publication ---------------------------------------------------------------------------------------------------
+
+    def judge(self, candidate: Mapping[str, Tensor] | None) -> tuple[float, int]:
+        """What a chain of `unroll` guesses would commit per pass on this worker's held-back harvest, summed over
+        entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use."""
+        total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged))
+        return total, count
+
+    def _judge(self, layer: EagleLayer) -> tuple[float, float, int]:
+        parts = [
+            self.trainer.judge(layer, pack(items, self.target.device))
+            for items in bundles(self.held_back.items, self.config.micro_batch_tokens)
+        ]
+        total, first, count = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0)
+        return total, first, int(count)
+
+    def publish(self, candidate: Mapping[str, Tensor]) -> EagleLayer:
+        """The candidate (`Replica.tensors`) is now the drafter in use: a layer of its own for
+        `engine.swap(EagleDrafter(layer, target))`, its `published` agreement measured on the held-back harvest."""
+        _put(candidate, self.in_use)
+        _, first, count = self._judge(self.in_use)
+        self.in_use.published = first / count if count else None
+        return copy.deepcopy(self.in_use)
+
+
+@torch.no_grad()
+def _put(candidate: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
+    for name, parameter in layer.named_parameters():
+        parameter.copy_(candidate[f"mean.{name}"])
+    return layer
+
+
+def beats(candidate: tuple[float, int], in_use: tuple[float, int]) -> bool:
+    """Whether a candidate goes live: by the sums of `judge` over all workers. Never one that is NaN, or was not
+    judged."""
+    (mine, count), (theirs, other) = candidate, in_use
+    return count > 0 and other > 0 and math.isfinite(mine) and mine / count > _BETTER * theirs / other

@@ -1,0 +1,139 @@
+"""Data-parallel updates: who takes which responses, and sums over the group of those who do.
+
+For a given number of members every sum has one order, so its bits do not depend on who was fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
+
+_BUCKET = 1 << 24  # numbers that are summed at once
+_PATIENCE = timedelta(minutes=60)  # with a member that is slow; one that is lost closes its connections
+_MEETING = timedelta(seconds=10)
+
+
+class GroupBroken(RuntimeError):
+    """Another member is gone, so a sum has no result: what was under way must be done again."""
+
+
+class Group(Protocol):
+    """Those who update together. Calls are made by all members, in the same order."""
+
+    rank: int
+    size: int
+
+    def sum_(self, tensor: Tensor) -> None:
+        """In place; all members get the same bits."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[n] of every member, n its own -> all of them, in order of rank."""
+        ...
+
+    def leave(self) -> None:
+        """No other member waits for this one any more."""
+        ...
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def sum_(self, tensor: Tensor) -> None: ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def leave(self) -> None: ...
+
+
+def shard(members: range, group: Group) -> range:
+    """This rank's share of an optimizer step's responses: contiguous, in prompt order; it may be empty."""
+    borders = [members.start + round(len(members) * k / group.size) for k in (group.rank, group.rank + 1)]
+    return range(*borders)
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+    """Give every member the sum of all members' gradients; one without responses has none of its own."""
+    if group.size == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        group.sum_(flat)
+        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    held: list[Tensor] = []
+    for gradient in gradients:
+        if held and (sum(g.numel() for g in held) + gradient.numel() > _BUCKET or gradient.dtype != held[0].dtype):
+            yield held
+            held = []
+        held.append(gradient)
+    if held:
+        yield held
+
+
+# -- over processes ----------------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where the members of a group find each other; it belongs to the process of one of them, and ends with it."""
+
+    def __init__(self, host: str) -> None:
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
+        self.address = f"{host}:{self._store.port}"
+
+
+class Processes:
+    """A group of processes, over gloo on CPUs and NCCL on GPUs."""
+
+    def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
+        """Waits for the others for at most 10 s. Raises GroupBroken if they do not come."""
+        self.rank, self.size = rank, size
+        host, _, port = address.rpartition(":")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            store = TCPStore(host, int(port), timeout=_MEETING)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_MEETING)
+            dist.barrier()
+            dist.distributed_c10d._set_pg_timeout(_PATIENCE)
+        except RuntimeError as error:  # torch raises subclasses of it
+            self.leave()
+            raise GroupBroken(f"{size} workers did not meet at {address}: {_first_line(error)}") from None
+
+    def sum_(self, tensor: Tensor) -> None:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            self.leave()
+            raise GroupBroken(_first_line(error)) from None
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        lengths = torch.zeros(self.size, dtype=torch.long, device=tensor.device)
+        lengths[self.rank] = len(tensor)
+        self.sum_(lengths)
+        starts = lengths.cumsum(0) - lengths
+        everything = tensor.new_zeros(int(lengths.sum()))
+        everything[int(starts[self.rank]) :][: len(tensor)] = tensor
+        self.sum_(everything)
+        return everything
+
+    def leave(self) -> None:
+        """Closes the connections: those who wait for this one notice."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,174 @@
+"""Workers in this process, scheduled and lost in every way: always the same tokens and the same policy."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import Choose, Loses, TestPool, ThreadWorker
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import run as run_module
+from tlt.cluster.pool import ClusterError
+from tlt.cluster.remote import join
+from tlt.config import Config
+from tlt.display import Display
+from tlt.metrics import read_metrics
+
+STEPS = 2
+AT_ONCE = 1e-9  # seconds of a slice: one round
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def config_of(home: Path, workers: int, **sections: dict[str, Any]) -> Config:
+    reward = {"name": "length", "length_from": 1, "length_to": 24}
+    cluster = {"workers": workers, "slice_seconds": AT_ONCE} | sections.pop("cluster", {})
+    train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
+    run = {"folder": str(home / "run"), "overwrite": True, "seed": 1}
+    return tiny_config(home, reward=reward, cluster=cluster, train=train, run=run, **sections)
+
+
+def train(config: Config, choose: Choose = lambda n: 0, loses: Loses = lambda i, m: "") -> tuple[str, Any, TestPool]:
+    """sha256, what was learned from in each step, and the pool."""
+    pools: list[TestPool] = []
+
+    def many_workers(config: Config, folder: str | Path) -> Any:
+        size = config.cluster.workers
+        pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses))
+        return join(pools[0], config)
+
+    with patch.object(run_module, "_many_workers", many_workers):
+        summary = run_module.train(config, False, Display(Console(quiet=True)))
+    assert pools[0].closed
+    kept = ("step", "reward", "lengths", "tokens", "batch", "prompts")
+    lines = [{key: line[key] for key in kept} for line in read_metrics(Path(config.run.folder))]
+    updates = [line["update"]["loss"] for line in read_metrics(Path(config.run.folder))]
+    return summary["policy_sha256"], (lines, updates), pools[0]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def undisturbed(request: pytest.FixtureRequest, home: Path) -> tuple[int, str, Any]:
+    digest, learned, _ = train(config_of(home, request.param))
+    return request.param, digest, learned
+
+
+def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> None:
+    config = config_of(home, 1)
+    run_module.train(config, False, Display(Console(quiet=True)))
+    lines = read_metrics(Path(config.run.folder))
+    _, _, (many, losses) = undisturbed
+    for one, other, loss in zip(lines, many, losses, strict=True):
+        assert {key: one[key] for key in other} == json.loads(json.dumps(other))
+        assert one["update"]["loss"] == pytest.approx(loss, rel=1e-9, abs=1e-12)
+
+
+@given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))
+@settings(max_examples=4)
+def test_no_schedule_leaves_a_trace(home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str) -> None:
+    workers, digest, learned = undisturbed
+    config = config_of(home, workers, engine={"max_rows": slots}, speculation={"drafter": drafter})
+    assert train(config, choose=lambda n: seed.randrange(n))[:2] == (digest, learned)
+
+
+@given(data=st.data())
+@settings(max_examples=8)
+def test_workers_lost_at_any_call_leave_no_trace(home: Path, undisturbed: Any, data: st.DataObject) -> None:
+    workers, digest, learned = undisturbed
+    random = data.draw(st.randoms(use_true_random=False))
+    share = data.draw(st.sampled_from([0.02, 0.1]))
+    lost: list[tuple[int, str, str]] = []
+
+    def loses(worker: int, method: str) -> str:
+        if method == "sha256" or random.random() > share or (lost and random.random() < 0.5):
+            return ""
+        lost.append((worker, method, random.choice(["before", "amid", "after"])))
+        return lost[-1][2]
+
+    found = None
+    with suppress(ClusterError):  # all lost, or one too often
+        found = train(config_of(home, workers), choose=lambda n: random.randrange(n), loses=loses)
+    if found is None:
+        assert len(lost) >= workers
+    else:
+        assert found[:2] == (digest, learned), lost
+
+
+METHODS = ("decode", "update", "sync", "save", "meeting", "tuner_state")
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("undisturbed", [3], indirect=True)
+def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str, when: str) -> None:
+    workers, digest, learned = undisturbed
+    counts = 0
+
+    def loses(worker: int, called: str) -> str:
+        nonlocal counts
+        counts += called == method
+        return when if called == method and counts == 2 else ""
+
+    got, lessons, pool = train(config_of(home, workers), loses=loses)
+    assert (got, lessons) == (digest, learned)
+    if method not in ("meeting", "save", "tuner_state"):  # these are called once
+        assert sum(m == "take_state" for _, m in pool.log) == 1
+
+
+def test_all_lost_is_one_sentence(home: Path) -> None:
+    def loses(worker: int, method: str) -> str:
+        return "before" if method == "update" else ""
+
+    with pytest.raises(ClusterError, match=r"all workers were lost.*--resume"):
+        train(config_of(home, 2), loses=loses)
+
+
+def test_a_worker_that_never_comes_up_is_one_sentence(home: Path) -> None:
+    def loses(worker: int, method: str) -> str:
+        return "before" if worker == 1 and method in ("take_state", "decode") else ""
+
+    with pytest.raises(ClusterError, match=r"worker 1 was lost \d times in a row"):
+        train(config_of(home, 2), loses=loses)
+
+
+def test_work_is_shared_and_groups_stay_together(home: Path) -> None:
+    config = config_of(home, 2, rollout={"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 24})
+    given: list[tuple[int, Any]] = []
+    real = ThreadWorker.decode
+
+    def decode(self: ThreadWorker, work: Any, seconds: float) -> Any:
+        given.append((self.index, work))
+        return real(self, work, seconds)
+
+    with patch.object(ThreadWorker, "decode", decode):
+        train(config)
+    first = [next(work.requests for i, work in given if i == index) for index in (0, 1)]
+    prompts = [[request.prompt.prompt_id for request in requests] for requests in first]
+    assert [len(p) for p in prompts] == [3, 3]  # four slots: one group each
+    assert [len(set(p)) for p in prompts] == [1, 1]
+
+
+def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
+    config = config_of(home, 2, rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24})
+    expected = train(config)[:2]
+    taken: list[int] = []
+    real = ThreadWorker.decode
+
+    def decode(self: ThreadWorker, work: Any, seconds: float) -> Any:
+        taken.extend(len(row.tokens) for row in work.resumed)
+        return real(self, work, seconds)
+
+    always = patch("tlt.cluster.balance.Forecast.is_worth_helping", lambda *arguments: True)
+    with always, patch.object(ThreadWorker, "decode", decode):
+        assert train(config)[:2] == expected
+    assert max(taken) > 0

@@ -1,0 +1,246 @@
+"""The spot trainer: interruption, adoption, averaging, the gate, and harvest of several target versions."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+import torch
+from twin import Model, make_layer, make_model
+
+from tlt.config import DrafterTrainConfig, EngineConfig
+from tlt.draft.average import Replica, average
+from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.draft.spot import SpotTrainer, beats
+from tlt.draft.trainer import DrafterTrainer, pack, total_variation
+from tlt.engine.engine import Engine
+from tlt.types import Prompt, Request, SamplingParams
+
+CPU = torch.device("cpu")
+CONFIG = DrafterTrainConfig(window=32, unroll=3, micro_batch_tokens=64, learning_rate=3e-3, warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model(seed=1)
+
+
+@pytest.fixture(scope="module")
+def items(model: Model) -> list[Harvest]:
+    """Of 24 prompts, some of them held back."""
+    found: list[Harvest] = []
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append)
+    params = SamplingParams(0.7, max_new_tokens=48)
+    for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in range(24)]):
+        pass
+    assert 0 < sum(item.held_back for item in found) < len(found) / 3
+    return found
+
+
+def fresh_layer(model: Model, seed: int = 0) -> EagleLayer:
+    torch.manual_seed(seed)
+    return EagleLayer(eagle_options(model.decoder.options, "eagle3", 32)).double()
+
+
+def make_spot(model: Model, items: list[Harvest], seed: int = 0, layer: EagleLayer | None = None) -> SpotTrainer:
+    spot = SpotTrainer(layer or fresh_layer(model), model.decoder, CONFIG, seed)
+    for item in items:
+        spot.harvest(item)
+    return spot
+
+
+def same(one: Replica, other: Replica) -> bool:
+    return all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> None:
+    """Ten calls of one micro-batch, and one trainer handed from worker to worker, end where one call does."""
+    whole = make_spot(model, items)
+    while whole.trainer.steps < 10:
+        whole.train(0)
+    steps = make_spot(model, items)
+    steps.train(0)
+    for _ in range(3):
+        heir = make_spot(model, items)
+        heir.adopt(steps.replica())
+        heir.rng.setstate(steps.rng.getstate())
+        heir.train(0)
+        heir.train(0)
+        heir.train(0)
+        steps = heir
+    assert same(whole.replica(), steps.replica())
+    assert whole.tokens > steps.tokens > 0
+
+
+def test_it_is_over_after_the_micro_batch_under_way(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    assert spot.train(0).micro_batches == 1
+    began = time.perf_counter()
+    report = spot.train(0.2)
+    spent = time.perf_counter() - began
+    assert report.micro_batches > 1
+    assert report.tokens <= report.micro_batches * CONFIG.micro_batch_tokens
+    assert 0.2 <= report.seconds <= spent
+    assert report.seconds < 0.2 + 20 * report.seconds / report.micro_batches
+
+
+def test_without_harvest_nothing_is_trained(model: Model) -> None:
+    spot = make_spot(model, [])
+    before = spot.replica()
+    assert not spot.ready
+    assert spot.train(1.0).micro_batches == 0
+    assert same(before, spot.replica())
+    assert spot.judge(None) == (0.0, 0)
+
+
+def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest]) -> None:
+    layer = fresh_layer(model)
+    spot = make_spot(model, items, layer=layer)
+    spot.train(0)
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
+    replica = spot.replica()
+    kept = {name: tensor.clone() for name, tensor in replica.tensors.items()}
+    spot.train(0)
+    assert same(replica, Replica(kept, 0)), "nor is a replica, once given away"
+
+
+def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, [item._replace(features=item.features * math.nan) for item in items])
+    before = spot.replica()
+    spot.train(0)
+    assert same(before, spot.replica())
+
+
+# -- several workers ---------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Harvest]) -> None:
+    """Four workers start alike, train on shards that share no prompt, are averaged and go on, four turns: against the
+    same four without averaging. (Which of those is the best one is luck on so few held-back responses.)"""
+    trained = [item for item in items if not item.held_back]
+    held_back = [item for item in items if item.held_back]
+    shards = [[item for item in trained if item.prompt_id % 4 == k] + held_back for k in range(4)]
+    workers, alone = ([make_spot(model, shard, seed=k) for k, shard in enumerate(shards)] for _ in range(2))
+    for turn in range(4):
+        for worker in (*workers, *alone):
+            while worker.tokens < 400 * (1 if worker in workers else turn + 1):
+                worker.train(0)
+        mean = average([worker.replica() for worker in workers])
+        assert mean.tokens == sum(worker.tokens for worker in workers)
+        for worker in workers:
+            worker.adopt(mean)
+            assert worker.tokens == 0
+    singles = [worker.judge(worker.replica().tensors)[0] for worker in alone]
+    got = workers[0].judge(mean.tensors)[0]
+    assert got > sum(singles) / 4
+    assert got > 0.99 * max(singles)
+    assert same(Replica(workers[0].replica().tensors, 0), workers[3].replica()), "all go on from one state"
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
+    """Entry by entry: 1 + a1 + a1 a2 + a1 a2 a3, a_k = 1 - TV(target at entry + k, twin's guess k)."""
+    layer = make_layer(model.decoder, "eagle3", 32)
+    item = items[0]
+    twin, head = model.twin(layer), model.hf.lm_head.weight.detach()
+    known = twin.true_entries(item.features, item.tokens.tolist(), item.start)
+    total, first, count = 0.0, 0.0, 0
+    for at in range(len(item.tokens) - 3):
+        if item.start + at + 2 < item.prompt_length:
+            continue
+        outputs = twin.chain(known[: at + 1], item.tokens[at + 1 : at + 3].tolist())
+        reached, count = 1.0, count + 1
+        total += 1
+        for k, output in enumerate(outputs):
+            p = torch.softmax(head @ item.features[at + 1 + k, -16:], 0)
+            reached *= 1 - float(total_variation(p.log(), torch.log_softmax(twin.logits(output), 0)))
+            total += reached
+            first += reached if k == 0 else 0.0
+    made = DrafterTrainer(layer, model.decoder, CONFIG)
+    assert made.judge(layer, pack([item], CPU)) == pytest.approx((total, first, count), rel=1e-6)
+
+
+def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    in_use = spot.judge(None)
+    assert in_use == spot.judge(spot.replica().tensors)
+    assert not beats(spot.judge(spot.replica().tensors), in_use), "not the very same one"
+    while spot.trainer.steps < 60:
+        spot.train(0)
+    candidate = spot.replica().tensors
+    assert beats(spot.judge(candidate), in_use)
+    assert spot.judge(None) == in_use, "to judge is not to publish"
+    layer = spot.publish(candidate)
+    assert spot.judge(None) == spot.judge(candidate)
+    assert layer.published is not None
+    assert 0 < layer.published < 1
+    assert all(torch.equal(p, candidate[f"mean.{name}"]) for name, p in layer.named_parameters())
+    assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
+
+
+def test_candidates_that_never_pass(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    in_use, candidate = spot.judge(None), spot.replica().tensors
+    candidate["mean.fc.weight"][0, 0] = math.nan
+    assert not beats(spot.judge(candidate), in_use)
+    assert not beats((math.nan, 10), (1.0, 10))
+    assert not beats((math.inf, 10), (1.0, 10))
+    assert not beats((0.0, 0), (0.0, 0))
+    assert not beats((20.0, 10), (0.0, 0))
+    assert beats((20.0, 10), (19.0, 10))
+
+
+def test_what_is_held_back_is_never_trained_on(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    mine = {item.prompt_id for item in spot.held_back.items}
+    assert mine
+    assert mine.isdisjoint(item.prompt_id for item in spot.buffer.items)
+    other = make_spot(model, items, seed=7)
+    assert {item.prompt_id for item in other.held_back.items} == mine, "on every worker"
+
+
+# -- the target moves --------------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_the_target_of_the_harvests_version() -> None:
+    """An old item's loss is what it was, though the head has changed; a planted mix-up shows."""
+    model = make_model(seed=1)
+    engine_items: list[Harvest] = []
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=engine_items.append)
+    params = SamplingParams(0.7, max_new_tokens=40)
+    for _ in engine.generate([Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(6)]):
+        pass
+    spot = make_spot(model, engine_items)
+    old = model.decoder.head
+    state = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.hf.state_dict().items()}
+    model.decoder.load(state, version=1)
+    spot.target_moved()
+    assert spot.trainer.heads[0] is old
+    assert spot.trainer.heads[1] is model.decoder.head
+    hidden, out = torch.randn(9, 16, dtype=torch.float64), torch.randn(9, 16, dtype=torch.float64)
+    p, q = (torch.log_softmax(x @ head.T, -1) for x, head in ((hidden, old), (out, model.decoder.head)))
+    assert torch.allclose(spot.trainer._chunked(out, hidden, 0)[1], 1 - total_variation(p, q))
+    spot.train(0)
+    model.decoder.load(state, version=2)
+    spot.target_moved()
+    assert spot.trainer.heads.keys() == {2}, "what was not seen for a step is gone, with its head"
+    assert not spot.ready
+
+
+def test_a_pack_is_of_one_version(items: list[Harvest], model: Model) -> None:
+    spot = make_spot(model, items)
+    spot.buffer.next_step()
+    for item in items[:8]:
+        spot.buffer.add(item._replace(target_version=1))
+    for _ in range(20):
+        assert len({item.target_version for item in spot.buffer.sample(200, random.Random(3))}) == 1

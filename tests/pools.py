@@ -1,0 +1,199 @@
+"""Workers in this process, in whatever order a test wants, and lost whenever it wants."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.cluster.pool import Handle, WorkerLost
+from tlt.cluster.worker import Worker
+from tlt.config import Config
+from tlt.rl.parallel import Group, GroupBroken
+
+Build = Callable[[int], Any]
+Choose = Callable[[int], int]
+"""how many there are -> which of them"""
+Loses = Callable[[int, str], str]
+"""(worker, method) -> when it dies: `before`, `amid`, `after`, or `` (it does not)"""
+
+
+class Table:
+    """Where threads meet as a group: sums in order of rank. One who leaves breaks it for all."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.given: list[Any] = [None] * size
+
+    def __deepcopy__(self, memo: Any) -> Table:
+        return self
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        self.given[rank] = tensor.clone()
+        try:
+            self.barrier.wait(timeout=60)
+            everything = list(self.given)
+            self.barrier.wait(timeout=60)
+        except threading.BrokenBarrierError:
+            raise GroupBroken("another member is gone") from None
+        return everything
+
+
+class Thread:
+    """A member of a group; dies after so many exchanges more as its worker's `dies_at` says."""
+
+    def __init__(self, table: Table, rank: int, size: int, worker: ThreadWorker) -> None:
+        self.table, self.rank, self.size, self.worker = table, rank, size, worker
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        if self.worker.dies_at == 0:
+            raise Killed
+        self.worker.dies_at -= 1
+        return self.table.exchange(self.rank, tensor)
+
+    def sum_(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self._exchange(tensor))
+
+    def leave(self) -> None:
+        self.table.barrier.abort()
+
+
+class Killed(BaseException):
+    """The worker ends here."""
+
+
+class ThreadWorker(Worker):
+    """A worker whose group is made of threads."""
+
+    dies_at = -1
+
+    def __init__(self, config: Config, index: int, folder: str | Path) -> None:
+        super().__init__(config, index, folder, join=self._sit)
+
+    def meeting(self) -> Any:
+        return Table(self.config.cluster.workers)
+
+    def _sit(self, meeting: Any, rank: int, size: int, device: torch.device) -> Group:
+        return Thread(meeting, rank, size, self)
+
+
+@dataclass
+class Call:
+    worker: int
+    method: str
+    arguments: tuple[Any, ...]
+    handle: int
+    result: Any = None
+    error: BaseException | None = None
+    done: bool = False
+
+
+@dataclass
+class TestPool:
+    """Arguments and results are copied, as between processes."""
+
+    __test__ = False
+
+    size: int
+    build: Build
+    choose: Choose = lambda count: 0
+    loses: Loses = lambda worker, method: ""
+    calls: dict[int, Call] = field(default_factory=dict)
+    log: list[tuple[int, str]] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.workers = [self.build(index) for index in range(self.size)]
+        self.alive = [True] * self.size
+
+    def submit(self, index: int, method: str, *arguments: Any) -> Handle:
+        call = Call(index, method, copy.deepcopy(arguments), Handle_(len(self.calls)))
+        self.calls[call.handle] = call
+        if not self.alive[index]:
+            call.done, call.error = True, WorkerLost()
+        return call.handle
+
+    def put(self, value: Any) -> Handle:
+        call = Call(-1, "put", (), Handle_(len(self.calls)), copy.deepcopy(value), done=True)
+        self.calls[call.handle] = call
+        return call.handle
+
+    def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
+        assert handles, "nothing would ever come back"
+        while not (done := [handle for handle in handles if self.calls[handle].done]):
+            self._turn()
+        return done
+
+    def _turn(self) -> None:
+        heads = [next((c for c in self.calls.values() if c.worker == i and not c.done), None) for i in range(self.size)]
+        ready = [call for call in heads if call and all(self.calls[a].done for a in call.arguments if is_handle(a))]
+        updates = [call for call in ready if call.method == "update"]
+        others = [call for call in ready if call.method != "update"]
+        if others:
+            self._run(others[self.choose(len(others)) % len(others)])
+        else:
+            threads = [threading.Thread(target=self._run, args=(call,)) for call in updates]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    def _run(self, call: Call) -> None:
+        self.log.append((call.worker, call.method))
+        when = self.loses(call.worker, call.method)
+        try:
+            if when == "before":
+                raise Killed
+            arguments = [self.result(a) if is_handle(a) else a for a in call.arguments]
+            worker = self.workers[call.worker]
+            worker.dies_at = 1 if when == "amid" else -1
+            call.result = copy.deepcopy(getattr(worker, call.method)(*arguments))
+            if when:
+                raise Killed
+        except (Killed, WorkerLost):
+            self._die(call.worker, call.method)
+        except Exception as error:
+            call.error = error
+        call.done = True
+
+    def _die(self, index: int, method: str) -> None:
+        if method == "update":  # its connections close: those who wait for it notice
+            for call in self.calls.values():
+                if call.method == "update" and call.worker == index and not call.done:
+                    call.arguments[2].barrier.abort()
+        self.alive[index] = False
+        for call in self.calls.values():
+            if call.worker == index and not call.done:
+                call.done, call.error = True, WorkerLost()
+
+    def result(self, handle: Handle) -> Any:
+        call = self.calls[handle]
+        assert call.done, "not back yet"
+        if call.error:
+            raise call.error
+        return call.result
+
+    def replace(self, index: int) -> None:
+        self._die(index, "")
+        self.workers[index] = self.build(index)
+        self.alive[index] = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Handle_(int):
+    """A number of its own kind."""
+
+
+def is_handle(value: Any) -> bool:
+    return isinstance(value, Handle_)

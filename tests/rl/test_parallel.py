@@ -1,0 +1,151 @@
+"""Shards, sums and the update on several members: the policy of one, to the rounding of a sum."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pools import Table, Thread
+from tiny import random_batch, save_weights
+from torch import Tensor
+
+from tlt.config import RolloutConfig, TrainConfig
+from tlt.rl.parallel import Alone, Group, GroupBroken, Meeting, Processes, shard, sum_gradients
+from tlt.rl.policy import Policy
+from tlt.types import TrainBatch
+
+CPU = torch.device("cpu")
+VOCAB = 31
+
+
+class Member:
+    """As `shard` sees one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+class Steady:
+    """A worker that does not die."""
+
+    dies_at = -1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_shards_are_contiguous_and_whole(count: int, size: int) -> None:
+    parts: list[Any] = [shard(range(10, 10 + count), Member(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+    assert [i for part in parts for i in part] == list(range(10, 10 + count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def together(size: int, act: Any) -> list[Any]:
+    """act(group) of every member, in threads."""
+    table, results = Table(size), [None] * size
+    groups: list[Any] = [Thread(table, rank, size, Steady()) for rank in range(size)]  # type: ignore[arg-type]
+
+    def run(rank: int) -> None:
+        results[rank] = act(groups[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_gradients_are_summed_and_none_counts_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.rl.parallel._BUCKET", 5)  # several buckets, one of which is too small for its only one
+    shapes = [(2, 2), (3,), (4, 3), (1,)]
+
+    def act(group: Group) -> list[Tensor | None]:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        if group.rank != 1:
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
+        sum_gradients(parameters, group)
+        return [parameter.grad for parameter in parameters]
+
+    for gradients in together(3, act):
+        for number, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
+            assert gradient.tolist() == torch.full(shape, 101.0 * (number + 1)).tolist()
+
+
+def test_alone_nothing_is_touched() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    sum_gradients([parameter], Alone())
+    assert parameter.grad is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
+
+
+def updated(
+    folder: Path, size: int, batch: TrainBatch, **train: Any
+) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    """Metrics, weights and moments of every member after two updates."""
+    config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 24} | train)
+
+    rollout = RolloutConfig(max_new_tokens=12)
+    policies = [Policy(folder, torch.float64, CPU, config, rollout) for _ in range(size)]  # not safe in threads
+
+    def act(group: Group) -> tuple[dict[str, float], dict[str, Tensor]]:
+        policy = policies[group.rank]
+        policy.update(batch, 0, group)
+        metrics = policy.update(batch, 1, group)
+        return metrics, {**policy.state_dict(), **policy.optimizer_state()}
+
+    return [act(Alone())] if size == 1 else together(size, act)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
+@pytest.mark.parametrize(("size", "responses"), [(2, 6), (3, 6), (3, 2)])
+def test_several_members_end_where_one_does(folder: Path, loss: str, size: int, responses: int) -> None:
+    """With 3 members, 2 responses and 2 optimizer steps, some have none."""
+    batch = random_batch(VOCAB, responses=responses)
+    settings = {"loss": loss, "updates_per_step": 2, "kl_weight": 0.1}
+    ((metrics, expected),) = updated(folder, 1, batch, **settings)
+    members = updated(folder, size, batch, **settings)
+    for found, tensors in members:
+        gaps = ("mismatch_mean", "mismatch_p999")  # in float32
+        assert found == pytest.approx(metrics, rel=1e-6)
+        assert [v for k, v in found.items() if k not in gaps] == pytest.approx(
+            [v for k, v in metrics.items() if k not in gaps], rel=1e-10, abs=1e-13
+        )
+        for name, tensor in expected.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-10, atol=1e-12)
+    for _, tensors in members[1:]:
+        assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
+
+
+def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
+    batch = TrainBatch([], [], [], [])
+    ((_, before),) = updated(folder, 1, batch)
+    for metrics, tensors in updated(folder, 2, batch):
+        assert metrics["loss"] == 0
+        assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+def test_processes_meet_sum_and_gather() -> None:
+    meeting = Meeting("127.0.0.1")
+    group = Processes(meeting.address, 0, 1, CPU)
+    total = torch.tensor([1.0, 2.0])
+    group.sum_(total)
+    assert total.tolist() == [1.0, 2.0]
+    assert group.gather(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
+    group.leave()
+    group.leave()
+
+
+def test_one_who_waits_in_vain_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.rl.parallel._MEETING", timedelta(seconds=1))
+    meeting = Meeting("127.0.0.1")
+    with pytest.raises(GroupBroken, match="2 workers did not meet at 127"):
+        Processes(meeting.address, 0, 2, CPU)
