@@ -221,7 +221,9 @@ class DrafterTrainer:
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
         columns, teacher = self._columns(layer, batch)
-        overlaps = [self._chunked(out[where], teacher[where + 1 + t], batch.version)[1] for t, out in enumerate(columns)]
+        overlaps = [
+            self._chunked(out[where], teacher[where + 1 + t], batch.version)[1] for t, out in enumerate(columns)
+        ]
         reached = torch.stack(overlaps).cumprod(0)
         return len(where) + reached.sum().item(), reached[0].sum().item(), len(where)
 
