@@ -103,7 +103,7 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
         tokens = [line["rollout"]["drafter_tokens"] for line in done["adaptive"].lines] if name == "serial" else None
         keep = steps if _is_reference(name, size, workers, done) else 1
         done[name] = _run(console, name, _config_of(config, name, size, steps, keep), tokens)
-    results = _compared(done, config)
+    results = _compared(done, workers)
     _print(console, results)
     if json_file:
         facts = {"recipe_drafter": config.speculation.path, "dtype": config.model.dtype, "steps": steps}
@@ -141,7 +141,7 @@ def _run(console: Console, name: str, config: Config, serial_tokens: Sequence[in
     folder = Path(config.run.folder)
     shutil.rmtree(folder, ignore_errors=True)
     if serial_tokens is not None:
-        write_json(folder / SERIAL, list(serial_tokens))
+        write_json(folder / SERIAL, {"tokens": list(serial_tokens)})
     write_json(folder / "bench.json", config.model_dump(mode="json"))
     workers, cores = config.cluster.workers, len(os.sched_getaffinity(0))
     threads = max(1, cores // workers)
@@ -172,10 +172,10 @@ def _is_reference(name: str, size: int, workers: int, done: dict[str, Mode]) -> 
 # -- what they show ----------------------------------------------------------------------------------------------------
 
 
-def _compared(done: dict[str, Mode], config: Config) -> list[dict[str, Any]]:
+def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
     """Every run beside plain's seconds and the reference's responses."""
     first = next(iter(done.values()))
-    reference = next((m for m in done.values() if m.config.cluster.workers == config.cluster.workers), first)
+    reference = next((mode for mode in done.values() if mode.config.cluster.workers == workers), first)
     results = []
     for mode in done.values():
         same_size = mode.config.cluster.workers == reference.config.cluster.workers
