@@ -145,12 +145,17 @@ def _run(console: Console, name: str, config: Config, serial_tokens: Sequence[in
     write_json(folder / "bench.json", config.model_dump(mode="json"))
     workers, cores = config.cluster.workers, len(os.sched_getaffinity(0))
     threads = max(1, cores // workers)
-    console.rule(f"{name}: {workers} workers of {threads} threads, {config.train.steps} steps")
+    console.rule(f"{name}: {workers} x {threads} threads, {config.train.steps} steps")
     own = threads if workers == 1 else 1  # the driver of several workers computes nothing
-    command = [sys.executable, "-m", "tlt.bench.one_run", str(folder / "bench.json"), str(own)]
-    if code := subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(own)}, check=False).returncode:
+    if code := _in_a_process(folder / "bench.json", own):
         raise BenchError(f"the {name} run ended with exit code {code}, see above: the folder is {folder}")
     return Mode(name, config, threads)
+
+
+def _in_a_process(config_file: Path, threads: int) -> int:
+    """Exit code of the run."""
+    command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads)]
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False).returncode
 
 
 def _better_shape(config: Config, workers: int, console: Console) -> int:
