@@ -270,7 +270,9 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
 
 def test_gap_is_taken_under_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
     recompute(-noise_at(1))
-    assert fidelity.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
+    assert fidelity.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(
+        0, abs=1e-9
+    )
     assert fidelity.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
 
 

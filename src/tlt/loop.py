@@ -49,7 +49,7 @@ class Rollout(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     def release(self) -> None:
-        """An update comes next, up to the next `load`: give back the memory that it could use on the same device; the
+        """An update comes next, up to the next `sync`: give back the memory that it could use on the same device; the
         next `generate` takes it again."""
         ...
 

@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from tlt.cluster.balance import Forecast, half_of, take
-from tlt.cluster.crew import Crew
+from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import ClusterError
+from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.engine.scheduler import Sequence as Row
-from tlt.trace import IDLE, ROLLOUT, UPDATE, Tracer
+from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 
 _ATTEMPTS = 5  # at an update from which workers are lost
+_SPOT_SECONDS = 0.0  # of a call that trains: one micro-batch, so that a worker is back within one
+_HANGS = 30.0  # seconds after which one that trains is given up
 
 
 @dataclass
@@ -37,6 +40,8 @@ class Share:
     helper: int | None = None
     """for whom"""
     last: Slice | None = None
+    trains: bool = True
+    """whether it has harvest enough"""
 
 
 class Coordinator:
@@ -48,6 +53,7 @@ class Coordinator:
         self._enter(IDLE)
         self._number = 0
         self._meeting: tuple[str, int] | None = None
+        self.publication = Publication(crew)
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
@@ -67,6 +73,8 @@ class Coordinator:
         self.missing = len(requests)
         self._gone = RolloutStats()
         responses: list[Response] = []
+        for done in self.crew.kept():
+            self._heard(done)
         while self.missing:
             for index in range(self.crew.size):
                 if not self.crew.pending(index):
@@ -78,9 +86,25 @@ class Coordinator:
                     for response in self._took(done.worker, done.result):
                         responses.append(response)
                         on_response(response)
+                self._heard(done)
         for tracer in self.tracers:
             tracer.enter(IDLE)
         return responses, self._stats(responses)
+
+    def _heard(self, done: Done) -> None:
+        """What has to do with the drafter."""
+        if done.lost:
+            self.publication.give_up()
+        elif done.method == "take_state" and self.publication.in_use:
+            replica, agreement = self.publication.in_use
+            self.crew.call(done.worker, "settle", replica, True, agreement)
+        elif done.method == "spot":
+            if done.result:
+                self.publication.trained(done.result)
+            else:
+                self.shares[done.worker].trains = False
+        elif done.method in METHODS:
+            self.publication.went_on(done)
 
     def _next(self, index: int) -> None:
         """The worker has nothing to do: more of its share, what waits, or what an idle one does."""
@@ -91,14 +115,25 @@ class Coordinator:
         share.rows |= {row.request.seed: row for row in new}
         if not share.rows:
             share.asked, share.helper = [], None
-            self.tracers[index].enter(IDLE)
-            self._ask_for_work(index)
+            self._idle(index)
             return
+        share.trains = True
         self.tracers[index].enter(ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
         work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked)
         share.asked = []
         self.crew.call(index, "decode", work, self.config.cluster.slice_seconds)
+
+    def _idle(self, index: int) -> None:
+        """Nothing left to decode, and nothing waits: help another worker, and until that gives something up, or if it
+        would not pay, train."""
+        self.tracers[index].enter(IDLE)
+        self._ask_for_work(index)
+        if self.publication.is_due():
+            self.publication.begin([i for i, share in enumerate(self.shares) if not share.rows])
+        elif self.shares[index].trains:
+            self.tracers[index].enter(SPOT)
+            self.crew.call(index, "spot", _SPOT_SECONDS)
 
     def _ask_for_work(self, index: int) -> None:
         """Help the worker that has most to do, if that is predicted to end the rollout earlier."""
@@ -171,6 +206,7 @@ class Coordinator:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._enter(UPDATE)
+        self.crew.call_back("spot", _HANGS)
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()

@@ -33,6 +33,7 @@ class Crew:
         self.sound = set(range(pool.size))  # those that hold the run's state
         self.losses = 0
         self._in_a_row = [0] * pool.size
+        self._sources: dict[int, tuple[int, Handle]] = {}  # of those that are new: whose state, and the call for it
         self._calls: dict[Handle, tuple[int, str]] = {}
         self._kept: list[Done] = []  # came back while another call was waited for
 
@@ -47,8 +48,12 @@ class Crew:
     def done(self, timeout: float | None = None) -> list[Done]:
         """Calls that came back: at least one, unless the time is up. Raises what a method raised, and ClusterError if
         nobody is left to go on."""
+        return self.kept() or self._collect(timeout)
+
+    def kept(self) -> list[Done]:
+        """What came back while other calls were waited for."""
         kept, self._kept = self._kept, []
-        return kept or self._collect(timeout)
+        return kept
 
     def _collect(self, timeout: float | None = None) -> list[Done]:
         handles = self.pool.wait(list(self._calls), timeout)
@@ -59,7 +64,9 @@ class Crew:
         try:
             result = self.pool.result(handle)
         except WorkerLost:
-            self.replace(index)
+            if method == "take_state":
+                self._suspect(*self._sources[index])
+            self.replace(index, method)
             return Done(index, method, None, lost=True)
         self._in_a_row[index] = 0
         if method == "take_state":
@@ -104,7 +111,7 @@ class Crew:
         while waiting := [i for i in range(self.size) if method in self.pending(i)]:
             if time.monotonic() > until:
                 for index in waiting:
-                    self.replace(index)
+                    self.replace(index, method)
                 break
             for done in self._collect(None if until == math.inf else 0.5):
                 if done.method != method or done.lost:
@@ -115,6 +122,15 @@ class Crew:
                     until = min(until, time.monotonic() + _PATIENCE)
         return [results[i] for i in range(self.size)] if until == math.inf else None
 
+    def call_back(self, method: str, patience: float) -> None:
+        """Wait until no worker is busy with it; one that does not come back hangs, and is replaced."""
+        until = time.monotonic() + patience
+        while busy := [i for i in range(self.size) if method in self.pending(i)]:
+            if time.monotonic() > until:
+                for index in busy:
+                    self.replace(index, method)
+            self._kept += self._collect(0.5)
+
     def all_sound(self) -> None:
         """Wait until every worker holds the run's state."""
         while len(self.sound) < self.size:
@@ -122,21 +138,33 @@ class Crew:
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def replace(self, index: int) -> None:
-        """A new worker that takes the state of a sound one."""
-        log.warning("worker %d was lost; a new one takes its place", index)
+    def replace(self, index: int, amid: str) -> None:
+        """A new worker that takes the state of a sound one; `amid` says what the old one was at."""
+        log.warning("worker %d was lost amid %s; a new one takes its place", index, amid)
         self.losses += 1
         self._in_a_row[index] += 1
         self.sound.discard(index)
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
-        source = self._source()
         if self._in_a_row[index] > _IN_A_ROW:
             raise ClusterError(
                 f"worker {index} was lost {self._in_a_row[index]} times in a row: see that its memory suffices, then "
                 "go on from the last checkpoint with --resume"
             )
+        source = self._source()
+        state = self.pool.submit(source, "state")
+        self._sources[index] = source, state
         self.pool.replace(index)
-        self.call(index, "take_state", self.pool.submit(source, "state"))
+        self.call(index, "take_state", state)
+
+    def _suspect(self, source: int, state: Handle) -> None:
+        """A new worker did not get the state: perhaps the one that it was of is gone too."""
+        if source not in self.sound or not self.pool.wait([state], 0):
+            return
+        try:
+            self.pool.result(state)
+        except WorkerLost:
+            self._kept.append(Done(source, "state", None, lost=True))
+            self.replace(source, "state")
 
     def _source(self) -> int:
         if not self.sound:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
+from tlt.draft.buffer import Harvest
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.features import FeatureLayout
@@ -68,20 +69,30 @@ class LocalRollout:
         """Nothing of it outlives the process."""
 
 
-def make_engine(config: EngineConfig, speculation: SpeculationConfig, target: Decoder, tokenizer: Any) -> Engine:
+def make_engine(
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    target: Decoder,
+    tokenizer: Any,
+    layer: EagleLayer | None = None,
+    on_harvest: Callable[[Harvest], None] | None = None,
+) -> Engine:
     """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target
-    must hold weights."""
-    drafters, layout = make_drafters(speculation, target)
-    return Engine(target, config, drafters, make_tuner(speculation, config, target), detokenizer(tokenizer), layout)
+    must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
+    drafters, layout = make_drafters(speculation, target, layer)
+    tuner = make_tuner(speculation, config, target, layer)
+    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest)
 
 
-def make_drafters(config: SpeculationConfig, target: Decoder) -> tuple[list[Drafter], FeatureLayout | None]:
+def make_drafters(
+    config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None
+) -> tuple[list[Drafter], FeatureLayout | None]:
     """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
-    if config.path is None or config.drafter == "suffix":
+    if (config.path is None and layer is None) or config.drafter == "suffix":
         return [SuffixDrafter(config.history_tokens)], None
-    layer = load_drafter(config.path, target.options)
+    layer = layer or load_drafter(str(config.path), target.options)
     drafters = all_drafters(layer, target, config.history_tokens)
     return drafters[:1] if config.drafter == "eagle" else drafters, layer.options.layout
 
@@ -92,12 +103,14 @@ def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> lis
     return [learned, suffix, MixedDrafter(learned, suffix)]
 
 
-def make_tuner(config: SpeculationConfig, engine: EngineConfig, target: Decoder) -> Tuner:
+def make_tuner(
+    config: SpeculationConfig, engine: EngineConfig, target: Decoder, layer: EagleLayer | None = None
+) -> Tuner:
     if config.drafter == "off":
         return Fixed(PLAIN)
     if config.drafter != "adaptive":
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
-    drafters, layout = make_drafters(config, target)
+    drafters, layout = make_drafters(config, target, layer)
     arms = strategies([drafter.name for drafter in drafters])
     known = {drafter.name: drafter.published for drafter in drafters if drafter.published}
     return Bandit(arms, profile(target, engine, drafters, arms, layout), known)

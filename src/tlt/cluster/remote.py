@@ -39,7 +39,8 @@ class ClusterRollout:
         """Each worker does so before its part of the update."""
 
     def trace(self) -> list[list[Span]]:
-        return [tracer.drain() for tracer in self.coordinator.tracers]
+        states = [tracer.drain() for tracer in self.coordinator.tracers]
+        return [state + work for state, work in zip(states, self.crew.everyone("trace"), strict=True)]
 
     def close(self) -> None:
         self.crew.pool.close()

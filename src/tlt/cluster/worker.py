@@ -6,22 +6,31 @@ calls sees at once that it is idle, has it back at the end of a call, and notice
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tlt.cluster.local import load_tokenizer, make_engine, make_target, torch_device, torch_dtype
 from tlt.config import Config
+from tlt.draft.average import Replica
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.spot import SpotReport, SpotTrainer
 from tlt.engine.scheduler import Sequence as Row
+from tlt.models.families import DecoderOptions
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
 from tlt.rl.policy import Policy
+from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 Join = Callable[[Any, int, int, torch.device], Group]
 """(where the members meet, rank, size, device) -> their group"""
 
@@ -69,7 +78,12 @@ class Worker:
         self.target = make_target(config.model)
         self.target.load(read_safetensors(folder), version=0)
         tokenizer = load_tokenizer(config.model.path)
-        self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer)
+        layer = starting_drafter(config, self.target.options)
+        self.spot_trainer = SpotTrainer(layer, self.target, config.drafter, config.run.seed + index) if layer else None
+        on_harvest = self.spot_trainer.harvest if self.spot_trainer else None
+        self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer, layer, on_harvest)
+        self.engine.start(())
+        self.tracer = self.engine.tracer = Tracer()
         self.device = torch_device(config.model)
         self.policy = Policy(
             folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
@@ -97,6 +111,47 @@ class Worker:
         waiting = [row.request.seed for row in self.engine.scheduler.waiting]
         return Slice(responses, given_up, self.engine.stats, live, waiting, time.perf_counter() - began)
 
+    # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
+
+    def spot(self, seconds: float) -> SpotReport | None:
+        """Train it until the micro-batch under way when the time is up is done; None where it cannot be."""
+        if self.spot_trainer is None or not self.spot_trainer.ready:
+            return None
+        with self.tracer.span("spot"):
+            return self._guarded(lambda trainer: trainer.train(seconds))
+
+    def replica(self) -> Replica | None:
+        return self._guarded(lambda trainer: trainer.replica())
+
+    def judge(self, candidate: Replica) -> tuple[tuple[float, int], tuple[float, int]] | None:
+        """Sums for `beats`: of the candidate, and of the drafter in use."""
+        with self.tracer.span("judge"):
+            return self._guarded(lambda trainer: (trainer.judge(candidate.tensors), trainer.judge(None)))
+
+    def settle(self, common: Replica, publish: bool, agreement: float | None = None) -> float | None:
+        """Train on from the common replica; with `publish`, draft with it too, from the next round on. Returns its
+        agreement, measured where none is given."""
+
+        def act(trainer: SpotTrainer) -> float | None:
+            trainer.adopt(common)
+            if not publish:
+                return None
+            layer = trainer.publish(common.tensors, agreement)
+            self.engine.swap(EagleDrafter(layer, self.target))
+            return layer.published
+
+        return self._guarded(act)
+
+    def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
+        if self.spot_trainer is None:
+            return None
+        try:
+            return act(self.spot_trainer)
+        except Exception:
+            log.exception("the drafter's training failed on worker %d; it goes on without", self.index)
+            self.spot_trainer = self.engine.on_harvest = None
+            return None
+
     # -- update --------------------------------------------------------------------------------------------------------
 
     def meeting(self) -> str:
@@ -109,7 +164,8 @@ class Worker:
         self.engine.cache.release()
         self._before = self.state() if size > 1 else None
         try:
-            return self.policy.update(batch, step, self._group_at(meeting, rank, size))
+            with self.tracer.span("update"):
+                return self.policy.update(batch, step, self._group_at(meeting, rank, size))
         except GroupBroken:
             self.leave()
             return None
@@ -136,7 +192,9 @@ class Worker:
     def sync(self, version: int) -> None:
         """The engine takes the policy's weights; the update can no longer be rolled back."""
         self._before = None
-        self.target.load(self.policy.state_dict(), version)
+        with self.tracer.span("sync"):
+            self.target.load(self.policy.state_dict(), version)
+            self._guarded(lambda trainer: trainer.target_moved())
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -172,11 +230,27 @@ class Worker:
     def load_optimizer(self, folder: str) -> None:
         self.policy.load_optimizer(Path(folder))
 
+    def trace(self) -> list[Span]:
+        """What it did since this was last asked."""
+        return self.tracer.drain()
+
     def tuner_state(self) -> dict[str, Any]:
         return self.engine.tuner.state()
 
     def load_tuner_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state)
+
+
+def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
+    """What idle workers train, the same on all of them: the recipe's, or a random one; None where none is wanted."""
+    speculation = config.speculation
+    if speculation.drafter in ("off", "suffix") or not config.drafter.idle_training:
+        return None
+    if speculation.path:
+        return load_drafter(speculation.path, target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        return EagleLayer(eagle_options(target, config.drafter.kind, config.drafter.window))
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -184,6 +184,9 @@ class DrafterTrainConfig(Section):
     max_grad_norm: float = Field(default=0.5, gt=0)
     micro_batch_tokens: int = Field(default=1024, gt=0)
     """entries of one pack, which is one optimizer step"""
+    idle_training: bool = True
+    """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
+    speculation.path names none"""
     buffer_tokens: int = Field(default=200_000, gt=0)
     """entries of harvest kept, the newest ones"""
 

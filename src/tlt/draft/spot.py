@@ -124,12 +124,15 @@ class SpotTrainer:
         total, first, count = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0)
         return total, first, int(count)
 
-    def publish(self, candidate: Mapping[str, Tensor]) -> EagleLayer:
+    def publish(self, candidate: Mapping[str, Tensor], agreement: float | None = None) -> EagleLayer:
         """The candidate (`Replica.tensors`) is now the drafter in use: a layer of its own for
-        `engine.swap(EagleDrafter(layer, target))`, its `published` agreement measured on the held-back harvest."""
+        `engine.swap(EagleDrafter(layer, target))`, its `published` agreement measured on the held-back harvest where
+        nobody has measured it before."""
         _put(candidate, self.in_use)
-        _, first, count = self._judge(self.in_use)
-        self.in_use.published = first / count if count else None
+        if agreement is None:
+            _, first, count = self._judge(self.in_use)
+            agreement = first / count if count else None
+        self.in_use.published = agreement
         return copy.deepcopy(self.in_use)
 
 

@@ -6,8 +6,8 @@ same held-back harvest), and its accept length on fresh harvest, step after step
 
 from __future__ import annotations
 
-from typing import Any
 from collections.abc import Mapping
+from typing import Any
 
 
 class Worth:
