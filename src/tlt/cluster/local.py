@@ -90,10 +90,9 @@ def make_drafters(
     """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
-    if config.drafter != "suffix" and layer is None and config.path is not None:
-        layer = load_drafter(config.path, target.options)
-    if layer is None or config.drafter == "suffix":
+    if (config.path is None and layer is None) or config.drafter == "suffix":
         return [SuffixDrafter(config.history_tokens)], None
+    layer = layer or load_drafter(str(config.path), target.options)
     drafters = all_drafters(layer, target, config.history_tokens)
     return drafters[:1] if config.drafter == "eagle" else drafters, layer.options.layout
 

@@ -67,6 +67,9 @@ class Publication:
             for sums, more in zip(self._sums, done.result or (), strict=False):
                 sums[0] += more[0]
                 sums[1] += more[1]
+            if self._left == 0 and self._sums[0][1] == 0 and self._idle:  # all that was held back is with the others
+                others, self._idle = [i for i in range(self.crew.size) if i not in self._idle], []
+                self._ask(others, "judge", self.crew.pool.put(self._common))
             if self._left == 0:
                 self._decide()
         elif self._left == 0:
@@ -92,7 +95,7 @@ class Publication:
         better = beats((mine, int(count)), (theirs, int(other)))
         given = self.crew.pool.put(self._common)
         if better:  # the first one measures its agreement for all
-            self._ask(self._idle[:1], "settle", given, True)
+            self._ask((self._idle or [0])[:1], "settle", given, True)
         else:
             self._common = None
             self._ask(range(self.crew.size), "settle", given, False)
