@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ def here(config_file: Path, threads: int) -> int:
     """The run of a process, in this one; several workers are threads of it."""
 
     def many_workers(config: Config, folder: str | Path) -> Any:
-        return join(TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder)), config)
+        workers = TestPool(
+            config.cluster.workers, lambda i: ThreadWorker(config, i, folder), random.Random(0).randrange
+        )
+        return join(workers, config)
 
     with patch.object(run_module, "_many_workers", many_workers):
         one_run.main(str(config_file), str(threads))
