@@ -12,8 +12,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,20 +196,26 @@ def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
 
 
 def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    phases = ("rollout", "reward", "update", "sync", "other", "spot", "idle")
-    columns = ("mode", "s/step", "against plain", *phases, "accept", "last", "sha256", "forks")
-    table = Table(*columns, title="seconds a step; spot and idle summed over workers")
-    for row in results:
-        steps = len(row["accept_length"])
-        means = (f"{row['seconds'].get(phase, 0.0) / steps:.2f}" for phase in phases)
-        accept = (statistics.fmean(row["accept_length"]), row["accept_length"][-1])
-        table.add_row(
-            row["name"],
-            f"{row['step_seconds']:.2f}",
-            "{1:.2f} ({0:.2f}-{2:.2f})".format(*row["faster_than_plain"]),
-            *means,
-            *(f"{value:.2f}" for value in accept),
-            row["policy_sha256"][:8],
-            f"{row['forks_explained']} + {row['forks_unexplained']}" if row["compared_with"] else "-",
-        )
+    """A column a mode."""
+
+    def mean(row: dict[str, Any], phase: str) -> str:
+        return f"{row['seconds'].get(phase, 0.0) / len(row['accept_length']):.2f}"
+
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "workers": lambda row: str(row["workers"]),
+        "a step (median)": lambda row: f"{row['step_seconds']:.2f}",
+        "times faster than plain": lambda row: f"{row['faster_than_plain'][1]:.2f}",
+        "... 95 % interval": lambda row: "{0:.2f}-{2:.2f}".format(*row["faster_than_plain"]),
+        **{phase: partial(mean, phase=phase) for phase in ("rollout", "reward", "update", "sync", "other")},
+        **{f"{phase}, all workers": partial(mean, phase=phase) for phase in ("spot", "idle")},
+        "accept length": lambda row: f"{statistics.fmean(row['accept_length']):.2f}",
+        "... of the last step": lambda row: f"{row['accept_length'][-1]:.2f}",
+        "policy sha256": lambda row: row["policy_sha256"][:8],
+        "forks explained, not": lambda row: (
+            f"{row['forks_explained']}, {row['forks_unexplained']}" if row["compared_with"] else "-"
+        ),
+    }
+    table = Table("seconds", *(row["name"] for row in results))
+    for title, cell in rows.items():
+        table.add_row(title, *map(cell, results))
     console.print(table)
