@@ -23,6 +23,11 @@ class MixedDrafter:
         self.learned, self.suffix = learned, suffix
         self.published = learned.published
 
+    def swapped(self, drafter: Drafter) -> None:
+        """Called where `drafter` has taken the place of another one of the engine's."""
+        if drafter.name == self.learned.name:
+            self.learned = drafter
+
     def begin(self, window: FeatureWindow | None) -> None: ...
 
     def open(self, request: Request, committed: Sequence[int]) -> None: ...

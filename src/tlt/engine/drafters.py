@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureWindow
-from tlt.draft.mixed import MixedDrafter
 from tlt.types import Request
 
 log = logging.getLogger(__name__)
@@ -71,8 +70,8 @@ class Drafters:
     ) -> None:
         """Put a drafter in the place of the one of its name, between two rounds."""
         for other in self.usable.values():
-            if isinstance(other, MixedDrafter) and other.learned.name == drafter.name:
-                other.learned = drafter
+            if tell := getattr(other, "swapped", None):  # one that is made of others
+                tell(drafter)
         self.usable[drafter.name] = drafter
         self.version += 1
         self.agreement[drafter.name] = Agreement(drafter.published)
