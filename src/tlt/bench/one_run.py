@@ -32,7 +32,7 @@ def main(config_file: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
     tokens = Path(config.run.folder) / SERIAL
-    wrap = serially(json.loads(tokens.read_text(encoding="utf-8"))) if tokens.is_file() else None
+    wrap = serially(json.loads(tokens.read_text(encoding="utf-8"))["tokens"]) if tokens.is_file() else None
     try:
         train(config, resume=False, display=Recording(), wrap=wrap)
     except (ValueError, OSError) as error:

@@ -103,7 +103,7 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
         tokens = [line["rollout"]["drafter_tokens"] for line in done["adaptive"].lines] if name == "serial" else None
         keep = steps if _is_reference(name, size, workers, done) else 1
         done[name] = _run(console, name, _config_of(config, name, size, steps, keep), tokens)
-    results = _compared(done, config)
+    results = _compared(done, workers)
     _print(console, results)
     if json_file:
         facts = {"recipe_drafter": config.speculation.path, "dtype": config.model.dtype, "steps": steps}
@@ -141,16 +141,21 @@ def _run(console: Console, name: str, config: Config, serial_tokens: Sequence[in
     folder = Path(config.run.folder)
     shutil.rmtree(folder, ignore_errors=True)
     if serial_tokens is not None:
-        write_json(folder / SERIAL, list(serial_tokens))
+        write_json(folder / SERIAL, {"tokens": list(serial_tokens)})
     write_json(folder / "bench.json", config.model_dump(mode="json"))
     workers, cores = config.cluster.workers, len(os.sched_getaffinity(0))
     threads = max(1, cores // workers)
-    console.rule(f"{name}: {workers} workers of {threads} threads, {config.train.steps} steps")
+    console.rule(f"{name}: {workers} x {threads} threads, {config.train.steps} steps")
     own = threads if workers == 1 else 1  # the driver of several workers computes nothing
-    command = [sys.executable, "-m", "tlt.bench.one_run", str(folder / "bench.json"), str(own)]
-    if code := subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(own)}, check=False).returncode:
+    if code := _in_a_process(folder / "bench.json", own):
         raise BenchError(f"the {name} run ended with exit code {code}, see above: the folder is {folder}")
     return Mode(name, config, threads)
+
+
+def _in_a_process(config_file: Path, threads: int) -> int:
+    """Exit code of the run."""
+    command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads)]
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False).returncode
 
 
 def _better_shape(config: Config, workers: int, console: Console) -> int:
@@ -172,10 +177,10 @@ def _is_reference(name: str, size: int, workers: int, done: dict[str, Mode]) -> 
 # -- what they show ----------------------------------------------------------------------------------------------------
 
 
-def _compared(done: dict[str, Mode], config: Config) -> list[dict[str, Any]]:
+def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
     """Every run beside plain's seconds and the reference's responses."""
     first = next(iter(done.values()))
-    reference = next((m for m in done.values() if m.config.cluster.workers == config.cluster.workers), first)
+    reference = next((mode for mode in done.values() if mode.config.cluster.workers == workers), first)
     results = []
     for mode in done.values():
         same_size = mode.config.cluster.workers == reference.config.cluster.workers

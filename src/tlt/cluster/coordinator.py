@@ -54,6 +54,7 @@ class Coordinator:
         self._number = 0
         self._meeting: tuple[str, int] | None = None
         self.publication = Publication(crew)
+        self.trains_when_idle = config.drafter.idle_training
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
@@ -72,6 +73,7 @@ class Coordinator:
         )
         self.missing = len(requests)
         self._gone = RolloutStats()
+        self._trained = self.publication.tokens
         responses: list[Response] = []
         for done in self.crew.kept():
             self._heard(done)
@@ -131,7 +133,7 @@ class Coordinator:
         self._ask_for_work(index)
         if self.publication.is_due():
             self.publication.begin([i for i, share in enumerate(self.shares) if not share.rows])
-        elif self.shares[index].trains:
+        elif self.trains_when_idle and self.shares[index].trains:
             self.tracers[index].enter(SPOT)
             self.crew.call(index, "spot", _SPOT_SECONDS)
 
@@ -198,6 +200,7 @@ class Coordinator:
             if share.last:
                 stats = stats + share.last.stats
         stats.tokens = sum(len(response.token_ids) for response in responses)
+        stats.drafter_tokens = self.publication.tokens - self._trained
         return stats
 
     # -- update --------------------------------------------------------------------------------------------------------

@@ -187,8 +187,11 @@ class DrafterTrainConfig(Section):
     idle_training: bool = True
     """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
     speculation.path names none"""
+    budget: float = Field(default=0.0, ge=0, le=1)
+    """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
+    long as that pays back; from a random one if speculation.path names none. 0: not at all"""
     buffer_tokens: int = Field(default=200_000, gt=0)
-    """entries of harvest kept, the newest ones"""
+    """entries of harvest kept in host memory: of this step, and the longest of the step before"""
 
 
 class TrainConfig(Section):
