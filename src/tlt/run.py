@@ -12,12 +12,14 @@ from typing import Any, Protocol
 
 from tlt import checkpoint
 from tlt.checkpoint import Checkpoint
+from tlt.cluster.budget import Budget
 from tlt.cluster.local import (
     LocalRollout,
     load_tokenizer,
     make_engine,
     make_target,
     sampling_params,
+    starting_drafter,
     torch_device,
     torch_dtype,
 )
@@ -123,10 +125,12 @@ def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None
 def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     target = make_target(config.model)
     target.load(read_safetensors(folder), version=0)
-    engine = make_engine(config.engine, config.speculation, target, load_tokenizer(config.model.path))
+    tokenizer, layer = load_tokenizer(config.model.path), starting_drafter(config, target.options)
+    engine = make_engine(config.engine, config.speculation, target, tokenizer, layer)
+    budget = Budget(engine, layer, config) if layer else None
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
-    return LocalRollout(engine), policy
+    return LocalRollout(engine, budget), policy
 
 
 def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
@@ -149,7 +153,7 @@ def _claim_folder(config: Config, resume: bool) -> Path:
     if used and not resume:
         for name in ("metrics.jsonl", "summary.json", "trace.json"):
             (folder / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "tensorboard"):
+        for name in ("checkpoints", "tensorboard", "drafter"):
             shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

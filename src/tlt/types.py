@@ -93,7 +93,9 @@ class RolloutStats:
     alarms: dict[str, float] = field(default_factory=dict)
     """those whose agreement is below half of what it was when they were published"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """prefill, draft, verify, commit"""
+    """prefill, draft, verify, commit; and spot, of one worker that trains its drafter in between"""
+    spot: dict[str, float] = field(default_factory=dict)
+    """of that training: tokens, accept length of the drafter in use and of the candidate, drafter version"""
 
     @property
     def accept_length(self) -> float:
@@ -109,6 +111,7 @@ class RolloutStats:
             seconds=_sum_by_key(self.seconds, other.seconds),
             agreement=other.agreement,
             alarms=other.alarms,
+            spot=self.spot | other.spot,
         )
 
 

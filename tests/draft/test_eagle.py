@@ -41,7 +41,7 @@ def test_the_layer_is_the_papers(model: Model, kind: Kind, window: int, start: i
     features = torch.randn(n, 4 * D if kind == "eagle3" else D, dtype=torch.float64, generator=generator)
     tokens = torch.randint(11, (n,), generator=generator)
     angles = torch.outer(torch.arange(512).double(), decoder.options.inv_freq.double()).repeat(1, 2)
-    batch = Pack(tokens, features, torch.arange(start, start + n), torch.zeros(n).long(), torch.ones(n).bool())
+    batch = Pack(tokens, features, torch.arange(start, start + n), torch.zeros(n).long(), torch.ones(n).bool(), 0)
     with torch.no_grad():
         (column,) = unroll(layer, decoder.embedding, (angles.cos(), angles.sin()), batch, 1)
     entries = twin.true_entries(features, tokens.tolist(), start)

@@ -52,7 +52,7 @@ def options(model: Model) -> Any:
 def test_what_was_saved_comes_back(model: Model, tmp_path: Path) -> None:
     saver, replicas = DrafterSaver(tmp_path, options(model)), [replica(model, seed) for seed in range(2)]
     saver.save(7, replicas[0], published=0.75)
-    saver.close()
+    saver.wait()
     found = loaded(model, tmp_path)
     assert found.number == 7
     assert found.layer.published == 0.75
@@ -160,7 +160,7 @@ def test_the_caller_does_not_wait_and_only_the_newest_is_written(
         saver.save(number, replica(model))
     assert written == []
     gate.set()
-    saver.close()
+    saver.wait()
     assert written == [1, 4]
 
 
@@ -177,6 +177,6 @@ def test_a_disk_that_fails_costs_the_save_alone(
         while not caplog.records:
             pass
     saver.save(2, replica(model))
-    saver.close()
+    saver.wait()
     assert "No space left" in caplog.text
     assert loaded(model, tmp_path).number == 2

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
+from tlt.cluster.budget import Budget
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.buffer import Harvest
 from tlt.draft.drafter import Drafter
-from tlt.draft.eagle import EagleLayer, load_drafter
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import FeatureLayout
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.mixed import MixedDrafter
@@ -25,20 +26,22 @@ from tlt.engine.profile import profile
 from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
-from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.trace import IDLE, ROLLOUT, UPDATE, Span, Tracer
+from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 
 
 class LocalRollout:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, budget: Budget | None = None) -> None:
+        self.engine, self.budget = engine, budget
         self.tracer = engine.tracer = Tracer()
         self.tracer.enter(IDLE)
 
     def sync(self, policy: Trainable, version: int) -> None:
         self.engine.target.load(policy.state_dict(), version)
+        if self.budget:
+            self.budget.target_moved()
         self.tracer.enter(IDLE)
 
     def generate(
@@ -49,14 +52,19 @@ class LocalRollout:
         for response in self.engine.generate(requests):
             responses.append(response)
             on_response(response)
+        if self.budget:
+            self.tracer.enter(SPOT)
+            self.budget.spend(self.engine.stats)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.engine.tuner.state()}
+        return {"tuner": self.engine.tuner.state(), "drafter": self.budget.state() if self.budget else {}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
+        if self.budget and state.get("drafter"):
+            self.budget.load_state(state["drafter"])
 
     def release(self) -> None:
         self.tracer.enter(UPDATE)
@@ -82,6 +90,21 @@ def make_engine(
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
     return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest)
+
+
+def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
+    """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
+    none is trained."""
+    trains = config.drafter.idle_training if config.cluster.workers > 1 else config.drafter.budget > 0
+    if config.speculation.drafter in ("off", "suffix") or not trains:
+        return None
+    if config.speculation.path:
+        return load_drafter(config.speculation.path, target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        layer = EagleLayer(eagle_options(target, config.drafter.kind, config.drafter.window))
+    layer.published = 0.0  # its guesses are never right: the tuner need not find that out
+    return layer
 
 
 def make_drafters(
@@ -112,7 +135,7 @@ def make_tuner(
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target, layer)
     arms = strategies([drafter.name for drafter in drafters])
-    known = {drafter.name: drafter.published for drafter in drafters if drafter.published}
+    known = {drafter.name: drafter.published for drafter in drafters if drafter.published is not None}
     return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
 
 

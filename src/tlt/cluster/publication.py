@@ -101,8 +101,9 @@ class Publication:
             self._ask(range(self.crew.size), "settle", given, False)
 
     def _publish_everywhere(self, done: Done) -> None:
-        if self._common is None:
-            return  # the chain ends here
+        if self._common is None or done.result is None:
+            self._common = None
+            return  # the chain ends here, or the first one failed
         self.in_use, self._common = (self._common, done.result), None
         self.version += 1
         others = [index for index in range(self.crew.size) if index != done.worker]

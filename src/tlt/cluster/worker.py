@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tlt.cluster.local import load_tokenizer, make_engine, make_target, torch_device, torch_dtype
+from tlt.cluster.local import load_tokenizer, make_engine, make_target, starting_drafter, torch_device, torch_dtype
 from tlt.config import Config
 from tlt.draft.average import Replica
-from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import SpotReport, SpotTrainer
 from tlt.engine.scheduler import Sequence as Row
-from tlt.models.families import DecoderOptions
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
 from tlt.rl.policy import Policy
@@ -80,7 +79,7 @@ class Worker:
         tokenizer = load_tokenizer(config.model.path)
         layer = starting_drafter(config, self.target.options)
         self.spot_trainer = SpotTrainer(layer, self.target, config.drafter, config.run.seed + index) if layer else None
-        on_harvest = self.spot_trainer.harvest if self.spot_trainer else None
+        on_harvest = self._harvest if layer else None
         self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer, layer, on_harvest)
         self.engine.start(())
         self.tracer = self.engine.tracer = Tracer()
@@ -141,6 +140,9 @@ class Worker:
             return layer.published
 
         return self._guarded(act)
+
+    def _harvest(self, item: Harvest) -> None:
+        self._guarded(lambda trainer: trainer.harvest(item))
 
     def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
         if self.spot_trainer is None:
@@ -239,18 +241,6 @@ class Worker:
 
     def load_tuner_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state)
-
-
-def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
-    """What idle workers train, the same on all of them: the recipe's, or a random one; None where none is wanted."""
-    speculation = config.speculation
-    if speculation.drafter in ("off", "suffix") or not config.drafter.idle_training:
-        return None
-    if speculation.path:
-        return load_drafter(speculation.path, target)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
-        return EagleLayer(eagle_options(target, config.drafter.kind, config.drafter.window))
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

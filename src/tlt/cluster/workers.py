@@ -172,10 +172,12 @@ def _import_ray(alone: bool) -> Any:
 
 
 def _short_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="tlt_")
+    """It bears this process's number."""
+    prefix = f"tlt_{os.getpid()}_"
+    folder = tempfile.mkdtemp(prefix=prefix)
     if len(folder) > _LONGEST_FOLDER:
         shutil.rmtree(folder)
-        folder = tempfile.mkdtemp(prefix="tlt_", dir="/tmp")
+        folder = tempfile.mkdtemp(prefix=prefix, dir="/tmp")
     return folder
 
 

@@ -170,11 +170,11 @@ class SpeculationConfig(Section):
 class DrafterTrainConfig(Section):
     """How the learned drafter is made and trained."""
 
-    kind: Literal["eagle3", "eagle1"] = "eagle3"
+    kind: Literal["eagle1", "eagle3"] = "eagle1"
     """`eagle3` reads three layers of the target; `eagle1` only its last hidden state, a quarter of the traffic"""
     window: int = Field(default=512, gt=0)
     """tokens whose features are kept for each live request, and which the drafter attends"""
-    unroll: int = Field(default=5, gt=0, le=16)
+    unroll: int = Field(default=3, gt=0, le=16)
     """guesses in a row that training goes through, each on the drafter's own output of the one before"""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
     decay: float = Field(default=0.8, gt=0, le=1)
@@ -187,8 +187,11 @@ class DrafterTrainConfig(Section):
     idle_training: bool = True
     """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
     speculation.path names none"""
+    budget: float = Field(default=0.0, ge=0, le=1)
+    """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
+    long as that pays back; from a random one if speculation.path names none. 0: not at all"""
     buffer_tokens: int = Field(default=200_000, gt=0)
-    """entries of harvest kept, the newest ones"""
+    """entries of harvest kept in host memory: of this step, and the longest of the step before"""
 
 
 class TrainConfig(Section):

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SLACK = 64  # entries beyond the window, so that a whole window can still be read after a round's commit
+_SLACK = 64  # entries beyond the window, so that a whole window can still be read after some rounds' commits
+_LAZY = 32  # rounds whose entries are put into the ring together, unless somebody reads it before
 
 
 class FeatureLayout(NamedTuple):
@@ -27,28 +28,43 @@ class FeatureLayout(NamedTuple):
 
 class FeatureWindow:
     """Entry p of a row is the features of its token p with token p + 1; entries [first, length) are there, of which
-    the last `window` are used. Rows follow the engine's order."""
+    the last `window` are used. Rows follow the engine's order.
+
+    What a round writes is kept as it came until somebody reads, or for some rounds: on a small model, to put every
+    round's entries into the ring by themselves takes a tenth of the round."""
 
     def __init__(self, layout: FeatureLayout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.window, self.device = layout, layout.window, device
         self.capacity = layout.window + _SLACK
-        self.features = torch.zeros(0, self.capacity, layout.width(hidden_size), dtype=dtype, device=device)
-        self.tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
+        self._features = torch.zeros(0, self.capacity, layout.width(hidden_size), dtype=dtype, device=device)
+        self._tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
+        self._blocks: list[tuple[list[int], Tensor, Sequence[int]]] = []  # places, features, next tokens
         self.first: list[int] = []
         self.length: list[int] = []
         self._held = 0  # the oldest entry that the first free place still has
+
+    @property
+    def features(self) -> Tensor:
+        """The ring of each row [R, C, F]: entry p lies at p modulo C."""
+        self._settle()
+        return self._features
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R, C] the token that follows each."""
+        self._settle()
+        return self._tokens
 
     def append(self, inherited: int = 0) -> None:
         """A new last row that holds nothing yet, or so many first entries of the row that left its place."""
         self.first.append(min(self._held, inherited))
         self.length.append(inherited)
-        if len(self.first) > len(self.features):
-            more = max(8, len(self.features))
-            self.features = torch.cat([self.features, self.features.new_zeros(more, *self.features.shape[1:])])
-            self.tokens = torch.cat([self.tokens, self.tokens.new_zeros(more, self.capacity)])
+        if len(self.first) > len(self._features):
+            self._features, self._tokens = _grown(self._features), _grown(self._tokens)
 
     def remove(self, row: int) -> None:
         """The last row takes its place."""
+        self._settle()
         last = len(self.first) - 1
         if row != last:
             self.copy(last, row, self.length[last], self.first[last])
@@ -56,19 +72,41 @@ class FeatureWindow:
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
         """Entries below `length` of another row, as far back as that row still has them."""
+        self._settle()
         held = max(self.first[source], self.length[source] - self.capacity)
-        self.features[target], self.tokens[target] = self.features[source], self.tokens[source]
+        used = min(length, self.capacity)  # places beyond are of no entry below `length`
+        self._features[target, :used] = self._features[source, :used]
+        self._tokens[target, :used] = self._tokens[source, :used]
         self.first[target], self.length[target] = min(max(first, held), length), length
 
     def write(
         self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]
     ) -> None:
-        """Entries (rows[m], positions[m]), in the order of positions within a row; features [M, F]."""
-        where = torch.tensor([rows, [p % self.capacity for p in positions], next_tokens], device=self.device)
-        self.features[where[0], where[1]] = features
-        self.tokens[where[0], where[1]] = where[2]
+        """Entries (rows[m], positions[m]), in the order of positions within a row; features [M, F], which must not
+        change any more."""
+        places = [row * self.capacity + p % self.capacity for row, p in zip(rows, positions, strict=True)]
+        self._blocks.append((places, features, next_tokens))
         for row, position in zip(rows, positions, strict=True):
             self.length[row] = position + 1
+        if len(self._blocks) >= _LAZY:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Put into the ring what was written since."""
+        if not self._blocks:
+            return
+        blocks, self._blocks = self._blocks, []
+        places, next_tokens = [m for block in blocks for m in block[0]], [m for block in blocks for m in block[2]]
+        if len(set(places)) == len(places):
+            self._put(places, torch.cat([block[1] for block in blocks]), next_tokens)
+        else:  # a row went all around its ring: the later entry must win
+            for block in blocks:
+                self._put(*block)
+
+    def _put(self, places: Sequence[int], features: Tensor, next_tokens: Sequence[int]) -> None:
+        where, tokens = torch.tensor([places, next_tokens], dtype=torch.long, device=self.device)
+        self._features.flatten(0, 1).index_copy_(0, where, features)
+        self._tokens.view(-1).index_copy_(0, where, tokens)
 
     def start(self, row: int) -> int:
         """The oldest entry in use."""
@@ -76,5 +114,17 @@ class FeatureWindow:
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Copies of features [high - low, F] and of the tokens that follow each [high - low]."""
-        place = torch.arange(low, high, device=self.device) % self.capacity
-        return self.features[row, place], self.tokens[row, place]
+        self._settle()
+        begin, end = low % self.capacity, low % self.capacity + high - low
+        around = max(0, end - self.capacity)
+        rings = (self._features[row], self._tokens[row])
+        if not around:
+            return rings[0][begin:end].clone(), rings[1][begin:end].clone()
+        return torch.cat([rings[0][begin:], rings[0][:around]]), torch.cat([rings[1][begin:], rings[1][:around]])
+
+
+def _grown(ring: Tensor) -> Tensor:
+    """With room for more rows."""
+    larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
+    larger[: len(ring)] = ring
+    return larger

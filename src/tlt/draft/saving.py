@@ -31,37 +31,36 @@ class Saved(NamedTuple):
 
 
 class DrafterSaver:
-    """Writes into `folder` from one thread; all but the newest `keep` go."""
+    """Writes into `folder` from one thread, which lives while there is something to write (and the process with it);
+    all but the newest `keep` go."""
 
     def __init__(self, folder: Path, options: EagleOptions, keep: int = 2) -> None:
         self.folder, self.options, self.keep = folder, options, keep
+        self._lock = threading.Lock()
         self._waiting: tuple[int, Replica, float | None] | None = None
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="drafter-saver", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def save(self, number: int, replica: Replica, published: float | None = None) -> None:
         """Returns at once; the replica's tensors must not change any more. Of several that wait, only the newest is
         written. A disk that is full or fails is logged, and costs the save alone."""
-        with self._changed:
+        with self._lock:
             self._waiting = (number, replica, published)
-            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="drafter-saver")
+                self._thread.start()
 
-    def close(self) -> None:
-        """Returns when all is written."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+    def wait(self) -> None:
+        """Until all is written."""
+        while thread := self._thread:
+            thread.join()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+            with self._lock:
                 job, self._waiting = self._waiting, None
-            if job is None:
-                return
+                if job is None:
+                    self._thread = None
+                    return
             try:
                 write(self.folder, self.options, *job, keep=self.keep)
             except (OSError, SafetensorError) as error:

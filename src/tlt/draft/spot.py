@@ -55,7 +55,7 @@ class SpotTrainer:
         self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens)
         self.rng = random.Random(seed)
         self.tokens = 0  # since the common start
-        self.cold = layer.published is None
+        self.cold = not layer.published
 
     # -- the harvest ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,8 @@ class SpotTrainer:
     @torch.no_grad()
     def _follow(self) -> None:
         weight = max(1 / _MEMORY, 2 / (2 + self.trainer.steps))  # from a cold start, of the later half
-        torch._foreach_lerp_(self.mean, list(self.trainer.layer.parameters()), weight)
+        for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
+            mean.lerp_(parameter, weight)
 
     def replica(self) -> Replica:
         """A copy of all that training changes."""

@@ -1,34 +1,82 @@
 """Whether training the drafter pays: plain arithmetic on what the gate measured.
 
-Two things are known of a drafter: what a judged stretch of training gained (candidate against the one in use, on the
-same held-back harvest), and its accept length on fresh harvest, step after step, while the target moves.
+Two things are known of a drafter: what each judged stretch of training gained (the candidate against the one in use,
+on the same held-back harvest), and its accept length on fresh harvest, step after step, while the target moves. So it
+trains while that gains; then it rests; and it trains again once its accept length has fallen, by more than it varies
+from step to step by itself.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
+
+_TRIES = 4  # judgements that a slope is taken over
+_LEAST = 0.002  # relative gain of a judged stretch: less is nothing
+_LEVEL = 8  # steps that the accept length at rest is a mean of
+_LATELY = 4  # and that it is compared with
+_STALE = 0.02  # relative fall that is worth training for
+_SURE = 2.0  # standard errors that it must be
+_HORIZON = 20.0  # rollouts that a gain lasts
 
 
 class Worth:
     """Accept lengths are means of `SpotTrainer.judge`."""
 
+    def __init__(self) -> None:
+        self.gains: deque[tuple[float, float]] = deque(maxlen=_TRIES)  # relative, and the seconds of training
+        self.level: deque[float] = deque(maxlen=_LEVEL)  # accept lengths before it came to rest, or the first ones then
+        self.lately: deque[float] = deque(maxlen=_LATELY)  # since
+        self.resting = False
+
     def fresh(self, accept_length: float) -> None:
         """Once a step: of the drafter in use, on harvest of the present target."""
+        if not self.resting or len(self.level) < _LEVEL:
+            self.level.append(accept_length)
+            return
+        self.lately.append(accept_length)
+        if len(self.lately) == _LATELY and self._fallen():
+            self.resting = False
+            self.gains.clear()
+            self.level.clear()
+            self.lately.clear()
+
+    def _fallen(self) -> bool:
+        level, now = statistics.fmean(self.level), statistics.fmean(self.lately)
+        error = statistics.stdev(self.level) * math.sqrt(1 / _LEVEL + 1 / _LATELY)
+        return level - now > max(_STALE * level, _SURE * error)
 
     def gained(self, in_use: float, candidate: float, seconds: float) -> None:
         """A stretch of training was judged: both accept lengths on the same harvest, and the seconds it took since the
-        judgement before."""
+        judgement before. A candidate that is not finite gained nothing."""
+        gain = candidate / in_use - 1
+        self.gains.append((gain if math.isfinite(gain) else 0.0, seconds))
+        if len(self.gains) == _TRIES and statistics.fmean(gain for gain, _ in self.gains) < _LEAST:
+            self.resting = True
 
     def should_train(self) -> bool:
         """Whether idle time is to be trained in: not by a drafter that no longer gains, but again by one that went
         stale."""
+        return not self.resting
 
     def pays_back(self, rollout_seconds: float) -> bool:
         """Whether a second of training that is *not* idle time saves more than that of the rollouts to come, each of so
-        many seconds."""
+        many seconds: as accept length grows, rollouts shrink. The slope must be measured first."""
+        if self.resting or len(self.gains) < _TRIES:
+            return not self.resting
+        gain, seconds = (sum(column) for column in zip(*self.gains, strict=True))
+        return gain / max(seconds, 1e-9) * rollout_seconds * _HORIZON > 1
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
+        kept = {"gains": self.gains, "level": self.level, "lately": self.lately}
+        return {name: list(values) for name, values in kept.items()} | {"resting": self.resting}
 
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.gains.extend((gain, seconds) for gain, seconds in state["gains"])
+        self.level.extend(state["level"])
+        self.lately.extend(state["lately"])
+        self.resting = state["resting"]

@@ -67,11 +67,12 @@ class Drafters:
 
     def swap(
         self, drafter: Drafter, window: FeatureWindow | None, live: Iterable[tuple[Request, Sequence[int]]]
-    ) -> None:
-        """Put a drafter in the place of the one of its name, between two rounds."""
+    ) -> list[str]:
+        """Put a drafter in the place of the one of its name, between two rounds. Returns whose guesses change."""
+        changed = [drafter.name]
         for other in self.usable.values():
-            if tell := getattr(other, "swapped", None):  # one that is made of others
-                tell(drafter)
+            if (tell := getattr(other, "swapped", None)) and tell(drafter):  # one that is made of others
+                changed.append(other.name)
         self.usable[drafter.name] = drafter
         self.version += 1
         self.agreement[drafter.name] = Agreement(drafter.published)
@@ -82,6 +83,7 @@ class Drafters:
                 drafter.open(request, committed)
 
         self.guard(drafter.name, enter, "enter")
+        return changed
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
         """The call's result; None if it failed, and then the drafter is gone."""

@@ -34,6 +34,8 @@ from tlt.sampling import Law
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats
 
+_GROWN = 16  # tokens of a row between two looks for windows that filled up: the ring holds more beyond a window
+
 
 class Engine:
     """`tuner` picks a strategy for each round; without drafters, or where theirs failed, that is plain decoding.
@@ -80,6 +82,7 @@ class Engine:
         if self.layout:
             self.window = FeatureWindow(self.layout, target.options.hidden_size, target.dtype, target.device)
         self.runner.window = self.window
+        self._grown = 0
         self.drafters.begin(self.window)
         self.scheduler.submit(requests)
         self._law: Law | None = None
@@ -104,7 +107,9 @@ class Engine:
 
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
-        self.drafters.swap(drafter, self.window, [(row.request, row.tokens) for row in self.scheduler.live])
+        live = [(row.request, row.tokens) for row in self.scheduler.live]
+        for name in self.drafters.swap(drafter, self.window, live):
+            self.tuner.renew(name, drafter.published)
 
     @property
     def busy(self) -> bool:
@@ -275,6 +280,7 @@ class Engine:
         moves: list[tuple[int, int, int]] = []
         entries: list[tuple[int, int, int, int]] = []  # slot, node, position, the token that follows
         finished: list[tuple[int, str]] = []
+        grown = 0
         for slot, (row, tree) in enumerate(zip(live, trees, strict=True)):
             path = walk(tree, sampled.tokens[slot])
             self.calibration.observe(tree.cells, tree.parents, path)
@@ -284,6 +290,7 @@ class Engine:
             moves += [(slot, start + node, start + i) for i, node in enumerate(path) if node != i]
             reason = self._append(row, path, sampled, slot)
             taken = row.kv_length - start
+            grown = max(grown, taken)
             entries += [(slot, node, start + i, sampled.tokens[slot][node]) for i, node in enumerate(path[:taken])]
             stats.drafted += len(tree.tokens) - 1
             stats.accepted += min(taken, len(path) - 1)
@@ -294,9 +301,14 @@ class Engine:
         if moves:
             self.cache.store.move(*torch.tensor(moves, device=self.target.device).unbind(1))
         if self.window and sampled.features is not None:
-            slots, nodes, positions, following = map(list, zip(*entries, strict=True))
-            self.window.write(slots, positions, sampled.features[slots, nodes], following)
-            self._harvest(dict(finished))
+            slots, nodes, positions, following = zip(*entries, strict=True)
+            plain = sampled.features.shape[1] == 1
+            kept = sampled.features[:, 0] if plain else sampled.features[list(slots), list(nodes)]
+            self.window.write(slots, positions, kept, following)
+            self._grown += grown
+            if finished or self._grown >= _GROWN:
+                self._grown = 0
+                self._harvest(dict(finished))
         return [self._finish(slot, reason) for slot, reason in reversed(finished)]
 
     def _harvest(self, finished: Collection[int]) -> None:

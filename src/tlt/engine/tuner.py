@@ -30,6 +30,7 @@ _DOUBT = (
 _LUCK = 0.3  # and about its tokens, which are a matter of luck where rows are few
 _PRIOR_ROUNDS = 4  # what the model says counts as much as this many rounds
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
+_RENEWED = 0.05  # and how much better or worse one must be than the drafter before, for that to be forgotten
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 
 
@@ -61,6 +62,10 @@ class Tuner(Protocol):
         """What the round just chosen took and gave; rounds with a prefill are not scored."""
         ...
 
+    def renew(self, drafter: str, chance: float | None) -> None:
+        """Another drafter goes by this name from now on; how often its first guess is right, if that is known."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
         ...
@@ -80,6 +85,8 @@ class Fixed:
         return self.strategies[0] if self.strategies[0].drafter in usable else PLAIN
 
     def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...
+
+    def renew(self, drafter: str, chance: float | None) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -126,7 +133,7 @@ class Bandit:
         chances: Mapping[str, float] | None = None,
         seed: int = 0,
     ) -> None:
-        self.chances = chances or {}
+        self.chances = dict(chances or {})
         self.strategies = tuple(strategies)
         self.profile = {rows: dict(profile[rows]) for rows in sorted(profile)}
         self.rng = random.Random(seed)
@@ -268,6 +275,13 @@ class Bandit:
         seen.add([], accepted)
         if arm != PLAIN:
             self._level[arm] = _level_of(seen.mean_accepted, arm.depth)
+
+    def renew(self, drafter: str, chance: float | None) -> None:
+        """One that is much like the drafter before is learned as its guesses come in."""
+        if chance is None or abs(chance - self.chances.get(drafter, _UNKNOWN)) > _RENEWED:
+            self._forget(drafter)
+        if chance is not None:
+            self.chances[drafter] = chance
 
     def _forget(self, drafter: str) -> None:
         """What its guesses were worth; not what its rounds take."""

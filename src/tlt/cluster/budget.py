@@ -1,0 +1,96 @@
+"""One worker is never idle: its drafter is trained between rollouts instead, for a share of their seconds, while that
+pays back. Nothing that goes wrong here costs more than speed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt.config import Config
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.saving import DrafterSaver, load_latest
+from tlt.draft.spot import SpotTrainer, beats
+from tlt.draft.worth import Worth
+from tlt.engine.engine import Engine
+from tlt.types import RolloutStats
+
+log = logging.getLogger(__name__)
+
+_STRETCH = 16  # micro-batches that are judged together: a judgement takes as long as three
+
+
+class Budget:
+    """Trains `layer`, which the engine drafts with; saves what is published in the run's folder."""
+
+    def __init__(self, engine: Engine, layer: EagleLayer, config: Config) -> None:
+        self.engine, self.share, self.worth, self.version = engine, config.drafter.budget, Worth(), 0
+        self.folder = Path(config.run.folder) / "drafter"
+        self.trainer: SpotTrainer | None = SpotTrainer(layer, engine.target, config.drafter, config.run.seed)
+        self.saver = DrafterSaver(self.folder, layer.options)
+        self.micro_batches, self.seconds = 0, 0.0  # of training that was not judged yet
+        engine.on_harvest = self.trainer.harvest
+
+    def spend(self, stats: RolloutStats) -> None:
+        """After a rollout, of which `stats` are: what was done is written there."""
+        if self.trainer is None:
+            return
+        began = time.perf_counter()
+        try:
+            stats.spot = self._train(self.trainer, sum(stats.seconds.values()))
+        except Exception:
+            log.exception("the drafter's training failed; going on without")
+            self.trainer = self.engine.on_harvest = None
+        stats.seconds["spot"] = time.perf_counter() - began
+
+    def _train(self, trainer: SpotTrainer, rollout_seconds: float) -> dict[str, float]:
+        facts = {"version": float(self.version)}
+        if self.worth.pays_back(rollout_seconds):
+            report = trainer.train(self.share * rollout_seconds)
+            facts["tokens"] = report.tokens
+            self.micro_batches += report.micro_batches
+            self.seconds += report.seconds
+            if self.micro_batches < _STRETCH:
+                return facts
+        before, count = in_use = trainer.judge(None)
+        if count:
+            facts["accept_length"] = before / count
+            self.worth.fresh(facts["accept_length"])
+        if count and self.micro_batches:
+            facts |= self._offer(trainer, in_use)
+        return facts
+
+    def _offer(self, trainer: SpotTrainer, in_use: tuple[float, int]) -> dict[str, float]:
+        """What was trained since the last time is judged, and published where it is better."""
+        replica = trainer.replica()
+        after, count = candidate = trainer.judge(replica.tensors)
+        self.worth.gained(in_use[0] / count, after / count, self.seconds)
+        self.micro_batches, self.seconds = 0, 0.0
+        if beats(candidate, in_use):
+            layer = trainer.publish(replica.tensors)
+            self.engine.swap(EagleDrafter(layer, self.engine.target))
+            self.version += 1
+            self.saver.save(self.version, replica, layer.published)
+        return {"candidate": after / count, "version": float(self.version)}
+
+    def target_moved(self) -> None:
+        if self.trainer:
+            self.trainer.target_moved()
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, for a checkpoint; the drafter itself lies in `folder`."""
+        return {"worth": self.worth.state(), "version": self.version}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the drafter that was published last."""
+        self.worth.load_state(state["worth"])
+        saved = load_latest(self.folder, self.engine.target.options)
+        if saved and self.trainer:
+            self.version = saved.number
+            self.trainer.adopt(saved.replica)
+            layer = self.trainer.publish(saved.replica.tensors, saved.layer.published)
+            self.engine.start(())
+            self.engine.swap(EagleDrafter(layer, self.engine.target))

@@ -1,0 +1,132 @@
+"""One worker that trains its drafter between rollouts: no token depends on it, and nothing that fails in it is felt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from tlt.cluster.local import LocalRollout, load_tokenizer
+from tlt.config import Config
+from tlt.draft.spot import SpotTrainer
+from tlt.draft.worth import Worth
+from tlt.run import make_parts
+from tlt.types import Request, RolloutStats
+
+TRAINED = {"budget": 0.5, "micro_batch_tokens": 64, "unroll": 2, "window": 32}
+
+
+@pytest.fixture(autouse=True)
+def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start-up profile takes seconds: every round costs the same here."""
+
+    def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
+        return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
+
+    monkeypatch.setattr("tlt.cluster.local.profile", even)
+    monkeypatch.setattr("tlt.draft.buffer._HELD_BACK", 3)  # there are but six prompts
+
+
+def make(config: Config) -> LocalRollout:
+    torch.manual_seed(0)
+    parts, policy = make_parts(config, load_tokenizer(config.model.path))
+    assert isinstance(parts.rollout, LocalRollout)
+    parts.rollout.prompts, parts.rollout.sampling = parts.prompts, parts.sampling  # pyright: ignore
+    parts.rollout.policy = policy  # pyright: ignore
+    return parts.rollout
+
+
+def decode(rollout: Any, step: int) -> tuple[list[list[int]], RolloutStats]:
+    params = replace(rollout.sampling, max_new_tokens=24)
+    requests = [
+        Request(prompt, i, step, 100 * step + 10 * p + i, params)
+        for p, prompt in enumerate(rollout.prompts)
+        for i in range(2)
+    ]
+    responses, stats = rollout.generate(requests, lambda response: None)
+    return [r.token_ids for r in sorted(responses, key=lambda r: r.request.seed)], stats
+
+
+def config_of(folder: Path, **drafter: Any) -> Config:
+    return tiny_config(folder, speculation={"drafter": "adaptive"}, drafter=TRAINED | drafter)
+
+
+def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a random drafter; held-back prompts are there, and what is published is what the engine drafts with."""
+    monkeypatch.setattr(Worth, "pays_back", lambda worth, seconds: True)
+    plain = make(tiny_config(tmp_path))
+    trained = make(config_of(tmp_path, budget=1.0))
+    assert plain.budget is None
+    assert trained.budget
+    assert "eagle" in trained.engine.drafters.usable
+    published = []
+    for step in range(3):
+        tokens, stats = decode(trained, step)
+        assert tokens == decode(plain, step)[0]
+        assert stats.seconds["spot"] > 0
+        assert stats.spot["tokens"] > 0
+        published.append(trained.budget.version)
+    assert published[-1] > 0, "it learned something"
+    assert trained.budget.trainer
+    drafter = trained.engine.drafters.usable["eagle"]
+    assert drafter.published == trained.budget.trainer.in_use.published
+
+
+def test_without_a_budget_there_is_no_trainer(tmp_path: Path) -> None:
+    assert make(config_of(tmp_path, budget=0.0)).budget is None
+
+
+def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, plain = make(config_of(tmp_path)), make(tiny_config(tmp_path))
+
+    def broken(self: SpotTrainer, seconds: float) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SpotTrainer, "train", broken)
+    for step in range(2):
+        assert decode(rollout, step)[0] == decode(plain, step)[0]
+    assert rollout.budget
+    assert rollout.budget.trainer is None
+    assert rollout.engine.on_harvest is None
+
+
+def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:
+    rollout = make(config_of(tmp_path))
+    assert rollout.budget
+    rollout.budget.worth.resting = True
+    _, stats = decode(rollout, 0)
+    assert "tokens" not in stats.spot
+    assert stats.spot["accept_length"] >= 1, "but watched"
+
+
+def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.cluster.budget._STRETCH", 1)
+    config = config_of(tmp_path, budget=1.0)
+    first = make(config)
+    for step in range(3):
+        decode(first, step)
+        first.sync(first.policy, step + 1)  # pyright: ignore
+    assert first.budget
+    assert first.budget.trainer
+    first.budget.saver.wait()
+    state = json.loads(json.dumps(first.state()))
+    second = make(config)
+    second.load_state(state)
+    assert second.budget
+    assert second.budget.trainer
+    assert second.budget.version == first.budget.version > 0
+    assert second.budget.worth.state() == first.budget.worth.state()
+    for one, other in zip(
+        first.budget.trainer.in_use.parameters(), second.budget.trainer.in_use.parameters(), strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]
+
+
+def test_what_has_no_learned_drafter_has_no_trainer(tmp_path: Path) -> None:
+    assert make(tiny_config(tmp_path, drafter=TRAINED)).budget is None, "speculation.drafter = 'suffix'"

@@ -1,0 +1,101 @@
+"""When to train: on curves of known shape, with the noise that a gate's few prompts have."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tlt.draft.worth import Worth
+
+
+class Curve:
+    """A drafter whose accept length goes from `start` towards `best` by training, and loses `drift` a step; fresh
+    harvest differs from step to step by `noise`, a paired judgement by `paired`."""
+
+    def __init__(self, start: float, best: float, speed: float, noise: float = 0.0, paired: float = 0.0) -> None:
+        self.now, self.best, self.speed, self.noise, self.paired = start, best, speed, noise, paired
+        self.worth, self.rng, self.trained = Worth(), random.Random(0), []
+
+    def step(self, drift: float = 0.0) -> None:
+        """One rollout with 2 s of idle time."""
+        self.now *= 1 - drift
+        self.worth.fresh(self.now * self.rng.gauss(1, self.noise))
+        self.trained.append(self.worth.should_train())
+        if self.trained[-1]:
+            better = self.now + self.speed * (self.best - self.now)
+            self.worth.gained(self.now, better * self.rng.gauss(1, self.paired), 2.0)
+            self.now = better
+
+    def run(self, steps: int, drift: float = 0.0) -> float:
+        """The share of these steps in which it trained."""
+        for _ in range(steps):
+            self.step(drift)
+        return sum(self.trained[-steps:]) / steps
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+def test_one_that_rises_is_trained_to_the_top_and_then_left_alone(noise: float) -> None:
+    curve = Curve(1.0, 4.0, 0.1, noise, noise / 10)
+    assert curve.run(30) == 1.0
+    assert curve.run(70) < 0.5
+    assert curve.now > 0.97 * curve.best
+    assert curve.run(200) < 0.05
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_one_that_cannot_gain_is_hardly_touched(noise: float) -> None:
+    """Also where no step is like the other: under 5 % of idle time."""
+    curve = Curve(4.0, 4.0, 0.1, noise, noise / 10)
+    assert curve.run(20) <= 0.5
+    assert curve.run(300) < 0.05
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_one_that_goes_stale_is_trained_again(noise: float) -> None:
+    curve = Curve(4.0, 4.0, 0.2, noise, noise / 10)
+    curve.run(40)
+    assert not curve.worth.should_train()
+    share = curve.run(150, drift=0.01)
+    assert share > 0.1
+    assert curve.now > 3.5, "left alone it were 0.9"
+    curve.run(30)
+    assert curve.run(100) < 0.1, "and once the target stands still, it rests"
+
+
+def test_a_slow_loss_is_seen_too() -> None:
+    curve = Curve(4.0, 4.0, 0.2, noise=0.03)
+    curve.run(40)
+    curve.run(300, drift=0.001)
+    assert curve.now > 0.9 * curve.best
+
+
+def test_a_candidate_that_is_nan_gains_nothing() -> None:
+    worth = Worth()
+    for _ in range(4):
+        assert worth.should_train()
+        worth.gained(4.0, float("nan"), 1.0)
+    assert not worth.should_train()
+
+
+@pytest.mark.parametrize(("gain", "rollout", "pays"), [(0.05, 10.0, True), (0.005, 10.0, False), (0.005, 60.0, True)])
+def test_time_that_is_not_idle_is_spent_where_it_comes_back(gain: float, rollout: float, pays: bool) -> None:
+    """By hand: 5 % in 2 s, over 20 rollouts of 10 s: 0.025 * 200 = 5 s saved by a second. 0.5 %: half a second."""
+    worth = Worth()
+    for _ in range(4):
+        assert worth.pays_back(rollout), "till the slope is known"
+        worth.gained(3.0, 3.0 * (1 + gain), 2.0)
+    assert worth.pays_back(rollout) == pays
+    assert worth.should_train()
+
+
+def test_the_state_comes_back_through_json() -> None:
+    curve = Curve(1.0, 4.0, 0.2, 0.02, 0.002)
+    for _ in range(60):
+        curve.step(drift=0.005)
+        other = Worth()
+        other.load_state(json.loads(json.dumps(curve.worth.state())))
+        assert (other.should_train(), other.pays_back(9.0)) == (curve.worth.should_train(), curve.worth.pays_back(9.0))
+        assert other.state() == curve.worth.state()
+        curve.worth = other
