@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(home: Path, **sections: dict[str, Any]) -> Config:
     speculation = {"drafter": "adaptive", "path": str(home / "drafter")} | sections.pop("speculation", {})
-    drafter = {"micro_batch_tokens": 32, "window": 16} | sections.pop("drafter", {})
+    drafter = {"micro_batch_tokens": 8, "window": 16} | sections.pop("drafter", {})
     rollout = {"stop_strings": list("abcdefghij ")}
     return tiny_config(home, speculation=speculation, drafter=drafter, reward=REWARD, rollout=rollout, **sections)
 
