@@ -16,6 +16,7 @@ from tiny import tiny_config
 from tlt import run as run_module
 from tlt.bench import forks, one_run
 from tlt.bench import train as bench
+from tlt.cli import main
 from tlt.cluster.local import make_target
 from tlt.cluster.remote import join
 from tlt.config import Config, ConfigError
@@ -169,3 +170,12 @@ def test_a_run_that_fails_is_named(home: Path) -> None:
         pytest.raises(bench.BenchError, match="the frozen run ended with exit code 3"),
     ):
         bench.bench_train(config_of(home), 1, 1, ["frozen"], None)
+
+
+def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "train", "recipes/longtail.toml", "--modes", "plain,plane"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == (
+        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, serial\n"
+    )

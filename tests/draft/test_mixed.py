@@ -155,7 +155,10 @@ def test_swapping_the_learned_drafter_swaps_what_the_mixture_reads(model: Model)
         live.round()
     assert set(map(id, asked)) == {id(old)}
     asked.clear()
+    told: list[str] = []
+    live.tuner.renew = lambda drafter, chance: told.append(drafter)
     live.swap(new)
+    assert sorted(told) == ["eagle", "mixed"], "the tuner knows whose guesses are new"
     while live.busy:
         live.round()
     assert live.stats.drafter_failures == 0

@@ -178,14 +178,16 @@ def _is_reference(name: str, size: int, workers: int, done: dict[str, Mode]) -> 
 
 
 def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
-    """Every run beside plain's seconds and the reference's responses."""
+    """Every run beside plain's seconds and the reference's responses. By another number of workers, policies differ by
+    the rounding of a sum from the first update on, so that there is nothing to compare."""
     first = next(iter(done.values()))
     reference = next((mode for mode in done.values() if mode.config.cluster.workers == workers), first)
     results = []
     for mode in done.values():
         same_size = mode.config.cluster.workers == reference.config.cluster.workers
         parted = compare(mode.name, reference.folder, mode.folder, mode.config) if same_size else Comparison(None)
-        results.append(mode.result(done.get("plain", first), parted))
+        facts = {"compared_with": reference.name if same_size else None}
+        results.append(mode.result(done.get("plain", first), parted) | facts)
     for mode in done.values():
         shutil.rmtree(mode.folder / "checkpoints", ignore_errors=True)
         (mode.folder / RESPONSES).unlink()
@@ -207,6 +209,6 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
             *means,
             *(f"{value:.2f}" for value in accept),
             row["policy_sha256"][:8],
-            f"{row['forks_explained']} + {row['forks_unexplained']}",
+            f"{row['forks_explained']} + {row['forks_unexplained']}" if row["compared_with"] else "-",
         )
     console.print(table)

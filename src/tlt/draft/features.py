@@ -104,7 +104,7 @@ class FeatureWindow:
                 self._put(*block)
 
     def _put(self, places: Sequence[int], features: Tensor, next_tokens: Sequence[int]) -> None:
-        where, tokens = torch.tensor([places, next_tokens], device=self.device)
+        where, tokens = torch.tensor([places, next_tokens], dtype=torch.long, device=self.device)
         self._features.flatten(0, 1).index_copy_(0, where, features)
         self._tokens.view(-1).index_copy_(0, where, tokens)
 
