@@ -122,10 +122,14 @@ class Worker:
     def replica(self) -> Replica | None:
         return self._guarded(lambda trainer: trainer.replica())
 
-    def judge(self, candidate: Replica) -> tuple[tuple[float, int], tuple[float, int]] | None:
-        """Sums for `beats`: of the candidate, and of the drafter in use."""
+    def judge(self, candidate: Replica | None) -> tuple[tuple[float, int], tuple[float, int]] | None:
+        """Sums for `beats`: of the candidate, if there is one, and of the drafter in use."""
+
+        def act(trainer: SpotTrainer) -> tuple[tuple[float, int], tuple[float, int]]:
+            return trainer.judge(candidate.tensors) if candidate else (0.0, 0), trainer.judge(None)
+
         with self.tracer.span("judge"):
-            return self._guarded(lambda trainer: (trainer.judge(candidate.tensors), trainer.judge(None)))
+            return self._guarded(act)
 
     def settle(self, common: Replica, publish: bool, agreement: float | None = None) -> float | None:
         """Train on from the common replica; with `publish`, draft with it too, from the next round on. Returns its
