@@ -98,10 +98,15 @@ def drafted(
     return found
 
 
+@pytest.mark.parametrize("queries", [1, 7, 128])
 @pytest.mark.parametrize("window", [3, 8, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_column_is_what_sequential_drafting_gives(model: Model, kind: Kind, window: int) -> None:
-    """Several sequences in a pack, of different lengths, some from the middle of a text."""
+def test_every_column_is_what_sequential_drafting_gives(
+    model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int, queries: int
+) -> None:
+    """Several sequences in a pack, of different lengths, some from the middle of a text; attention in blocks of any
+    size."""
+    monkeypatch.setattr(trainer, "_QUERIES", queries)
     layer, steps = make_layer(model.decoder, kind, window), 5
     items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))]
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(kind=kind, unroll=steps))

@@ -27,6 +27,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.models.decoder import Decoder
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_QUERIES = 128  # entries of a block of attention
 _LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
 
 
@@ -132,10 +133,7 @@ def unroll(
     """
     o, T = layer.options, len(batch.tokens)
     share = o.num_heads // o.num_kv_heads
-    place = torch.arange(T, device=batch.tokens.device)
-    apart = place[:, None] - place
-    seen = (apart >= 0) & (apart < o.window) & (batch.segments[:, None] == batch.segments)
-    bias = torch.zeros(T, T, dtype=batch.features.dtype, device=place.device).masked_fill_(~seen, -torch.inf)
+    blocks = _blocks(batch, o.window)
     g = layer.fuse(batch.features)
     keys: list[Tensor] = []  # of each column, [K, T, E]
     values: list[Tensor] = []
@@ -147,15 +145,51 @@ def unroll(
         keys.append(key.transpose(0, 1))
         values.append(layer.v_proj(x).view(T, o.num_kv_heads, o.head_dim).transpose(0, 1))
         query = query.view(T, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
-        true = query @ keys[0].transpose(1, 2)[:, None] + bias  # [K, share, T, T]
-        own = [(query * k[:, None]).sum(-1, keepdim=True) for k in keys[1:]]  # its own chain: [K, share, T, 1] each
-        weights = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1)
-        mixed = weights[..., :T] @ values[0][:, None]
-        for s, v in enumerate(values[1:]):
-            mixed = mixed + weights[..., T + s, None] * v[:, None]
+        mixed = torch.cat([_attend(query, keys, values, block) for block in blocks], dim=2)
         g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).reshape(T, -1)))
         out.append(layer.finish(g))
     return out
+
+
+class _Block(NamedTuple):
+    """Entries [low, high) as queries, and the entries [first, high) that some of them see."""
+
+    first: int
+    low: int
+    high: int
+    bias: Tensor
+    """[high - low, high - first] 0 where one sees the other, else -inf"""
+
+
+def _blocks(batch: Pack, window: int) -> list[_Block]:
+    """Of a pack of many short sequences, or of a long causal one, most pairs of entries see nothing of each other: so
+    attention goes block by block, each from the start of its first entry's sequence on."""
+    T, device = len(batch.tokens), batch.tokens.device
+    place = torch.arange(T, device=device)
+    starts = torch.searchsorted(batch.segments, batch.segments[::_QUERIES].contiguous()).tolist()
+    blocks = []
+    for low, start in zip(range(0, T, _QUERIES), starts, strict=True):
+        high, first = min(low + _QUERIES, T), max(start, low - window + 1)
+        apart = place[low:high, None] - place[first:high]
+        seen = (apart >= 0) & (apart < window)
+        seen &= batch.segments[low:high, None] == batch.segments[first:high]
+        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=device).masked_fill_(~seen, -torch.inf)
+        blocks.append(_Block(first, low, high, bias))
+    return blocks
+
+
+def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], block: _Block) -> Tensor:
+    """The block's queries, of [K, share, T, E], over the true entries (column 0) and each over its own chain of guesses
+    (the later columns)."""
+    first, low, high, bias = block
+    query = query[:, :, low:high]
+    true = query @ keys[0][:, None, first:high].transpose(2, 3) + bias  # [K, share, high - low, high - first]
+    own = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k in keys[1:]]
+    weights = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1)
+    mixed = weights[..., : high - first] @ values[0][:, None, first:high]
+    for s, v in enumerate(values[1:]):
+        mixed = mixed + weights[..., high - first + s, None] * v[:, None, low:high]
+    return mixed
 
 
 def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
