@@ -3,13 +3,15 @@ same trees drafted with shared noise and without.
 
 Time is the CPU's: on one thread it does not depend on what else the machine does.
 
-    OMP_NUM_THREADS=1 python bench/drafters.py recipes/longtail.toml [--seconds 40 200] [--tokens 60000] [--json FILE]
+    OMP_NUM_THREADS=1 python bench/drafters.py recipes/longtail.toml [--seconds 40 200] [--tokens 60000] [--only NAME]
+        [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -100,25 +102,30 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--seconds", type=float, nargs="+", default=[40, 200])
     parser.add_argument("--tokens", type=int, default=60_000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="variants whose name holds this; without it, shared noise too")
+    parser.add_argument("--json", type=Path, help="rows of earlier runs in it stay")
     arguments = parser.parse_args()
     config = load_config(arguments.recipe)
     bench = Workbench.of(config)
-    noise = shared_noise(bench, config)
+    found = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
+    noise = found.get("shared_noise", []) if arguments.only else shared_noise(bench, config)
     widest = EagleLayer(eagle_options(bench.target.options, "eagle3", config.drafter.window))
     with Progress() as progress:
         items = list(harvest(bench, widest, arguments.tokens, progress).items)
-    rows = []
+    rows = found.get("drafters", [])
     for seconds, (name, change) in itertools.product(arguments.seconds, VARIANTS.items()):
+        if arguments.only not in name:
+            continue
         layer, steps = train(bench, items, change, seconds)
         results = {how.name: judge(bench, layer, how) for how in (CHAIN, TREE)}
+        rows = [row for row in rows if (row["variant"], row["seconds"]) != (name, seconds)]
         rows.append({"variant": name, "seconds": seconds, "steps": steps, "held_out": results})
         lengths = ", ".join(
             f"{r['accept_length']:.2f} ({r['tokens_per_second']:,.0f} tokens/s)" for r in results.values()
         )
         print(f"{name}, {seconds:g} s: {steps} steps, accept length of chain and tree {lengths}", flush=True)
-    if arguments.json:
-        write_json(arguments.json, {"drafters": rows, "shared_noise": noise, **provenance()})
+        if arguments.json:
+            write_json(arguments.json, {"drafters": rows, "shared_noise": noise, **provenance()})
 
 
 if __name__ == "__main__":

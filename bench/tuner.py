@@ -44,21 +44,15 @@ class Recorder(Fixed):
 
 
 def record(recipe: Path, out: Path) -> None:
-    from tlt.cluster.local import load_tokenizer, make_drafters, make_target, sampling_params
+    from tlt.cluster.local import make_drafters, open_workplace
     from tlt.config import load_config
-    from tlt.data import load_prompts
     from tlt.engine.engine import Engine
     from tlt.metrics import provenance, write_json
-    from tlt.models.weights import read_safetensors
     from tlt.sampling import request_seed
     from tlt.types import Request
 
     config = load_config(recipe)
-    tokenizer = load_tokenizer(config.model.path)
-    target = make_target(config.model)
-    target.load(read_safetensors(config.model.path), version=0)
-    prompts = load_prompts(config.data, lambda text: tokenizer(text)["input_ids"])
-    params = sampling_params(config.rollout, config.model.path, tokenizer)
+    _, prompts, target, params = open_workplace(config)
     requests = [
         Request(p, k, 0, request_seed(1, "tuner", p.prompt_id, 0, k), params) for p in prompts[:8] for k in range(8)
     ]

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy import stats
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny import qwen3
+from torch import Tensor, nn
 
 from tlt import sampling
 from tlt.config import EngineConfig
@@ -60,20 +60,8 @@ class Target:
     weights."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
-        torch.manual_seed(seed)
-        self.config = Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-        )
-        self.model = Qwen3ForCausalLM(self.config).double().eval()
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        self.model = qwen3(seed, vocab_size=VOCAB, hidden_size=16, intermediate_size=32, **heads)
         with torch.no_grad():
             for name, weight in self.model.named_parameters():
                 if weight.dim() == 2:
@@ -82,7 +70,7 @@ class Target:
                     weight.fill_(1.5)  # sharp attention: a key at the wrong place, or of another branch, shows
             self.model.lm_head.weight.mul_(0.7)
         widen(self.model)
-        self.decoder = Decoder(decoder_options(self.config), dtype, torch.device("cpu"))
+        self.decoder = Decoder(decoder_options(self.model.config), dtype, torch.device("cpu"))
         self.decoder.load(self.model.state_dict(), version=0)
         self._logits: dict[Context, list[float]] = {}
         self._laws: dict[tuple[Context, SamplingParams], list[float]] = {}
@@ -121,7 +109,7 @@ class Target:
         return law
 
 
-def widen(model: Qwen3ForCausalLM) -> None:
+def widen(model: nn.Module) -> None:
     """transformers keeps norms and rotary angles in float32 even under float64; a reference for float64 must not."""
     for module in model.modules():
         if type(module).__name__ == "Qwen3RMSNorm":

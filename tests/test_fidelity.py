@@ -262,7 +262,7 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
     logits = -noise_at(2)  # every score equal
     logits[5] += difference
     recompute(logits)
-    fork = fidelity._fork("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
+    fork = fidelity.fork_of("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
     assert (fork.mode, fork.step, fork.prompt, fork.index, fork.position) == ("suffix", 7, 3, 2, 2)
     assert fork.gap == pytest.approx(difference, rel=1e-6)
     assert (fork.gap < EXPLAINED) == (difference == 1e-6)
@@ -270,8 +270,10 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
 
 def test_gap_is_taken_under_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
     recompute(-noise_at(1))
-    assert fidelity._fork("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
-    assert fidelity._fork("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
+    assert fidelity.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(
+        0, abs=1e-9
+    )
+    assert fidelity.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
 
 
 def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> None:
@@ -280,7 +282,7 @@ def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> 
 
     def gap(temperature: float) -> float:
         ours, theirs = (response([token], temperature=temperature) for token in (5, 6))
-        return fidelity._fork("suffix", 0, ours, theirs, REFERENCE).gap
+        return fidelity.fork_of("suffix", 0, ours, theirs, REFERENCE).gap
 
     assert gap(0.5) == pytest.approx(0, abs=1e-9)
     assert gap(1.0) > 1e-3
@@ -289,12 +291,12 @@ def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> 
 def test_the_recomputation_sees_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(fidelity, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
-    fidelity._fork("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
+    fidelity.fork_of("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
     assert seen == [[1, 2, 4, 5]]
 
 
 def test_a_response_that_ends_early_for_no_reason_is_never_explained() -> None:
-    fork = fidelity._fork("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
+    fork = fidelity.fork_of("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
     assert fork.gap == math.inf
     assert fork.position == 2
 
@@ -305,14 +307,14 @@ def law_with(chances: list[float]) -> Tensor:
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompute: Callable[[Tensor], None]) -> None:
     recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
-    fork = fidelity._fork("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
+    fork = fidelity.fork_of("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
     """One side kept token 2, which won; the other cut it in favour of token 3, and then token 0 was the best left."""
     recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
-    fork = fidelity._fork("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
+    fork = fidelity.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
@@ -320,14 +322,14 @@ def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor
     """The mass above token 2 is top_p up to rounding: one side had it inside, the other outside."""
     recompute(law_with([0.5, 0.4, 0.1]))
     for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
-        fork = fidelity._fork("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
+        fork = fidelity.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
         assert fork.gap < EXPLAINED
 
 
 @pytest.mark.parametrize("law", [{"top_k": 2}, {"top_p": 0.6}])
 def test_a_token_far_outside_the_cut_explains_nothing(recompute: Callable[[Tensor], None], law: dict[str, Any]) -> None:
     recompute(law_with([0.5, 0.3, 0.1, 0.06]))
-    fork = fidelity._fork("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
+    fork = fidelity.fork_of("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
     assert fork.gap > EXPLAINED
 
 

@@ -56,9 +56,9 @@ def test_spans_of_one_name_that_follow_closely_are_one_with_the_sum_of_their_cou
     assert tracer.drain() == []
 
 
-def test_a_million_rounds_are_one_span() -> None:
+def test_a_hundred_thousand_rounds_are_one_span() -> None:
     tracer = Tracer()
-    for i in range(1_000_000):
+    for i in range(100_000):
         tracer.add("plain", i * 1e-3, (i + 1) * 1e-3)
     assert len(tracer.drain()) == 1
 

@@ -47,23 +47,26 @@ def decoder_options(**changes: Any) -> DecoderOptions:
 QUESTIONS = ("two and two", "a", "name a colour", "why?", "3 * 7 =", "go")
 
 
+def qwen3(seed: int = 0, **changes: Any) -> Any:
+    """transformers' own model, random, in float64; `changes` of its configuration."""
+    torch.manual_seed(seed)
+    plain = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**plain | changes)).double().eval()
+
+
 def save_weights(folder: Path, vocab_size: int = 257, layers: int = 2, seed: int = 0, scale: float = 0.5) -> Path:
     """config.json and model.safetensors, float64, eos the last token."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=scale,
-        eos_token_id=vocab_size - 1,
-    )
-    Qwen3ForCausalLM(config).to(torch.float64).save_pretrained(folder)
+    sizes = {"vocab_size": vocab_size, "num_hidden_layers": layers, "eos_token_id": vocab_size - 1}
+    qwen3(seed, **sizes, tie_word_embeddings=True, initializer_range=scale).save_pretrained(folder)
     return folder
 
 

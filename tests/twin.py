@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from small import widen
+from tiny import qwen3
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options, save_drafter
 from tlt.models.decoder import Decoder
@@ -145,22 +145,11 @@ class Model:
 
 def make_model(seed: int = 0, vocab_size: int = 11, layers: int = 4, dtype: torch.dtype = torch.float64) -> Model:
     """A random Qwen3 whose law depends strongly on the context."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).double().eval()
+    sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
+    model = qwen3(seed, **sizes)
     _sharpen(model)
     widen(model)
-    decoder = Decoder(decoder_options(config), dtype, torch.device("cpu"))
+    decoder = Decoder(decoder_options(model.config), dtype, torch.device("cpu"))
     decoder.load(model.state_dict(), version=0)
     return Model(model, decoder)
 

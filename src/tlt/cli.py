@@ -12,6 +12,7 @@ from tlt import __version__
 from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfig, load_config, parse_section
 from tlt.stopping import Stopped
 
+_BENCH_MODES = ("plain", "suffix", "frozen", "adaptive", "serial")
 _OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10."
 
 
@@ -72,8 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(command=_verify)
 
     _add_draft(commands.add_parser("draft", help="make and judge a learned drafter"))
+    _add_bench(commands.add_parser("bench", help="measure", epilog=_OVERRIDES))
+    return parser
 
-    bench = commands.add_parser("bench", help="measure", epilog=_OVERRIDES)
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     rollout = kinds.add_parser(
         "rollout", help="tokens per second by batch size and strategy, beside the peers installed"
@@ -85,7 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--peers", default="auto", choices=["auto", "none"])
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
-    return parser
+    train = kinds.add_parser("train", help="whole runs from the same start, by how they speculate", epilog=_OVERRIDES)
+    train.add_argument("recipe")
+    train.add_argument("--workers", type=int, default=2)
+    train.add_argument("--steps", type=int, default=30)
+    train.add_argument("--modes", default=",".join(_BENCH_MODES), help="in this order, comma-separated")
+    train.add_argument("--json", type=Path, help="write the result to this file")
+    train.set_defaults(command=_bench_train)
 
 
 def _add_draft(draft: argparse.ArgumentParser) -> None:
@@ -177,6 +187,19 @@ def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> i
 
     batches, peers = _batches(arguments.batches), arguments.peers == "auto"
     bench_rollout(config, batches, arguments.tail, arguments.repeats, peers, arguments.json)
+    return 0
+
+
+def _bench_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    _at_least_one("--steps", arguments.steps)
+    _at_least_one("--workers", arguments.workers)
+    modes = arguments.modes.split(",")
+    if unknown := [mode for mode in modes if mode not in _BENCH_MODES]:
+        raise ConfigError(f"--modes: there is no {unknown[0]!r}, only {', '.join(_BENCH_MODES)}")
+    config = load_config(arguments.recipe, overrides)
+    from tlt.bench.train import bench_train
+
+    bench_train(config, arguments.workers, arguments.steps, modes, arguments.json)
     return 0
 
 

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tlt.cluster.local import load_tokenizer, make_target, sampling_params
+from tlt.cluster.local import open_workplace
 from tlt.config import Config, ConfigError
-from tlt.data import load_prompts
 from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.learned import EagleDrafter
@@ -30,7 +29,6 @@ from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
-from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
 from tlt.types import Request
 
@@ -50,13 +48,9 @@ class Workbench:
 
     @classmethod
     def of(cls, config: Config) -> Workbench:
-        tokenizer = load_tokenizer(config.model.path)
-        target = make_target(config.model)
-        target.load(read_safetensors(config.model.path), version=0)
-        prompts = load_prompts(config.data, lambda text: tokenizer(text)["input_ids"])
+        _, prompts, target, params = open_workplace(config)
         if len(prompts) <= _HELD_OUT:
             raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} are held out, so give more")
-        params = sampling_params(config.rollout, config.model.path, tokenizer)
         requests = [
             [
                 Request(prompt, k, 0, request_seed(config.run.seed, "draft", prompt.prompt_id, 0, k), params)

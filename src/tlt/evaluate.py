@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from tlt.config import Config
 from tlt.loop import Rollout, Watcher
@@ -47,7 +48,7 @@ def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float
         counts = [(len(group), sum(reward >= solved for reward in group)) for group in rewards]
         found[f"pass@{k}"] = _mean([pass_at(n, right, k) for n, right in counts if n >= k])
     truncated = [r.finish_reason == "length" for group in groups for r in group]
-    lengths_found = {"length_mean": _mean(lengths), "length_max": max(lengths), "truncated": _mean(truncated)}
+    lengths_found = {"length_mean": fmean(lengths), "length_max": max(lengths), "truncated": fmean(truncated)}
     return {**found, **lengths_found, "without_reward": len(lengths) - len(everything)}
 
 
@@ -63,4 +64,4 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return fmean(values) if values else 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -208,9 +208,9 @@ def _verify_step(
             runs[name].steps_equal &= runs[name].policy_sha256 == plain.policy_sha256
         for ours, theirs in _pairs(results["plain"], result):
             if ours.token_ids != theirs.token_ids:
-                reference = reference or _float64_target(config, before.weights)
+                reference = reference or float64_target(config, before.weights)
                 runs[name].tokens_different += _different(ours.token_ids, theirs.token_ids)
-                forks.append(_fork(name, step, ours, theirs, reference))
+                forks.append(fork_of(name, step, ours, theirs, reference))
     return results["plain"].metrics.tokens
 
 
@@ -251,14 +251,14 @@ def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
 # -- forks -------------------------------------------------------------------------------------------------------------
 
 
-def _float64_target(config: Config, weights: dict[str, Tensor]) -> Decoder:
+def float64_target(config: Config, weights: Mapping[str, Tensor]) -> Decoder:
     """The engine's own weights, as rounded to its dtype, with every step of the arithmetic in float64."""
     target = make_target(config.model.model_copy(update={"dtype": "float64", "device": "cpu"}))
     target.load({name: tensor.to(torch_dtype(config.model)) for name, tensor in weights.items()}, version=0)
     return target
 
 
-def _fork(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
+def fork_of(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
     """The first differing token, and how close the two tokens' noisy scores are when the row is recomputed in
     float64."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
@@ -304,7 +304,7 @@ _ORACLE_TOKENS, _ORACLE_ROWS, _ORACLE_DEPTH = 48, 4, 3
 
 def _oracle_checks(config: Config, policy: Policy, parts: Parts) -> list[dict[str, Any]]:
     """In float64, whatever the dtype of the runs: only there must the draft's every token be accepted."""
-    target = _float64_target(config, dict(policy.state_dict()))
+    target = float64_target(config, dict(policy.state_dict()))
     checks = []
     for temperature, top_k, top_p in _ORACLE_LAWS:
         params = replace(

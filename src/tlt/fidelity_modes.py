@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from tlt.cluster.local import detokenizer, make_tuner
+from tlt.cluster.local import all_drafters, detokenizer, make_tuner
 from tlt.config import Config
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
@@ -35,8 +34,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
         return Engine(target, config.engine, drafters, tuner, detokenizer(tokenizer), layout)
 
     def everything() -> list[Drafter]:
-        learned, model_free = EagleDrafter(layer, target), suffix()
-        return [learned, model_free, MixedDrafter(learned, model_free)]
+        return all_drafters(layer, target, speculation.history_tokens)
 
     chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
     found = {

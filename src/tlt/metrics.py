@@ -13,6 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tlt.trace import IDLE, SPOT, STATES, Tracer
@@ -101,8 +102,8 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
     passes = sum(line["rollout"]["row_passes"] for line in lines)
     summary = {
         "steps": len(lines),
-        "reward_first_tenth": _mean([line["reward"] for line in lines[:tenth]]),
-        "reward_last_tenth": _mean([line["reward"] for line in lines[-tenth:]]),
+        "reward_first_tenth": fmean(line["reward"] for line in lines[:tenth]),
+        "reward_last_tenth": fmean(line["reward"] for line in lines[-tenth:]),
         "eval_first": evaluated[0] if evaluated else {},
         "eval_last": evaluation,
         "without_reward": dict(outcomes),
@@ -138,10 +139,6 @@ def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
         "accept_length": [line["accept_length"] for line in lines],
         "tokens_per_second": [line["tokens_per_second"] for line in lines],
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,13 +74,17 @@ class Run:
     trace: TraceFile
 
 
-def train(config: Config, resume: bool, display: Display) -> dict[str, Any]:
-    """Run or go on with a run; returns its summary. Raises a ValueError of one sentence for anything the user can
-    mend, and Stopped where a signal asked the run to save and stop."""
+def train(
+    config: Config, resume: bool, display: Display, wrap: Callable[[Rollout], Rollout] | None = None
+) -> dict[str, Any]:
+    """Run or go on with a run; returns its summary. `wrap` puts another rollout in the place of the run's own. Raises a
+    ValueError of one sentence for anything the user can mend, and Stopped where a signal asked the run to save and
+    stop."""
     folder = _claim_folder(config, resume)
     found = checkpoint.latest(folder / "checkpoints") if resume else None
     with stop_request() as stop, ExitStack() as ending:
         run = _prepare(config, display, found, ending)
+        run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
         write_json(folder / "config.json", config.model_dump())
         writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
         _trace(run)

@@ -84,6 +84,8 @@ class RolloutStats:
     drafter_failures: int = 0
     drafter_version: int = 0
     """at the end; one more per published drafter"""
+    drafter_tokens: int = 0
+    """that idle workers trained the drafter on meanwhile"""
     strategies: dict[str, int] = field(default_factory=dict)
     """rounds by strategy"""
     agreement: dict[str, float] = field(default_factory=dict)

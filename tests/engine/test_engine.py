@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import qwen3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates, Node, NodeDrafter, Offer
@@ -33,18 +33,7 @@ CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
 @cache
 def trained_model() -> nn.Module:
     """transformers' own, in float64, with laws that are neither flat nor sharp."""
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-    )
-    model = AutoModelForCausalLM.from_config(config).double().eval()
+    model = qwen3(5, vocab_size=VOCAB, num_hidden_layers=3, head_dim=16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny import qwen3
 
 from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.buffer import Harvest
@@ -31,19 +31,9 @@ VOCAB = 300
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config).eval().cuda()
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "head_dim": 32, "tie_word_embeddings": True}
+    return qwen3(**sizes, **heads, max_position_embeddings=1024).float().cuda()
 
 
 def decoder(model: Any, dtype: torch.dtype) -> Decoder:

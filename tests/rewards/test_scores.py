@@ -63,7 +63,9 @@ def test_format_looks_at_the_whole_response() -> None:
     assert score(prompt(), answer("12", "Answer:")) == 0.0
 
 
-@pytest.mark.parametrize(("tokens", "reward"), [(0, 0.0), (80, 0.0), (85, -0.25), (100, -1.0), (500, -1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "reward"), [(0, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (95, -0.75), (100, -1.0), (500, -1.0)]
+)
 def test_length_falls_from_its_first_limit_to_its_second(tokens: int, reward: float) -> None:
     score = make_score(config(name="length", length_from=80, length_to=100))
     assert score(prompt(), answer("", tokens=tokens)) == pytest.approx(reward)

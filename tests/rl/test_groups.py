@@ -9,7 +9,7 @@ import pytest
 
 from tlt.config import Config, parse_config
 from tlt.rl.advantages import ADVANTAGES, grpo
-from tlt.rl.groups import from_plain, has_spread, is_comparable, make_batch, overlong_penalty, to_plain, usable
+from tlt.rl.groups import from_plain, has_spread, is_comparable, make_batch, to_plain, usable
 from tlt.types import Group, Prompt, Request, Response, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.7)
@@ -82,12 +82,6 @@ def test_no_groups_make_an_empty_batch() -> None:
 
 
 # -- overlong ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1.0)])
-def test_overlong_penalty_by_hand(length: int, penalty: float) -> None:
-    assert overlong_penalty(length, 10, 4) == penalty
-    assert overlong_penalty(length, 10, 0) == 0.0
 
 
 def test_the_penalty_enters_advantages_but_neither_rewards_nor_spread() -> None:

@@ -53,7 +53,8 @@ class Coordinator:
         self._enter(IDLE)
         self._number = 0
         self._meeting: tuple[str, int] | None = None
-        self.publication = Publication(crew)
+        self.publication = Publication(crew, config)
+        self.trains_when_idle = config.drafter.idle_training
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
@@ -65,6 +66,7 @@ class Coordinator:
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
     ) -> tuple[list[Response], RolloutStats]:
         self._number += 1
+        self.publication.next_rollout()
         self.shares = [Share() for _ in range(self.crew.size)]
         self.queue = deque(
             [Row(request) for request in group]
@@ -72,6 +74,7 @@ class Coordinator:
         )
         self.missing = len(requests)
         self._gone = RolloutStats()
+        self._trained = self.publication.tokens
         responses: list[Response] = []
         for done in self.crew.kept():
             self._heard(done)
@@ -129,9 +132,10 @@ class Coordinator:
         would not pay, train."""
         self.tracers[index].enter(IDLE)
         self._ask_for_work(index)
-        if self.publication.is_due():
-            self.publication.begin([i for i, share in enumerate(self.shares) if not share.rows])
-        elif self.shares[index].trains:
+        if not self.trains_when_idle:
+            return
+        idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
+        if not self.publication.begin(idle) and self.shares[index].trains and self.publication.worth.should_train():
             self.tracers[index].enter(SPOT)
             self.crew.call(index, "spot", _SPOT_SECONDS)
 
@@ -197,7 +201,9 @@ class Coordinator:
         for share in self.shares:
             if share.last:
                 stats = stats + share.last.stats
+        stats.spot = self.publication.facts
         stats.tokens = sum(len(response.token_ids) for response in responses)
+        stats.drafter_tokens = self.publication.tokens - self._trained
         return stats
 
     # -- update --------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Crew:
         except WorkerLost:
             if method == "take_state":
                 self._suspect(*self._sources[index])
-            self.replace(index)
+            self.replace(index, method)
             return Done(index, method, None, lost=True)
         self._in_a_row[index] = 0
         if method == "take_state":
@@ -111,7 +111,7 @@ class Crew:
         while waiting := [i for i in range(self.size) if method in self.pending(i)]:
             if time.monotonic() > until:
                 for index in waiting:
-                    self.replace(index)
+                    self.replace(index, method)
                 break
             for done in self._collect(None if until == math.inf else 0.5):
                 if done.method != method or done.lost:
@@ -128,7 +128,7 @@ class Crew:
         while busy := [i for i in range(self.size) if method in self.pending(i)]:
             if time.monotonic() > until:
                 for index in busy:
-                    self.replace(index)
+                    self.replace(index, method)
             self._kept += self._collect(0.5)
 
     def all_sound(self) -> None:
@@ -138,9 +138,9 @@ class Crew:
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def replace(self, index: int) -> None:
-        """A new worker that takes the state of a sound one."""
-        log.warning("worker %d was lost; a new one takes its place", index)
+    def replace(self, index: int, amid: str) -> None:
+        """A new worker that takes the state of a sound one; `amid` says what the old one was at."""
+        log.warning("worker %d was lost amid %s; a new one takes its place", index, amid)
         self.losses += 1
         self._in_a_row[index] += 1
         self.sound.discard(index)
@@ -164,7 +164,7 @@ class Crew:
             self.pool.result(state)
         except WorkerLost:
             self._kept.append(Done(source, "state", None, lost=True))
-            self.replace(source)
+            self.replace(source, "state")
 
     def _source(self) -> int:
         if not self.sound:

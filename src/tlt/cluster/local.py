@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer
 
 from tlt.cluster.budget import Budget
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.buffer import Harvest
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
@@ -26,8 +27,9 @@ from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
 from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
-from tlt.types import Request, Response, RolloutStats, SamplingParams
+from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 
 
 class LocalRollout:
@@ -111,12 +113,17 @@ def make_drafters(
     """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
-    suffix = SuffixDrafter(config.history_tokens)
     if (config.path is None and layer is None) or config.drafter == "suffix":
-        return [suffix], None
-    learned = EagleDrafter(layer or load_drafter(str(config.path), target.options), target)
-    layout = learned.options.layout
-    return [learned] if config.drafter == "eagle" else [learned, suffix, MixedDrafter(learned, suffix)], layout
+        return [SuffixDrafter(config.history_tokens)], None
+    layer = layer or load_drafter(str(config.path), target.options)
+    drafters = all_drafters(layer, target, config.history_tokens)
+    return drafters[:1] if config.drafter == "eagle" else drafters, layer.options.layout
+
+
+def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
+    """The learned one, suffix, and the mixture of both."""
+    learned, suffix = EagleDrafter(layer, target), SuffixDrafter(history_tokens)
+    return [learned, suffix, MixedDrafter(learned, suffix)]
 
 
 def make_tuner(
@@ -135,6 +142,25 @@ def make_tuner(
 def make_target(config: ModelConfig) -> Decoder:
     """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
     return Decoder(decoder_options(read_config(config.path)), torch_dtype(config), torch_device(config))
+
+
+class Workplace(NamedTuple):
+    """What it takes to decode a recipe's prompts."""
+
+    tokenizer: Any
+    prompts: list[Prompt]
+    target: Decoder
+    sampling: SamplingParams
+
+
+def open_workplace(config: Config) -> Workplace:
+    """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    target = make_target(config.model)
+    refuse_foreign_tokens(prompts, target.options.vocab_size)
+    target.load(read_safetensors(config.model.path), version=0)
+    return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:

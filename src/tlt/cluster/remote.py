@@ -30,10 +30,12 @@ class ClusterRollout:
         return self.coordinator.rollout(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.crew.someone("tuner_state")}
+        return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.publication.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.crew.everyone("load_tuner_state", state["tuner"])
+        if state.get("drafter"):
+            self.coordinator.publication.load_state(state["drafter"])
 
     def release(self) -> None:
         """Each worker does so before its part of the update."""
@@ -43,6 +45,7 @@ class ClusterRollout:
         return [state + work for state, work in zip(states, self.crew.everyone("trace"), strict=True)]
 
     def close(self) -> None:
+        self.coordinator.publication.close()
         self.crew.pool.close()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tlt.cluster.local import load_tokenizer, make_engine, make_target, starting_drafter, torch_device, torch_dtype
 from tlt.config import Config
 from tlt.draft.average import Replica
+from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import SpotReport, SpotTrainer
 from tlt.engine.scheduler import Sequence as Row
@@ -78,7 +79,7 @@ class Worker:
         tokenizer = load_tokenizer(config.model.path)
         layer = starting_drafter(config, self.target.options)
         self.spot_trainer = SpotTrainer(layer, self.target, config.drafter, config.run.seed + index) if layer else None
-        on_harvest = self.spot_trainer.harvest if self.spot_trainer else None
+        on_harvest = self._harvest if layer else None
         self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer, layer, on_harvest)
         self.engine.start(())
         self.tracer = self.engine.tracer = Tracer()
@@ -121,10 +122,14 @@ class Worker:
     def replica(self) -> Replica | None:
         return self._guarded(lambda trainer: trainer.replica())
 
-    def judge(self, candidate: Replica) -> tuple[tuple[float, int], tuple[float, int]] | None:
-        """Sums for `beats`: of the candidate, and of the drafter in use."""
+    def judge(self, candidate: Replica | None) -> tuple[tuple[float, int], tuple[float, int]] | None:
+        """Sums for `beats`: of the candidate, if there is one, and of the drafter in use."""
+
+        def act(trainer: SpotTrainer) -> tuple[tuple[float, int], tuple[float, int]]:
+            return trainer.judge(candidate.tensors) if candidate else (0.0, 0), trainer.judge(None)
+
         with self.tracer.span("judge"):
-            return self._guarded(lambda trainer: (trainer.judge(candidate.tensors), trainer.judge(None)))
+            return self._guarded(act)
 
     def settle(self, common: Replica, publish: bool, agreement: float | None = None) -> float | None:
         """Train on from the common replica; with `publish`, draft with it too, from the next round on. Returns its
@@ -139,6 +144,9 @@ class Worker:
             return layer.published
 
         return self._guarded(act)
+
+    def _harvest(self, item: Harvest) -> None:
+        self._guarded(lambda trainer: trainer.harvest(item))
 
     def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
         if self.spot_trainer is None:

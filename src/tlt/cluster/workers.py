@@ -65,6 +65,8 @@ class RayPool:
         self.size = config.cluster.workers
         self._config, self._policy_folder = config, str(Path(folder).resolve())
         self._sweeper: subprocess.Popen[bytes] | None = None
+        self.folder = ""
+        """of the Ray that is this run's own"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         try:
             with _own_signals():
@@ -75,7 +77,7 @@ class RayPool:
             raise
 
     def _start(self) -> None:
-        folder = _short_folder()
+        folder = self.folder = _short_folder()
         command = [sys.executable, "-m", "tlt.cluster.sweeper", str(os.getpid()), folder]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         os.environ[MARK] = folder
@@ -158,7 +160,7 @@ def share_of_cores(index: int, workers: int) -> list[int]:
 def _import_ray(alone: bool) -> Any:
     """Ray reads these as it is imported: one of our own takes a token of its own, which no file ever holds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if alone:
+    if alone and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
@@ -170,10 +172,12 @@ def _import_ray(alone: bool) -> Any:
 
 
 def _short_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="tlt_")
+    """It bears this process's number."""
+    prefix = f"tlt_{os.getpid()}_"
+    folder = tempfile.mkdtemp(prefix=prefix)
     if len(folder) > _LONGEST_FOLDER:
         shutil.rmtree(folder)
-        folder = tempfile.mkdtemp(prefix="tlt_", dir="/tmp")
+        folder = tempfile.mkdtemp(prefix=prefix, dir="/tmp")
     return folder
 
 

@@ -170,11 +170,11 @@ class SpeculationConfig(Section):
 class DrafterTrainConfig(Section):
     """How the learned drafter is made and trained."""
 
-    kind: Literal["eagle3", "eagle1"] = "eagle3"
+    kind: Literal["eagle1", "eagle3"] = "eagle1"
     """`eagle3` reads three layers of the target; `eagle1` only its last hidden state, a quarter of the traffic"""
     window: int = Field(default=512, gt=0)
     """tokens whose features are kept for each live request, and which the drafter attends"""
-    unroll: int = Field(default=5, gt=0, le=16)
+    unroll: int = Field(default=3, gt=0, le=16)
     """guesses in a row that training goes through, each on the drafter's own output of the one before"""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
     decay: float = Field(default=0.8, gt=0, le=1)

@@ -23,6 +23,12 @@ class MixedDrafter:
         self.learned, self.suffix = learned, suffix
         self.published = learned.published
 
+    def swapped(self, drafter: Drafter) -> bool:
+        """Called where `drafter` has taken the place of another one of the engine's; whether that changes this one."""
+        mine = drafter.name == self.learned.name
+        self.learned = drafter if mine else self.learned
+        return mine
+
     def begin(self, window: FeatureWindow | None) -> None: ...
 
     def open(self, request: Request, committed: Sequence[int]) -> None: ...

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureWindow
-from tlt.draft.mixed import MixedDrafter
 from tlt.types import Request
 
 log = logging.getLogger(__name__)
@@ -72,8 +71,7 @@ class Drafters:
         """Put a drafter in the place of the one of its name, between two rounds. Returns whose guesses change."""
         changed = [drafter.name]
         for other in self.usable.values():
-            if isinstance(other, MixedDrafter) and other.learned.name == drafter.name:
-                other.learned = drafter
+            if (tell := getattr(other, "swapped", None)) and tell(drafter):  # one that is made of others
                 changed.append(other.name)
         self.usable[drafter.name] = drafter
         self.version += 1

@@ -136,7 +136,7 @@ class Engine:
         context = sum(row.kv_length for row in live) / len(live)
         strategy = self.tuner.choose(len(live), context, self.drafters.usable.keys())
         with self._timed("prefill"):
-            preempted = self._make_room(strategy)
+            preempted = self.make_room(strategy)
         tokens, start, began = stats.tokens, time.perf_counter(), time.time()
         with self._timed("draft"):
             trees = self.draft(strategy)
@@ -200,7 +200,7 @@ class Engine:
             known.add(prompt)
         return kept, fresh, copies
 
-    def _make_room(self, strategy: Strategy) -> bool:
+    def make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
         later. Whether any did."""
         left = self.scheduler.make_room(strategy.verify_tokens)

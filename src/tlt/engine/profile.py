@@ -14,7 +14,7 @@ from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
-from tlt.engine.tuner import Fixed
+from tlt.engine.tuner import Fixed, interpolate
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -48,13 +48,8 @@ def _profile_rows(
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
     engine.start(_requests(rows, target.options.vocab_size))
     engine.round()  # prefill
-    kept = engine.scheduler.make_room(widest.verify_tokens)
-    assert not kept or engine.scheduler.live, "a row always fits"
-
-    def rest() -> None:
-        engine.round()
-
-    plain = _median(rest, target.device)
+    engine.make_room(widest)
+    plain = _median(engine.round, target.device)
     trees = {n: [_chain(n)] * len(engine.scheduler.live) for n in _NODES}
     verify = {n: _median(lambda n=n: engine.verify(trees[n]), target.device) for n in _NODES}
     level = {
@@ -67,9 +62,8 @@ def _profile_rows(
     costs = {PLAIN: plain}
     for s in strategies:
         if s != PLAIN:
-            costs[s] = (
-                plain - verify[1] + _interpolate(verify, s.verify_tokens) + s.depth * level[s.drafter, s.branching]
-            )
+            drafting = s.depth * level[s.drafter, s.branching]
+            costs[s] = plain - verify[1] + interpolate(verify, s.verify_tokens) + drafting
     return costs
 
 
@@ -94,11 +88,3 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def _interpolate(points: dict[int, float], x: int) -> float:
-    """Linear between and beyond the points."""
-    keys = sorted(points)
-    low = max((k for k in keys[:-1] if k <= x), default=keys[0])
-    high = keys[keys.index(low) + 1]
-    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)

@@ -243,14 +243,9 @@ class Bandit:
     def _profiled(self, arm: Strategy, rows: int) -> float:
         known = self._interpolated.get((arm, rows))
         if known is None:
-            known = self._interpolated[arm, rows] = self._interpolate(arm, rows)
+            costs = {profiled: seconds[arm] for profiled, seconds in self.profile.items()}
+            known = self._interpolated[arm, rows] = interpolate(costs, rows)
         return known
-
-    def _interpolate(self, arm: Strategy, rows: int) -> float:
-        below = max((r for r in self.profile if r <= rows), default=min(self.profile))
-        above = min((r for r in self.profile if r >= rows), default=max(self.profile))
-        low, high = self.profile[below][arm], self.profile[above][arm]
-        return low if above == below else low + (high - low) * (rows - below) / (above - below)
 
     # -- what a round taught -------------------------------------------------------------------------------------------
 
@@ -316,6 +311,14 @@ class Bandit:
         for bucket, arm, seconds, accepted in state.get("seen", ()):
             if (key := Strategy(*arm)) in self.strategies:
                 self._learn_here(Bucket(*bucket), key, seconds, accepted)
+
+
+def interpolate(points: Mapping[int, float], x: int) -> float:
+    """Linear between the points, flat beyond them."""
+    below = max((k for k in points if k <= x), default=min(points))
+    above = min((k for k in points if k >= x), default=max(points))
+    low, high = points[below], points[above]
+    return low if above == below else low + (high - low) * (x - below) / (above - below)
 
 
 def _blend(count: int, mean: float, prior: float) -> float:

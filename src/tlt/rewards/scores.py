@@ -74,8 +74,17 @@ def matches(pattern: str, prompt: Prompt, answer: Answer) -> float:
 
 
 def length(start: int, end: int, prompt: Prompt, answer: Answer) -> float:
-    """0 up to `start` tokens, then linearly down to -1 at `end` and above (DAPO's soft penalty, arXiv 2503.14476)."""
-    return -min(1.0, max(0.0, (answer.tokens - start) / (end - start)))
+    """`length_penalty` of the response."""
+    return length_penalty(answer.tokens, start, end)
+
+
+def length_penalty(tokens: int, start: int, end: int) -> float:
+    """0 up to `start` tokens, then linearly down to -1 at `end` and above: DAPO's soft overlong punishment (arXiv
+    2503.14476, equation 13).
+
+    start 6, end 10: 6, 7, 9, 10 tokens -> 0, -0.25, -0.75, -1.
+    """
+    return -min(1.0, max(0, tokens - start) / (end - start))
 
 
 # -- those of others ---------------------------------------------------------------------------------------------------

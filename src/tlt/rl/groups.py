@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt.config import Config
+from tlt.rewards.scores import length_penalty
 from tlt.rl.advantages import ADVANTAGES
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
 
@@ -32,15 +33,6 @@ def usable(groups: Sequence[Group], config: Config) -> list[Group]:
     return [group for group in groups if (has_spread if config.rollout.max_waves else is_comparable)(group)]
 
 
-def overlong_penalty(length: int, longest: int, window: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to longest - window tokens, then evenly
-    down to -1 at `longest`.
-
-    longest 10, window 4: lengths 6, 7, 9, 10 -> 0, -0.25, -0.75, -1.
-    """
-    return -max(0, length - (longest - window)) / window if window else 0.0
-
-
 def make_batch(groups: Sequence[Group], config: Config, carried: int = 0) -> TrainBatch:
     """The responses of usable groups, the first `carried` of them decoded a step before."""
     kept = [[response for response in group.responses if response.reward is not None] for group in groups]
@@ -57,8 +49,9 @@ def make_batch(groups: Sequence[Group], config: Config, carried: int = 0) -> Tra
 
 def _shaped(response: Response, config: Config) -> float:
     assert response.reward is not None, "responses without a reward were left out"
-    limits = config.rollout.max_new_tokens, config.rollout.overlong_tokens
-    return response.reward + overlong_penalty(len(response.token_ids), *limits)
+    longest, window = config.rollout.max_new_tokens, config.rollout.overlong_tokens
+    penalty = length_penalty(len(response.token_ids), longest - window, longest) if window else 0.0
+    return response.reward + penalty
 
 
 def to_plain(groups: Sequence[Group]) -> list[dict[str, Any]]:

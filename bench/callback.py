@@ -1,0 +1,74 @@
+"""How long a worker that trains the drafter takes to come back when it is asked to, beside what a micro-batch takes.
+
+    python bench/callback.py [recipes/longtail.toml] [--workers 2] [--steps 10] [--json FILE] [--section.key value ...]
+
+Every step ends with such a call: the rollout is over, and all are wanted for the update. The time is the driver's, from
+the call to the answer; a worker that was not training is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from rich.console import Console
+
+from tlt.cluster.crew import Crew
+from tlt.cluster.publication import Publication
+from tlt.config import load_config
+from tlt.display import Display
+from tlt.draft.spot import SpotReport
+from tlt.metrics import provenance, write_json
+from tlt.run import train
+
+
+def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dict[str, Any]:
+    latencies: list[float] = []
+    micro_batches: list[float] = []
+    call_back, trained = Crew.call_back, Publication.trained
+
+    def timed_call_back(self: Crew, method: str, patience: float) -> None:
+        busy = any(method in self.pending(index) for index in range(self.size))
+        began = time.perf_counter()
+        call_back(self, method, patience)
+        if busy:
+            latencies.append(time.perf_counter() - began)
+
+    def noted(self: Publication, report: SpotReport) -> None:
+        trained(self, report)
+        micro_batches.append(report.seconds / report.micro_batches)
+
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["--cluster.workers", str(workers), "--train.steps", str(steps), "--run.folder", folder + "/run"]
+        config = load_config(recipe, [*overrides, *fixed])
+        with patch.object(Crew, "call_back", timed_call_back), patch.object(Publication, "trained", noted):
+            train(config, False, Display(Console(quiet=True)))
+    return {"steps": steps, "workers": workers, "callback": _spread(latencies), "micro_batch": _spread(micro_batches)}
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {"count": 0}
+    return {"count": len(seconds), "median_seconds": statistics.median(seconds), "worst_seconds": max(seconds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/longtail.toml"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    found = measure(arguments.recipe, arguments.workers, arguments.steps, overrides)
+    print(found)
+    if arguments.json:
+        write_json(arguments.json, {**found, **provenance()})
+
+
+if __name__ == "__main__":
+    main()

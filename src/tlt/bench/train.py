@@ -1,0 +1,221 @@
+"""`tlt bench train`: the same training run by plain decoding, suffix, a frozen drafter, spot and serial training.
+
+Every run starts from the same policy and ends, but for explained forks, in the same one, so that step by step the very
+same work is compared. Each is an ordinary run of `tlt train` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tlt.bench.forks import FILE as RESPONSES
+from tlt.bench.forks import Comparison, compare
+from tlt.bench.one_run import SERIAL
+from tlt.bench.rollout import ratio
+from tlt.config import Config, ConfigError, parse_config
+from tlt.metrics import provenance, read_metrics, write_json
+
+MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {"speculation": {"drafter": "off"}, "drafter": {"idle_training": False}},
+    "suffix": {"speculation": {"path": None}, "drafter": {"idle_training": False}},
+    "frozen": {"drafter": {"idle_training": False}},
+    "adaptive": {"drafter": {"idle_training": True}},
+    "serial": {"drafter": {"idle_training": True}},
+}
+"""name -> what it changes of the recipe"""
+_PROBE = 3  # steps by which the better shape of plain decoding is told
+_NOT_A_STEP = ("total", "save", "eval")
+
+
+class BenchError(ValueError):
+    """A run of the benchmark failed; the message names it."""
+
+
+@dataclass
+class Mode:
+    """A run that is done."""
+
+    name: str
+    config: Config
+    threads: int
+    """of each worker"""
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.config.run.folder)
+        self.lines = read_metrics(self.folder)
+        self.summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Saving and evaluation left out."""
+        return [sum(v for k, v in line["seconds"].items() if k not in _NOT_A_STEP) for line in self.lines]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of all steps: the driver's phases, which sum to the steps, and what the workers spent (summed over workers)
+        in training the drafter and idle."""
+        phases = {name: spent for name, spent in self.summary["seconds"].items() if name not in _NOT_A_STEP}
+        workers = [worker["seconds"] for worker in self.summary["workers"]]
+        return {**phases, "spot": sum(w["SPOT"] for w in workers), "idle": sum(w["IDLE"] for w in workers)}
+
+    def result(self, plain: Mode, parted: Comparison) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "workers": self.config.cluster.workers,
+            "threads_per_worker": self.threads,
+            "step_seconds": statistics.median(self.step_seconds),
+            "faster_than_plain": ratio(plain.step_seconds, self.step_seconds),
+            "seconds": self.seconds,
+            "states": self.summary["workers"],
+            "accept_length": [line["accept_length"] for line in self.lines],
+            "seconds_by_step": self.step_seconds,
+            "rollout_seconds_by_step": [line["seconds"]["rollout"] for line in self.lines],
+            "tokens_per_second": [line["tokens_per_second"] for line in self.lines],
+            "drafter_version": self.summary["by_step"]["drafter_version"],
+            "reward": [line["reward"] for line in self.lines],
+            "policy_sha256": self.summary["policy_sha256"],
+            "parted_at_step": parted.first,
+            "forks_explained": parted.explained,
+            "forks_unexplained": parted.unexplained,
+            "forks": [asdict(fork) for fork in parted.forks],
+        }
+
+
+def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
+    """Raises a ValueError of one sentence."""
+    _refuse(config, workers, names)
+    console = Console(highlight=False)
+    done: dict[str, Mode] = {}
+    for name in names:
+        size = _better_shape(config, workers, console) if name == "plain" else workers
+        tokens = [line["rollout"]["drafter_tokens"] for line in done["adaptive"].lines] if name == "serial" else None
+        keep = steps if _is_reference(name, size, workers, done) else 1
+        done[name] = _run(console, name, _config_of(config, name, size, steps, keep), tokens)
+    results = _compared(done, workers)
+    _print(console, results)
+    if json_file:
+        facts = {"recipe_drafter": config.speculation.path, "dtype": config.model.dtype, "steps": steps}
+        write_json(json_file, {"runs": results, "repeats": 1, **facts, **provenance()})
+
+
+def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
+    if config.speculation.drafter != "adaptive" or config.speculation.path is None:
+        raise ConfigError(
+            "tlt bench train needs speculation.drafter = 'adaptive' and speculation.path, the drafter that all start "
+            "from: make one with tlt draft train"
+        )
+    if "serial" in names and ("adaptive" not in names[: names.index("serial")] or workers == 1):
+        raise ConfigError(
+            "--modes: serial trains on as many tokens as adaptive did: put adaptive before it, and give two workers"
+        )
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def _config_of(config: Config, name: str, workers: int, steps: int, keep: int = 1, folder: str = "") -> Config:
+    """The reference keeps the policy of every step, as forks are explained by those."""
+    tree = config.model_dump(mode="json")
+    for section, fields in MODES[name].items():
+        tree[section] |= fields
+    tree["cluster"]["workers"] = workers
+    tree["train"]["steps"] = steps
+    save = {"save_every": 1 if keep > 1 else 0, "keep": keep, "overwrite": True}
+    tree["run"] |= {"folder": str(Path(config.run.folder) / "bench" / (folder or name)), **save}
+    return parse_config(tree)
+
+
+def _run(console: Console, name: str, config: Config, serial_tokens: Sequence[int] | None = None) -> Mode:
+    folder = Path(config.run.folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    if serial_tokens is not None:
+        write_json(folder / SERIAL, {"tokens": list(serial_tokens)})
+    write_json(folder / "bench.json", config.model_dump(mode="json"))
+    workers, cores = config.cluster.workers, len(os.sched_getaffinity(0))
+    threads = max(1, cores // workers)
+    console.rule(f"{name}: {workers} x {threads} threads, {config.train.steps} steps")
+    own = threads if workers == 1 else 1  # the driver of several workers computes nothing
+    if code := _in_a_process(folder / "bench.json", own):
+        raise BenchError(f"the {name} run ended with exit code {code}, see above: the folder is {folder}")
+    return Mode(name, config, threads)
+
+
+def _in_a_process(config_file: Path, threads: int) -> int:
+    """Exit code of the run."""
+    command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads)]
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False).returncode
+
+
+def _better_shape(config: Config, workers: int, console: Console) -> int:
+    """Plain decoding by many workers, or by one that has all the cores."""
+    if workers == 1:
+        return 1
+    probes = {
+        size: _run(console, "plain", _config_of(config, "plain", size, _PROBE, folder=f"probe-{size}"))
+        for size in (workers, 1)
+    }
+    return min(probes, key=lambda size: statistics.median(probes[size].step_seconds))
+
+
+def _is_reference(name: str, size: int, workers: int, done: dict[str, Mode]) -> bool:
+    """The first run by all workers: across numbers of workers, policies differ by the rounding of a sum."""
+    return size == workers and all(mode.config.cluster.workers != workers for mode in done.values())
+
+
+# -- what they show ----------------------------------------------------------------------------------------------------
+
+
+def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
+    """Every run beside plain's seconds and the reference's responses. By another number of workers, policies differ by
+    the rounding of a sum from the first update on, so that there is nothing to compare."""
+    first = next(iter(done.values()))
+    reference = next((mode for mode in done.values() if mode.config.cluster.workers == workers), first)
+    results = []
+    for mode in done.values():
+        same_size = mode.config.cluster.workers == reference.config.cluster.workers
+        parted = compare(mode.name, reference.folder, mode.folder, mode.config) if same_size else Comparison(None)
+        facts = {"compared_with": reference.name if same_size else None}
+        results.append(mode.result(done.get("plain", first), parted) | facts)
+    for mode in done.values():
+        shutil.rmtree(mode.folder / "checkpoints", ignore_errors=True)
+        (mode.folder / RESPONSES).unlink()
+    return results
+
+
+def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    """A column a mode."""
+
+    def mean(row: dict[str, Any], phase: str) -> str:
+        return f"{row['seconds'].get(phase, 0.0) / len(row['accept_length']):.2f}"
+
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "workers": lambda row: str(row["workers"]),
+        "a step (median)": lambda row: f"{row['step_seconds']:.2f}",
+        "times faster than plain": lambda row: f"{row['faster_than_plain'][1]:.2f}",
+        "... 95 % interval": lambda row: "{0:.2f}-{2:.2f}".format(*row["faster_than_plain"]),
+        **{phase: partial(mean, phase=phase) for phase in ("rollout", "reward", "update", "sync", "other")},
+        **{f"{phase}, all workers": partial(mean, phase=phase) for phase in ("spot", "idle")},
+        "accept length": lambda row: f"{statistics.fmean(row['accept_length']):.2f}",
+        "... of the last step": lambda row: f"{row['accept_length'][-1]:.2f}",
+        "policy sha256": lambda row: row["policy_sha256"][:8],
+        "forks explained, not": lambda row: (
+            f"{row['forks_explained']}, {row['forks_unexplained']}" if row["compared_with"] else "-"
+        ),
+    }
+    table = Table("seconds", *(row["name"] for row in results))
+    for title, cell in rows.items():
+        table.add_row(title, *map(cell, results))
+    console.print(table)

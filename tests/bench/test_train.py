@@ -1,0 +1,181 @@
+"""Whole runs beside each other: each an ordinary run, the same tokens, and forks looked into."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from pools import TestPool, ThreadWorker
+from tiny import tiny_config
+
+from tlt import run as run_module
+from tlt.bench import forks, one_run
+from tlt.bench import train as bench
+from tlt.cli import main
+from tlt.cluster.local import make_target
+from tlt.cluster.remote import join
+from tlt.config import Config, ConfigError
+from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
+from tlt.metrics import read_metrics
+
+STEPS = 3
+REWARD = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, and a random drafter for it."""
+    home = tmp_path_factory.mktemp("home")
+    target = make_target(tiny_config(home).model)
+    save_drafter(EagleLayer(eagle_options(target.options, "eagle3", 16)), home / "drafter")
+    return home
+
+
+def config_of(home: Path, **sections: dict[str, Any]) -> Config:
+    speculation = {"drafter": "adaptive", "path": str(home / "drafter")} | sections.pop("speculation", {})
+    drafter = {"micro_batch_tokens": 8, "window": 16} | sections.pop("drafter", {})
+    rollout = {"stop_strings": list("abcdefghij ")}
+    return tiny_config(home, speculation=speculation, drafter=drafter, reward=REWARD, rollout=rollout, **sections)
+
+
+def here(config_file: Path, threads: int) -> int:
+    """The run of a process, in this one; several workers are threads of it."""
+
+    def many_workers(config: Config, folder: str | Path) -> Any:
+        workers = TestPool(
+            config.cluster.workers, lambda i: ThreadWorker(config, i, folder), random.Random(0).randrange
+        )
+        return join(workers, config)
+
+    with patch.object(run_module, "_many_workers", many_workers):
+        one_run.main(str(config_file), str(threads))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def result(home: Path) -> dict[str, Any]:
+    with patch.object(bench, "_in_a_process", here), patch.object(bench, "_better_shape", lambda *_: 2):
+        bench.bench_train(config_of(home), 2, STEPS, list(bench.MODES), home / "result.json")
+    return json.loads((home / "result.json").read_text(encoding="utf-8"))
+
+
+def test_the_result_has_the_promised_keys(result: dict[str, Any]) -> None:
+    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "adaptive", "serial"]
+    assert {"runs", "repeats", "machine", "versions", "commit"} <= set(result)
+    for row in result["runs"]:
+        assert row["step_seconds"] > 0
+        assert {"rollout", "update", "spot", "idle"} <= set(row["seconds"])
+        assert len(row["accept_length"]) == STEPS
+        assert sum(row["seconds_by_step"]) == pytest.approx(
+            sum(spent for name, spent in row["seconds"].items() if name not in ("spot", "idle"))
+        )
+
+
+def test_all_runs_end_in_the_same_policy_without_a_fork(result: dict[str, Any]) -> None:
+    assert len({row["policy_sha256"] for row in result["runs"]}) == 1
+    assert all(row["forks_explained"] == row["forks_unexplained"] == 0 for row in result["runs"])
+
+
+def test_only_adaptive_and_serial_train_and_as_many_tokens(home: Path, result: dict[str, Any]) -> None:
+    spot = {row["name"]: row["seconds"]["spot"] for row in result["runs"]}
+    assert spot["plain"] == spot["suffix"] == spot["frozen"] == 0 < min(spot["adaptive"], spot["serial"])
+    lines = read_metrics(Path(config_of(home).run.folder) / "bench" / "adaptive")
+    given = json.loads((Path(config_of(home).run.folder) / "bench" / "serial" / one_run.SERIAL).read_text())["tokens"]
+    assert given == [line["rollout"]["drafter_tokens"] for line in lines]
+    assert sum(given) > 0
+
+
+def test_checkpoints_and_responses_are_cleared_away_and_traces_are_kept(home: Path, result: dict[str, Any]) -> None:
+    for mode in bench.MODES:
+        left = {p.name for p in (Path(config_of(home).run.folder) / "bench" / mode).iterdir()}
+        assert {"trace.json", "metrics.jsonl", "summary.json"} <= left
+        assert not {"checkpoints", forks.FILE} & left
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(home: Path) -> tuple[Path, Path, Config]:
+    """A recorded run with all its policies, and its copy."""
+    config = bench._config_of(config_of(home), "plain", 1, STEPS, keep=STEPS, folder="forks")
+    folder = Path(config.run.folder)
+    folder.mkdir(parents=True)
+    (folder / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    one_run.main(str(folder / "bench.json"), "1")
+    shutil.copytree(folder, home / "copy")
+    return folder, home / "copy", config
+
+
+def turned(copy: Path, step: int) -> None:
+    """A token of that step's first response, and all that follow, are others."""
+    lines = [json.loads(line) for line in (copy / forks.FILE).read_text(encoding="utf-8").splitlines()]
+    for line in lines[step:]:
+        line[0]["responses"][0]["token_ids"][0] = 7
+    (copy / forks.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_equal_runs_do_not_part(pair: tuple[Path, Path, Config]) -> None:
+    assert forks.compare("copy", *pair) == forks.Comparison(None)
+
+
+@pytest.mark.parametrize("step", [2, 1, 0])
+def test_a_fork_is_judged_at_the_first_step_by_the_policy_before_it(
+    pair: tuple[Path, Path, Config], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, copy, config = pair
+    turned(copy, step)
+    found = forks.compare("copy", plain, copy, config)
+    assert (found.first, found.explained, found.unexplained) == (step, 0, 1)
+    assert (found.forks[0].step, found.forks[0].position) == (step, 0)
+    gaps = {found.forks[0].gap}
+    monkeypatch.setattr(forks, "EXPLAINED_GAP", {"float64": found.forks[0].gap * 1.001})
+    assert forks.compare("copy", plain, copy, config).explained == 1
+    monkeypatch.setattr(forks, "_policy_before", lambda folder, step, config: home_policy(plain, step))
+    assert {fork.gap for fork in forks.compare("copy", plain, copy, config).forks}.isdisjoint(gaps)
+
+
+def home_policy(folder: Path, step: int) -> Path:
+    """The policy after the step."""
+    return folder / "checkpoints" / f"step_{step + 1:08d}" / "policy"
+
+
+def test_a_run_that_ends_early_has_parted(pair: tuple[Path, Path, Config]) -> None:
+    plain, copy, config = pair
+    shutil.copy(plain / forks.FILE, copy / forks.FILE)
+    lines = (copy / forks.FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    (copy / forks.FILE).write_text("".join(lines[:-1]), encoding="utf-8")
+    assert forks.compare("copy", plain, copy, config) == forks.Comparison(STEPS - 1, unexplained=1)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculation\.path"):
+        bench.bench_train(config_of(home, speculation={"path": None}), 2, 1, ["plain"], None)
+    for names, workers in ((["serial", "adaptive"], 2), (["adaptive", "serial"], 1)):
+        with pytest.raises(ConfigError, match="put adaptive before it"):
+            bench.bench_train(config_of(home), workers, 1, names, None)
+
+
+def test_a_run_that_fails_is_named(home: Path) -> None:
+    with (
+        patch.object(bench, "_in_a_process", lambda *_: 3),
+        pytest.raises(bench.BenchError, match="the frozen run ended with exit code 3"),
+    ):
+        bench.bench_train(config_of(home), 1, 1, ["frozen"], None)
+
+
+def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", "train", "recipes/longtail.toml", "--modes", "plain,plane"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == (
+        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, serial\n"
+    )

@@ -1,0 +1,124 @@
+"""Idle workers train a drafter from nothing, and it goes live: not one token changes, whatever fails on the way."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from pools import TestPool, ThreadWorker
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import run as run_module
+from tlt.cluster import publication
+from tlt.cluster.publication import Publication
+from tlt.cluster.remote import ClusterRollout, join
+from tlt.config import Config
+from tlt.display import Display
+from tlt.draft import buffer
+from tlt.draft.saving import load_latest
+from tlt.draft.spot import SpotTrainer
+from tlt.draft.strategy import Strategy
+from tlt.engine.tuner import Fixed
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def config_of(home: Path, drafter: str) -> Config:
+    return tiny_config(
+        home,
+        reward={"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
+        rollout={"stop_strings": list("abcdefghij "), "prompts_per_step": 4, "max_new_tokens": 40},
+        speculation={"drafter": drafter},
+        drafter={"micro_batch_tokens": 32, "window": 16, "unroll": 2, "learning_rate": 3e-2},
+        cluster={"workers": 2, "slice_seconds": 1e-9},
+        train={"steps": 3, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
+    )
+
+
+def train(config: Config, loses: Any = lambda i, m: "") -> tuple[str, Publication, TestPool]:
+    found: list[Any] = []
+
+    def many_workers(config: Config, folder: str | Path) -> Any:
+        turns = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
+        pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(turns), loses)
+        rollout, policy = join(pool, config)
+        assert isinstance(rollout, ClusterRollout)
+        found.extend([rollout.coordinator.publication, pool])
+        return rollout, policy
+
+    learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
+    with (
+        patch.object(run_module, "_many_workers", many_workers),
+        patch("tlt.cluster.local.make_tuner", lambda *arguments: Fixed(learned)),
+        patch.object(publication, "_STRETCH", 2),
+        patch.object(buffer, "_HELD_BACK", 2),  # of six prompts
+    ):
+        summary = run_module.train(config, False, Display(Console(quiet=True)))
+    return summary["policy_sha256"], found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> str:
+    return train(config_of(home, "off"))[0]
+
+
+def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
+    digest, published, pool = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert published.version > 0
+    assert load_latest(published.folder, published.options).number == published.version
+    assert published.in_use is not None
+    for worker in pool.workers:
+        drafter = worker.engine.drafters.usable["eagle"]
+        assert drafter.published > 0  # it was 0; the very last publication may not be everywhere yet
+
+
+@pytest.mark.parametrize(
+    ("method", "when"), [("spot", "before"), ("replica", "after"), ("judge", "before"), ("settle", "after")]
+)
+def test_a_worker_lost_amid_training_or_publication(home: Path, plain: str, method: str, when: str) -> None:
+    counts = 0
+
+    def loses(worker: int, called: str) -> str:
+        nonlocal counts
+        counts += called == method
+        return when if called == method and counts == 2 else ""
+
+    digest, _, pool = train(config_of(home, "adaptive"), loses)
+    assert digest == plain
+    assert counts > 2
+    assert sum(m == "take_state" for _, m in pool.log) == 1
+
+
+@pytest.mark.parametrize("method", ["train", "replica", "judge", "publish", "harvest"])
+def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with patch.object(SpotTrainer, method, fail):
+        digest, published, _ = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert published.version == 0
+
+
+def test_a_drafter_that_turns_nan_is_never_published(home: Path, plain: str) -> None:
+    real = SpotTrainer.train
+
+    def spoil(self: SpotTrainer, seconds: float) -> Any:
+        report = real(self, seconds)
+        for tensor in self.mean:
+            tensor.fill_(float("nan"))
+        return report
+
+    with patch.object(SpotTrainer, "train", spoil):
+        digest, published, _ = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert published.version == 0

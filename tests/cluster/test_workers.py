@@ -1,0 +1,159 @@
+"""Real processes on a Ray of the run's own, killed amid their work: the same policy, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import run as run_module
+from tlt.cluster import remote
+from tlt.cluster.sweeper import marked
+from tlt.cluster.workers import RayPool, share_of_cores
+from tlt.config import Config, ConfigError
+from tlt.display import Display
+from tlt.models.families import ModelError
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra")
+STEPS = 5
+
+
+def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any]) -> Config:
+    reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
+    rollout = {"stop_strings": list("abcdefghij ")}
+    run = {"folder": str(home / folder), "seed": 1}
+    train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
+    cluster = {"workers": workers, "slice_seconds": 0.01}
+    return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
+
+
+def workers_of(folder: str) -> list[int]:
+    """Processes of the actors, in no order."""
+    return [pid for pid in marked(folder) if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+class Killer(Display):
+    """Ends a worker at the beginning of some phases, or a moment later."""
+
+    def __init__(self, moments: dict[tuple[int, str], float]) -> None:
+        super().__init__(Console(quiet=True))
+        self.moments, self.killed = moments, 0
+        self.folder = ""
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        super().phase(step, name, total)
+        if (step, name) in self.moments:
+            threading.Timer(self.moments[step, name], self.kill).start()
+
+    def kill(self) -> None:
+        os.kill(sorted(workers_of(self.folder))[self.killed % 2], signal.SIGKILL)
+        self.killed += 1
+
+
+@pytest.fixture(scope="module")
+def shm() -> Callable[[], set[str]]:
+    before = set(os.listdir("/dev/shm"))
+    return lambda: set(os.listdir("/dev/shm")) - before
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
+    killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0, (3, "update"): 0.02})
+    pools: list[Any] = []
+    real = remote.join
+
+    def join(pool: Any, config: Config) -> Any:
+        pools.append(pool)
+        killer.folder = pool.folder
+        return real(pool, config)
+
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with patch.object(remote, "join", join):
+        disturbed = run_module.train(config_of(home, 2, "disturbed"), False, killer)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert killer.killed == 3
+    assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
+    assert disturbed["steps"] == STEPS
+    assert not Path(killer.folder).exists()
+    assert marked(killer.folder) == []
+    assert shm() == set()
+
+
+def in_this_process(config: Config) -> str:
+    """The sha256 of the same run by two workers whose sums no process border is crossed for."""
+    from pools import TestPool, ThreadWorker
+
+    def many_workers(config: Config, folder: str | Path) -> Any:
+        pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
+        return remote.join(pool, config)
+
+    with patch.object(run_module, "_many_workers", many_workers):
+        return run_module.train(config, False, Display(Console(quiet=True)))["policy_sha256"]
+
+
+DRIVER = """
+import os, sys, time
+from importlib.util import find_spec
+from pathlib import Path
+from tlt.cluster.workers import RayPool
+from tlt.config import parse_config
+config = parse_config({"model": {"path": "no model here", "device": "cpu"}, "data": {"path": "-"},
+                       "reward": {"name": "exact"}, "cluster": {"workers": 2}})
+pool = RayPool(config, "nowhere")
+print(pool.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_nothing(shm: Callable[[], set[str]]) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout
+    folder = driver.stdout.readline().strip()
+    assert Path(folder).is_dir()
+    assert Path(folder).parent == Path(tempfile.gettempdir())
+    assert marked(folder)
+    driver.kill()
+    driver.wait()
+    until = time.monotonic() + 30
+    while (marked(folder) or Path(folder).exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert marked(folder) == []
+    assert not Path(folder).exists()
+    assert shm() == set()
+
+
+def test_what_a_worker_cannot_do_comes_back_as_its_own_sentence(home: Path) -> None:
+    config = config_of(home, 2, "bad")
+    broken = config.model_copy(update={"model": config.model.model_copy(update={"path": str(home / "no model")})})
+    with pytest.raises(ModelError, match="no model"):
+        remote.join(RayPool(broken, home / "no model"), broken)
+
+
+def test_cores_are_shared_evenly() -> None:
+    with patch("os.sched_getaffinity", lambda pid: {3, 5, 6, 9}):
+        assert [share_of_cores(index, 2) for index in (0, 1)] == [[3, 5], [6, 9]]
+        assert [share_of_cores(index, 3) for index in range(3)] == [[3], [5], [6]]
+    with patch("os.sched_getaffinity", lambda pid: {4}):
+        assert [share_of_cores(index, 2) for index in (0, 1)] == [[4], [4]]
+
+
+def test_without_ray_there_is_one_sentence(home: Path) -> None:
+    with patch.dict(sys.modules, {"ray": None}), pytest.raises(ConfigError, match=r"cluster\.workers.*pip install"):
+        RayPool(config_of(home, 2, "none"), home)
