@@ -163,19 +163,33 @@ class _Block(NamedTuple):
 
 def _blocks(batch: Pack, window: int) -> list[_Block]:
     """Of a pack of many short sequences, or of a long causal one, most pairs of entries see nothing of each other: so
-    attention goes block by block, each from the start of its first entry's sequence on."""
-    T, device = len(batch.tokens), batch.tokens.device
-    place = torch.arange(T, device=device)
-    starts = torch.searchsorted(batch.segments, batch.segments[::_QUERIES].contiguous()).tolist()
+    attention goes block by block, of some whole sequences or of a part of one, over no more than it sees."""
+    place = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = []
-    for low, start in zip(range(0, T, _QUERIES), starts, strict=True):
-        high, first = min(low + _QUERIES, T), max(start, low - window + 1)
+    for first, low, high in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
+        first = max(first, low - window + 1)
         apart = place[low:high, None] - place[first:high]
         seen = (apart >= 0) & (apart < window)
         seen &= batch.segments[low:high, None] == batch.segments[first:high]
-        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=device).masked_fill_(~seen, -torch.inf)
-        blocks.append(_Block(first, low, high, bias))
+        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=place.device)
+        blocks.append(_Block(first, low, high, bias.masked_fill_(~seen, -torch.inf)))
     return blocks
+
+
+def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, low, high) of the blocks of sequences of these lengths, up to `_QUERIES` entries each."""
+    low = end = 0
+    for length in lengths:
+        begin, end = end, end + length
+        if end - low <= _QUERIES:
+            continue
+        if begin > low:
+            yield low, low, begin
+        for part in range(begin, end, _QUERIES) if length > _QUERIES else ():
+            yield begin, part, min(part + _QUERIES, end)
+        low = end if length > _QUERIES else begin
+    if end > low:
+        yield low, low, end
 
 
 def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], block: _Block) -> Tensor:
@@ -185,10 +199,10 @@ def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], blo
     query = query[:, :, low:high]
     true = query @ keys[0][:, None, first:high].transpose(2, 3) + bias  # [K, share, high - low, high - first]
     own = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k in keys[1:]]
-    weights = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1)
-    mixed = weights[..., : high - first] @ values[0][:, None, first:high]
-    for s, v in enumerate(values[1:]):
-        mixed = mixed + weights[..., high - first + s, None] * v[:, None, low:high]
+    seen, chain = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1).split([high - first, len(own)], dim=-1)
+    mixed = seen @ values[0][:, None, first:high]
+    for weight, v in zip(chain.unbind(-1), values[1:], strict=True):
+        mixed = mixed + weight[..., None] * v[:, None, low:high]
     return mixed
 
 
