@@ -7,7 +7,7 @@ import importlib.util
 import re
 import shutil
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Saving:
     def __init__(self, home: Path, name: str) -> None:
         self.root = home / name / "checkpoints"
         config = load_config(home / "recipe.toml", ["--run.folder", str(home / name), "--run.keep", "2"])
-        self.run = run_module._prepare(config, Display(Console(quiet=True)), None)
+        self.run = run_module._prepare(config, Display(Console(quiet=True)), None, ExitStack())
         for step in (1, 2):
             self.save(step)
 
