@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
-    ("types", "config", "sampling", "metrics", "trace", "stopping", "resume"),
+    ("types", "config", "sampling", "files", "metrics", "trace", "stopping", "resume"),
     ("models",),
     ("draft",),
     ("engine",),

@@ -251,7 +251,7 @@ def test_a_run_that_cannot_go_on_says_why(
     ("owner", "name", "expected"),
     [
         ("tlt.rl.policy.save_file", None, r"step_00000001 cannot be saved .*No space left.*--resume"),
-        ("tlt.checkpoint._flush", None, r"step_00000001 cannot be saved .*No space left.*--resume"),
+        ("tlt.checkpoint.flush", None, r"step_00000001 cannot be saved .*No space left.*--resume"),
         ("pathlib.Path.open", "metrics.jsonl", r"metrics\.jsonl cannot be written \(No space left.*--resume"),
     ],
 )

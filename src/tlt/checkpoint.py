@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
+
+from tlt.files import flush
 
 
 class CheckpointError(ValueError):
@@ -40,7 +41,7 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
         _fill(draft, state, write)
         shutil.rmtree(final, ignore_errors=True)
         draft.rename(final)
-        _flush(root)
+        flush(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         said = " ".join(str(error).split())
@@ -59,7 +60,7 @@ def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> 
     manifest = {str(p.relative_to(draft)): _sha256(p) for p in files}
     (draft / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     for path in [*files, draft / "manifest.json", draft / "policy", draft]:
-        _flush(path)
+        flush(path)
 
 
 def latest(root: Path) -> Checkpoint:
@@ -94,11 +95,3 @@ def _fault(folder: Path) -> str | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -117,7 +117,7 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_one(
 
     for name in ("save_drafter", "save_file"):
         deadly(saving, name, half=True)
-    for module, name in ((saving, "_flush"), (saving.shutil, "rmtree"), (Path, "mkdir"), (Path, "rename")):
+    for module, name in ((saving, "flush"), (saving.shutil, "rmtree"), (Path, "mkdir"), (Path, "rename")):
         deadly(module, name)
     try:
         write(tmp_path, options(model), 2, new, None)

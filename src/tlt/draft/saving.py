@@ -7,7 +7,6 @@ the weights: what training goes on from. It is written under another name, flush
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tlt.draft.average import Replica
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, load_drafter, save_drafter
+from tlt.files import flush
 from tlt.models.families import DecoderOptions
 
 log = logging.getLogger(__name__)
@@ -83,10 +83,10 @@ def write(
     rest = {name: tensor for name, tensor in replica.tensors.items() if not name.startswith("mean.")}
     save_file(rest, draft / "training.safetensors")
     for path in (*draft.iterdir(), draft):
-        _flush(path)
+        flush(path)
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
-    _flush(folder)
+    flush(folder)
     for old in _folders(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -107,11 +107,3 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
 
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("drafter_*") if path.is_dir())
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
