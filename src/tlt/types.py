@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +131,10 @@ class TrainBatch:
     """for the mismatch metric, and for truncated importance weights where those are on"""
     carried: int = 0
     """the first so many responses were decoded a step before, by another target: the mismatch leaves them out"""
+
+    def lengths(self, members: Sequence[int]) -> list[int]:
+        """Tokens of these sequences, their prompts among them."""
+        return [len(self.prompt_ids[i]) + len(self.response_ids[i]) for i in members]
 
 
 @dataclass

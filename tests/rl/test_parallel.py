@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pools import Table, Thread
 from tiny import random_batch, save_weights
 from torch import Tensor
@@ -35,12 +37,19 @@ class Steady:
     dies_at = -1
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_shards_are_contiguous_and_whole(count: int, size: int) -> None:
-    parts: list[Any] = [shard(range(10, 10 + count), Member(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
-    assert [i for part in parts for i in part] == list(range(10, 10 + count))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6))
+def test_shards_are_contiguous_whole_and_about_as_much_work_each(tokens: list[int], size: int) -> None:
+    members = range(10, 10 + len(tokens))
+    parts: list[Any] = [shard(members, tokens, Member(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+    assert [i for part in parts for i in part] == list(members)
+    work = [sum(tokens[i - 10] for i in part) for part in parts]
+    assert max(work) <= sum(tokens) / size + max(tokens, default=0)
+
+
+def test_a_long_response_is_a_shard_of_its_own() -> None:
+    tokens = [10, 10, 10, 30, 10, 10, 10]
+    parts: list[Any] = [shard(range(7), tokens, Member(rank, 3)) for rank in range(3)]  # type: ignore[arg-type]
+    assert parts == [range(3), range(3, 4), range(4, 7)]
 
 
 def together(size: int, act: Any) -> list[Any]:

@@ -29,15 +29,12 @@ class KVCache:
     def reserve(self, slots: int, tokens: int) -> None:
         """Make room for `slots` rows of `tokens`; the caller has asked `fits`. Grows ahead where the bound allows."""
         assert self.fits(slots, tokens), "the scheduler asks fits() first"
-        have_slots, have_tokens = self.store.slots, self.store.tokens
-        if slots <= have_slots and tokens <= have_tokens:
+        have = self.store.tokens
+        if slots <= self.store.slots and tokens <= have:
             return
-        want_slots = max(slots, have_slots)
-        want_tokens = have_tokens if tokens <= have_tokens else -(-(tokens + tokens // 2) // _GRAIN) * _GRAIN
-        if not self.fits(want_slots, want_tokens):
-            want_slots = slots
-            want_tokens = min(want_tokens, self.bound_tokens // slots)
-        self.store.resize(want_slots, want_tokens)
+        # slots that a tail left empty are given up: to make them longer too would take longer than its rounds
+        want = have if tokens <= have else -(-(tokens + tokens // 2) // _GRAIN) * _GRAIN
+        self.store.resize(slots, min(want, self.bound_tokens // slots))
 
     def release(self) -> None:
         """Give the memory back (between a rollout and an update on the same device)."""

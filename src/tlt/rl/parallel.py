@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -53,10 +54,17 @@ class Alone:
     def leave(self) -> None: ...
 
 
-def shard(members: range, group: Group) -> range:
-    """This rank's share of an optimizer step's responses: contiguous, in prompt order; it may be empty."""
-    borders = [members.start + round(len(members) * k / group.size) for k in (group.rank, group.rank + 1)]
-    return range(*borders)
+def shard(members: range, tokens: Sequence[int], group: Group) -> range:
+    """This rank's share of an optimizer step's responses, each of so many `tokens`: contiguous, in prompt order, about
+    as much work as the others' (a response is whose its middle falls to); it may be empty."""
+    ends = list(accumulate(tokens))
+
+    def border(rank: int) -> int:
+        return members.start + sum(
+            (2 * end - own) * group.size < 2 * ends[-1] * rank for end, own in zip(ends, tokens, strict=True)
+        )
+
+    return range(border(group.rank), border(group.rank + 1))
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:

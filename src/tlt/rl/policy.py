@@ -72,7 +72,7 @@ class Policy:
         parts = self.config.updates_per_step
         borders = [round(count * k / parts) for k in range(parts + 1)]
         turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
-        own = [i for members in turns for i in shard(members, group)]
+        own = [i for members in turns for i in shard(members, batch.lengths(members), group)]
         old = self._old_logprobs(batch, own) if parts > 1 else None
         reports = [self._optimizer_step(batch, members, old, group) for members in turns]
         names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
@@ -91,7 +91,7 @@ class Policy:
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
         gaps: list[Tensor] = []
-        for micro in self._micro_batches(batch, shard(members, group)):
+        for micro in self._micro_batches(batch, shard(members, batch.lengths(members), group)):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
             old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
@@ -153,8 +153,7 @@ class Policy:
         return found
 
     def _micro_batches(self, batch: TrainBatch, members: Sequence[int]) -> Iterator[MicroBatch]:
-        lengths = [len(batch.prompt_ids[i]) + len(batch.response_ids[i]) for i in members]
-        for rows in plan(lengths, self.config.micro_batch_tokens):
+        for rows in plan(batch.lengths(members), self.config.micro_batch_tokens):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
