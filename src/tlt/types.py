@@ -86,7 +86,7 @@ class RolloutStats:
     drafter_version: int = 0
     """at the end; one more per published drafter"""
     drafter_tokens: int = 0
-    """that idle workers trained the drafter on meanwhile"""
+    """that the drafter was trained on meanwhile"""
     strategies: dict[str, int] = field(default_factory=dict)
     """rounds by strategy"""
     agreement: dict[str, float] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class RolloutStats:
     seconds: dict[str, float] = field(default_factory=dict)
     """prefill, draft, verify, commit; and spot, of one worker that trains its drafter in between"""
     spot: dict[str, float] = field(default_factory=dict)
-    """of that training: tokens, accept length of the drafter in use and of the candidate, drafter version"""
+    """of that training: accept length of the drafter in use and of the candidate, drafter version"""
 
     @property
     def accept_length(self) -> float:

@@ -43,7 +43,7 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, speculation=speculation, drafter=drafter, reward=REWARD, rollout=rollout, **sections)
 
 
-def here(config_file: Path, threads: int) -> int:
+def here(config_file: Path, threads: int, mode: str) -> int:
     """The run of a process, in this one; several workers are threads of it."""
 
     def many_workers(config: Config, folder: str | Path) -> Any:
@@ -53,7 +53,7 @@ def here(config_file: Path, threads: int) -> int:
         return join(workers, config)
 
     with patch.object(run_module, "_many_workers", many_workers):
-        one_run.main(str(config_file), str(threads))
+        one_run.main(str(config_file), str(threads), mode)
     return 0
 
 
@@ -65,7 +65,7 @@ def result(home: Path) -> dict[str, Any]:
 
 
 def test_the_result_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "adaptive", "serial"]
+    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "adaptive", "unpublished", "serial"]
     assert {"runs", "repeats", "machine", "versions", "commit"} <= set(result)
     for row in result["runs"]:
         assert row["step_seconds"] > 0
@@ -90,6 +90,12 @@ def test_only_adaptive_and_serial_train_and_as_many_tokens(home: Path, result: d
     assert sum(given) > 0
 
 
+def test_what_is_unpublished_is_trained_and_not_drafted_with(result: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in result["runs"]}
+    assert rows["unpublished"]["seconds"]["spot"] > 0
+    assert max(rows["unpublished"]["drafter_version"]) == 0
+
+
 def test_checkpoints_and_responses_are_cleared_away_and_traces_are_kept(home: Path, result: dict[str, Any]) -> None:
     for mode in bench.MODES:
         left = {p.name for p in (Path(config_of(home).run.folder) / "bench" / mode).iterdir()}
@@ -107,7 +113,7 @@ def pair(home: Path) -> tuple[Path, Path, Config]:
     folder = Path(config.run.folder)
     folder.mkdir(parents=True)
     (folder / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
-    one_run.main(str(folder / "bench.json"), "1")
+    one_run.main(str(folder / "bench.json"), "1", "plain")
     shutil.copytree(folder, home / "copy")
     return folder, home / "copy", config
 
@@ -177,5 +183,5 @@ def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
         main(["bench", "train", "recipes/longtail.toml", "--modes", "plain,plane"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err == (
-        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, serial\n"
+        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, unpublished, serial\n"
     )

@@ -69,7 +69,7 @@ def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: p
         tokens, stats = decode(trained, step)
         assert tokens == decode(plain, step)[0]
         assert stats.seconds["spot"] > 0
-        assert stats.spot["tokens"] > 0
+        assert stats.drafter_tokens > 0
         published.append(trained.budget.version)
     assert published[-1] > 0, "it learned something"
     assert trained.budget.trainer
@@ -100,12 +100,12 @@ def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:
     assert rollout.budget
     rollout.budget.worth.resting = True
     _, stats = decode(rollout, 0)
-    assert "tokens" not in stats.spot
+    assert stats.drafter_tokens == 0
     assert stats.spot["accept_length"] >= 1, "but watched"
 
 
 def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.cluster.budget._STRETCH", 1)
+    monkeypatch.setattr("tlt.cluster.budget.STRETCH", 1)
     config = config_of(tmp_path, budget=1.0)
     first = make(config)
     for step in range(3):

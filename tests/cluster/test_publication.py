@@ -58,7 +58,7 @@ def train(config: Config, loses: Any = lambda i, m: "") -> tuple[str, Publicatio
     with (
         patch.object(run_module, "_many_workers", many_workers),
         patch("tlt.cluster.local.make_tuner", lambda *arguments: Fixed(learned)),
-        patch.object(publication, "_STRETCH", 2),
+        patch.object(publication, "STRETCH", 2),
         patch.object(buffer, "_HELD_BACK", 2),  # of six prompts
     ):
         summary = run_module.train(config, False, Display(Console(quiet=True)))
@@ -79,6 +79,21 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
     for worker in pool.workers:
         drafter = worker.engine.drafters.usable["eagle"]
         assert drafter.published > 0  # it was 0; the very last publication may not be everywhere yet
+
+
+def test_what_shall_not_go_live_is_trained_and_judged_and_never_drafts(home: Path, plain: str) -> None:
+    init = Publication.__init__
+
+    def closed(self: Publication, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.goes_live = False
+
+    with patch.object(Publication, "__init__", closed):
+        digest, published, pool = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert published.version == 0 < published.tokens
+    assert sum(m == "judge" for _, m in pool.log) > 0
+    assert all(worker.engine.drafters.usable["eagle"].published == 0 for worker in pool.workers)
 
 
 @pytest.mark.parametrize(

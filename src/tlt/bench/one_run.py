@@ -1,4 +1,4 @@
-"""One training run of `tlt bench train`, in a process of its own: python -m tlt.bench.one_run CONFIG.json THREADS"""
+"""One training run of `tlt bench train`, in a process of its own: python -m tlt.bench.one_run CONFIG THREADS MODE"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tlt.bench import forks
-from tlt.bench.serial import serially
+from tlt.bench.serial import serially, unpublished
 from tlt.config import parse_config
 from tlt.display import Display
 from tlt.loop import StepResult
@@ -28,11 +28,12 @@ class Recording(Display):
         super().step(result)
 
 
-def main(config_file: str, threads: str) -> None:
+def main(config_file: str, threads: str, mode: str) -> None:
     torch.set_num_threads(int(threads))
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
-    tokens = Path(config.run.folder) / SERIAL
-    wrap = serially(json.loads(tokens.read_text(encoding="utf-8"))["tokens"]) if tokens.is_file() else None
+    wrap = unpublished if mode == "unpublished" else None
+    if mode == "serial":
+        wrap = serially(json.loads((Path(config.run.folder) / SERIAL).read_text(encoding="utf-8"))["tokens"])
     try:
         train(config, resume=False, display=Recording(), wrap=wrap)
     except (ValueError, OSError) as error:

@@ -33,10 +33,11 @@ from tlt.types import Prompt, Request, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128
 _HALF_WIDTH = 0.02  # repeats go on until the interval of adaptive's ratio to plain is this narrow, or twice as many
+_TRIALS = 3
 _FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # responses that rounding may turn, a repeat
 _SHAPES = {
     "suffix": ((6, 2, 8, 0.5),),
-    "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (6, 2, 12, 0.1)),
+    "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (6, 1, 7, 0.0), (6, 2, 12, 0.1)),
     "mixed": ((6, 2, 12, 0.1),),
 }
 
@@ -53,6 +54,7 @@ def bench_rollout(
     with console.status("") as status:
         for batch, label, requests in bench.cases(batches, tail):
             rows += bench.rows(batch, label, requests, repeats, lambda text, at=label: status.update(f"{at}: {text}"))
+        torch.set_num_threads(bench.threads)
         for batch in batches if with_peers else ():
             status.update(f"batch {batch}: peers")
             beside += _beside_peers(config, target, batch, repeats)
@@ -83,6 +85,7 @@ class _Bench:
     target: Decoder
     prompts: Sequence[Prompt]
     params: SamplingParams
+    threads: int = field(default_factory=torch.get_num_threads)
 
     def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
         """(rows at once, label, requests)"""
@@ -115,6 +118,7 @@ class _Bench:
     def rows(
         self, batch: int, label: str, count: int, repeats: int, note: Callable[[str], None]
     ) -> list[dict[str, Any]]:
+        threads = self._best_threads(batch, count, note)
         contenders = self.contenders(batch)
         for repeat in range(-1, 2 * repeats):  # the first one warms up
             note(f"repeat {max(0, repeat + 1)}")
@@ -127,7 +131,19 @@ class _Bench:
                 assert different <= _FORKS[self.config.model.dtype], f"{contender.name}: other tokens"
             if repeat + 1 >= repeats and self._settled(contenders):
                 break
-        return self._report(batch, label, contenders)
+        return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
+
+    def _best_threads(self, batch: int, count: int, note: Callable[[str], None]) -> int:
+        """All have as many as plain decoding is fastest with: a small batch may be faster on one core than on all."""
+        trials = {threads: _Contender("plain", Fixed(PLAIN)) for threads in {1, self.threads}}
+        for _ in range(_TRIALS if len(trials) > 1 else 0):
+            for threads, contender in trials.items():
+                note(f"plain with {threads} threads")
+                torch.set_num_threads(threads)
+                self._decode(contender, batch, self.requests(count, 0), timed=True)
+        best = max(trials, key=lambda threads: statistics.median(trials[threads].speeds or [0.0]))
+        torch.set_num_threads(best)
+        return best
 
     def _decode(
         self, contender: _Contender, batch: int, requests: Sequence[Request], timed: bool

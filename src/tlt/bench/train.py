@@ -7,6 +7,7 @@ same work is compared. Each is an ordinary run of `tlt train` in a process of it
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -33,9 +34,10 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "suffix": {"speculation": {"path": None}, "drafter": {"idle_training": False}},
     "frozen": {"drafter": {"idle_training": False}},
     "adaptive": {"drafter": {"idle_training": True}},
+    "unpublished": {"drafter": {"idle_training": True}},
     "serial": {"drafter": {"idle_training": True}},
 }
-"""name -> what it changes of the recipe"""
+"""name -> what it changes of the recipe; `unpublished` trains as adaptive does and drafts with what it began with"""
 _PROBE = 3  # steps by which the better shape of plain decoding is told
 _NOT_A_STEP = ("total", "save", "eval")
 
@@ -71,13 +73,14 @@ class Mode:
         workers = [worker["seconds"] for worker in self.summary["workers"]]
         return {**phases, "spot": sum(w["SPOT"] for w in workers), "idle": sum(w["IDLE"] for w in workers)}
 
-    def result(self, plain: Mode, parted: Comparison) -> dict[str, Any]:
+    def result(self, plain: Mode, frozen: Mode | None, parted: Comparison) -> dict[str, Any]:
         return {
             "name": self.name,
             "workers": self.config.cluster.workers,
             "threads_per_worker": self.threads,
             "step_seconds": statistics.median(self.step_seconds),
             "faster_than_plain": ratio(plain.step_seconds, self.step_seconds),
+            "faster_than_frozen": ratio(frozen.step_seconds, self.step_seconds) if frozen else None,
             "seconds": self.seconds,
             "states": self.summary["workers"],
             "accept_length": [line["accept_length"] for line in self.lines],
@@ -148,14 +151,14 @@ def _run(console: Console, name: str, config: Config, serial_tokens: Sequence[in
     threads = max(1, cores // workers)
     console.rule(f"{name}: {workers} x {threads} threads, {config.train.steps} steps")
     own = threads if workers == 1 else 1  # the driver of several workers computes nothing
-    if code := _in_a_process(folder / "bench.json", own):
+    if code := _in_a_process(folder / "bench.json", own, name):
         raise BenchError(f"the {name} run ended with exit code {code}, see above: the folder is {folder}")
     return Mode(name, config, threads)
 
 
-def _in_a_process(config_file: Path, threads: int) -> int:
+def _in_a_process(config_file: Path, threads: int, mode: str) -> int:
     """Exit code of the run."""
-    command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads)]
+    command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads), mode]
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False).returncode
 
 
@@ -188,7 +191,7 @@ def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
         same_size = mode.config.cluster.workers == reference.config.cluster.workers
         parted = compare(mode.name, reference.folder, mode.folder, mode.config) if same_size else Comparison(None)
         facts = {"compared_with": reference.name if same_size else None}
-        results.append(mode.result(done.get("plain", first), parted) | facts)
+        results.append(mode.result(done.get("plain", first), done.get("frozen"), parted) | facts)
     for mode in done.values():
         shutil.rmtree(mode.folder / "checkpoints", ignore_errors=True)
         (mode.folder / RESPONSES).unlink()
@@ -206,6 +209,7 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
         "a step (median)": lambda row: f"{row['step_seconds']:.2f}",
         "times faster than plain": lambda row: f"{row['faster_than_plain'][1]:.2f}",
         "... 95 % interval": lambda row: "{0:.2f}-{2:.2f}".format(*row["faster_than_plain"]),
+        "times faster than frozen": lambda row: "{1:.2f}".format(*row["faster_than_frozen"] or (0, math.nan)),
         **{phase: partial(mean, phase=phase) for phase in ("rollout", "reward", "update", "sync", "other")},
         **{f"{phase}, all workers": partial(mean, phase=phase) for phase in ("spot", "idle")},
         "accept length": lambda row: f"{statistics.fmean(row['accept_length']):.2f}",

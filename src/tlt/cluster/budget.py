@@ -14,13 +14,11 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotTrainer, beats
-from tlt.draft.worth import Worth
+from tlt.draft.worth import STRETCH, Worth
 from tlt.engine.engine import Engine
 from tlt.types import RolloutStats
 
 log = logging.getLogger(__name__)
-
-_STRETCH = 16  # micro-batches that are judged together: a judgement takes as long as three
 
 
 class Budget:
@@ -40,20 +38,21 @@ class Budget:
             return
         began = time.perf_counter()
         try:
-            stats.spot = self._train(self.trainer, sum(stats.seconds.values()))
+            stats.spot = self._train(self.trainer, stats)
         except Exception:
             log.exception("the drafter's training failed; going on without")
             self.trainer = self.engine.on_harvest = None
         stats.seconds["spot"] = time.perf_counter() - began
 
-    def _train(self, trainer: SpotTrainer, rollout_seconds: float) -> dict[str, float]:
+    def _train(self, trainer: SpotTrainer, stats: RolloutStats) -> dict[str, float]:
+        rollout_seconds = sum(stats.seconds.values())
         facts = {"version": float(self.version)}
         if self.worth.pays_back(rollout_seconds):
             report = trainer.train(self.share * rollout_seconds)
-            facts["tokens"] = report.tokens
+            stats.drafter_tokens = report.tokens
             self.micro_batches += report.micro_batches
             self.seconds += report.seconds
-            if self.micro_batches < _STRETCH:
+            if self.micro_batches < STRETCH:
                 return facts
         before, count = in_use = trainer.judge(None)
         if count:

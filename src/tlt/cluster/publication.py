@@ -18,12 +18,11 @@ from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotReport, beats
-from tlt.draft.worth import Worth
+from tlt.draft.worth import STRETCH, Worth
 from tlt.models.families import decoder_options, read_config
 
 log = logging.getLogger(__name__)
 
-_STRETCH = 16  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
 METHODS = ("replica", "judge", "settle")
 
 Sums = tuple[float, int]
@@ -39,6 +38,8 @@ class Publication:
         layer = starting_drafter(config, self.options)
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
+        self.goes_live = True
+        """what is better; without it, training is done for nothing, which shows what it costs"""
         self.version = 0
         """of the drafter: one more per publication"""
         self.in_use: tuple[Replica, float | None] | None = None
@@ -46,7 +47,7 @@ class Publication:
         self.tokens = 0
         """entries trained on, in the whole run"""
         self.facts: dict[str, float] = {}
-        """of the rollout under way: drafter version, entries trained on, accept lengths judged"""
+        """of the rollout under way: drafter version, accept lengths judged"""
         self._micro_batches, self._seconds = 0, 0.0  # of training that was not judged yet
         self._idle: list[int] = []
         self._replicas: list[Replica] = []
@@ -58,19 +59,18 @@ class Publication:
     # -- what the coordinator asks and says ----------------------------------------------------------------------------
 
     def next_rollout(self) -> None:
-        self.facts = {"version": float(self.version), "tokens": 0.0}
+        self.facts = {"version": float(self.version)}
         self._looked = False
 
     def trained(self, report: SpotReport) -> None:
         self._micro_batches += report.micro_batches
         self._seconds += report.seconds
         self.tokens += report.tokens
-        self.facts["tokens"] += report.tokens
 
     def begin(self, idle: list[int]) -> bool:
         """Start the chain if it is due: enough was trained; or nothing was in this rollout, as it would not pay, and
         the drafter in use is to be looked at. Whether it was."""
-        due = self._micro_batches >= _STRETCH
+        due = self._micro_batches >= STRETCH
         if self._under_way or not (due or (self.worth.resting and not self._looked)):
             return False
         self._idle, self._replicas, self._judged, self._looked = idle, [], [], True
@@ -132,7 +132,7 @@ class Publication:
             return
         self._micro_batches, self._seconds = 0, 0.0
         given = self.crew.pool.put(self._common)
-        if beats(candidate, in_use):  # the first one says whether that works
+        if self.goes_live and beats(candidate, in_use):  # the first one says whether that works
             self._ask(self._idle[:1], "settle", given, True)
         else:
             self._common = None

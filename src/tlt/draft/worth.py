@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+STRETCH = 16  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
 _TRIES = 4  # judgements that a slope is taken over
 _LEAST = 0.002  # relative gain of a judged stretch: less is nothing
 _LEVEL = 8  # steps that the accept length at rest is a mean of
