@@ -6,10 +6,13 @@ What is packed together is a function of the sequences' lengths and order alone,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_BEGINNING = 256  # tokens that a pass could go through in the time it takes to begin one
 
 
 class MicroBatch(NamedTuple):
@@ -23,11 +26,12 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # [T] those next tokens, in row-major order of `predicts`
 
 
-def plan(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
+def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
     """Micro-batches of rows of sequence numbers: the longest first, rows as long as the longest, gaps filled first-fit.
 
-    Rows of equal-ish length keep attention (quadratic in L) and gaps small. A sequence beyond the budget gets a row
-    alone.
+    Attention costs a token L / (6 hidden_size) of what all else does, so that sequences much shorter than the longest
+    go into a micro-batch of their own where that saves more than it takes to begin one. A sequence beyond the budget
+    gets a row alone.
     """
     left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches = []
@@ -35,8 +39,9 @@ def plan(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
         width = lengths[left[0]]
         rows: list[list[int]] = [[] for _ in range(max(1, max_tokens // width))]
         room = [width] * len(rows)
+        alike = _alike([lengths[i] for i in left], hidden_size)
         rest = []
-        for i in left:
+        for i in left[:alike]:
             row = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
             if row is None:
                 rest.append(i)
@@ -44,8 +49,16 @@ def plan(lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
                 rows[row].append(i)
                 room[row] -= lengths[i]
         batches.append([row for row in rows if row])
-        left = rest
+        left = rest + left[alike:]
     return batches
+
+
+def _alike(lengths: Sequence[int], hidden_size: int) -> int:
+    """How many of these, the longest first, share rows as long as the first."""
+    beyond = list(accumulate(reversed(lengths)))[::-1]  # tokens from each one on
+    saved = [tokens * (lengths[0] - own) / (6 * hidden_size) for tokens, own in zip(beyond, lengths, strict=True)]
+    best = max(range(len(lengths)), key=lambda i: saved[i])
+    return best if saved[best] > _BEGINNING else len(lengths)
 
 
 def pack(

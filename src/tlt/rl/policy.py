@@ -153,7 +153,7 @@ class Policy:
         return found
 
     def _micro_batches(self, batch: TrainBatch, members: Sequence[int]) -> Iterator[MicroBatch]:
-        for rows in plan(batch.lengths(members), self.config.micro_batch_tokens):
+        for rows in plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
