@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"plain": "#888888", "suffix": "#f28e2b", "frozen": "#4e79a7", "adaptive": "#59a14f", "serial": "#e15759"}
+COLOURS = {
+    "plain": "#888888",
+    "suffix": "#f28e2b",
+    "frozen": "#4e79a7",
+    "adaptive": "#59a14f",
+    "unpublished": "#b07aa1",
+    "serial": "#e15759",
+}
 PANELS = (("accept_length", "accept length"), ("seconds_by_step", "seconds a step"))
 WIDTH, HEIGHT, EDGE, GAP = 560, 240, 56, 64
 

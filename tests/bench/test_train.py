@@ -6,7 +6,9 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from threading import Thread
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +18,7 @@ from tiny import tiny_config
 from tlt import run as run_module
 from tlt.bench import forks, one_run
 from tlt.bench import train as bench
+from tlt.bench.turns import BenchError, Process
 from tlt.cli import main
 from tlt.cluster.local import make_target
 from tlt.cluster.remote import join
@@ -43,23 +46,57 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, speculation=speculation, drafter=drafter, reward=REWARD, rollout=rollout, **sections)
 
 
-def here(config_file: Path, threads: int, mode: str) -> int:
-    """The run of a process, in this one; several workers are threads of it."""
+class InThread:
+    """The run of a process, in a thread of this one; several workers are objects of it."""
 
-    def many_workers(config: Config, folder: str | Path) -> Any:
-        workers = TestPool(
-            config.cluster.workers, lambda i: ThreadWorker(config, i, folder), random.Random(0).randrange
-        )
-        return join(workers, config)
+    given: ClassVar[dict[str, list[int]]] = {}
 
-    with patch.object(run_module, "_many_workers", many_workers):
-        one_run.main(str(config_file), str(threads), mode)
-    return 0
+    def __init__(self, config_file: Path, threads: int, mode: str) -> None:
+        self.said: Queue[dict[str, float] | None] = Queue()
+        self.heard: Queue[int] = Queue()
+        self.given[mode] = []
+
+        def turn(report: dict[str, float]) -> int:
+            self.said.put(report)
+            return self.heard.get()
+
+        def run() -> None:
+            try:
+                one_run.main(str(config_file), threads, mode, turn)
+            finally:
+                self.said.put(None)
+
+        Thread(target=run, daemon=True).start()
+
+    def wait(self) -> dict[str, float] | None:
+        return self.said.get(timeout=300)
+
+    def go(self, tokens: int) -> None:
+        self.heard.put(tokens)
+
+    def end(self) -> int:
+        return 0
+
+
+def many_workers(config: Config, folder: str | Path) -> Any:
+    workers = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder), random.Random(0).randrange)
+    return join(workers, config)
 
 
 @pytest.fixture(scope="module")
 def result(home: Path) -> dict[str, Any]:
-    with patch.object(bench, "_in_a_process", here), patch.object(bench, "_better_shape", lambda *_: 2):
+    real = one_run.serially
+
+    def seen(tokens: list[int]) -> Any:
+        InThread.given["serial"] = tokens
+        return real(tokens)
+
+    with (
+        patch.object(bench, "Process", InThread),
+        patch.object(bench, "_better_shape", lambda *_: 2),
+        patch.object(run_module, "_many_workers", many_workers),
+        patch.object(one_run, "serially", seen),
+    ):
         bench.bench_train(config_of(home), 2, STEPS, list(bench.MODES), home / "result.json")
     return json.loads((home / "result.json").read_text(encoding="utf-8"))
 
@@ -85,7 +122,7 @@ def test_only_adaptive_and_serial_train_and_as_many_tokens(home: Path, result: d
     spot = {row["name"]: row["seconds"]["spot"] for row in result["runs"]}
     assert spot["plain"] == spot["suffix"] == spot["frozen"] == 0 < min(spot["adaptive"], spot["serial"])
     lines = read_metrics(Path(config_of(home).run.folder) / "bench" / "adaptive")
-    given = json.loads((Path(config_of(home).run.folder) / "bench" / "serial" / one_run.SERIAL).read_text())["tokens"]
+    given = InThread.given["serial"][:STEPS]
     assert given == [line["rollout"]["drafter_tokens"] for line in lines]
     assert sum(given) > 0
 
@@ -113,7 +150,7 @@ def pair(home: Path) -> tuple[Path, Path, Config]:
     folder = Path(config.run.folder)
     folder.mkdir(parents=True)
     (folder / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
-    one_run.main(str(folder / "bench.json"), "1", "plain")
+    one_run.main(str(folder / "bench.json"), 1, "plain", lambda report: 0)
     shutil.copytree(folder, home / "copy")
     return folder, home / "copy", config
 
@@ -170,12 +207,43 @@ def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
             bench.bench_train(config_of(home), workers, 1, names, None)
 
 
+class Fails(InThread):
+    def __init__(self, config_file: Path, threads: int, mode: str) -> None:
+        self.left = [{}, {"seconds": 1.0, "drafter_tokens": 0}]
+        self.ended = 0
+
+    def wait(self) -> dict[str, float] | None:
+        return self.left.pop(0) if self.left else None
+
+    def go(self, tokens: int) -> None: ...
+
+    def end(self) -> int:
+        return 3
+
+
 def test_a_run_that_fails_is_named(home: Path) -> None:
     with (
-        patch.object(bench, "_in_a_process", lambda *_: 3),
-        pytest.raises(bench.BenchError, match="the frozen run ended with exit code 3"),
+        patch.object(bench, "Process", Fails),
+        pytest.raises(BenchError, match="the frozen run ended with exit code 3"),
     ):
-        bench.bench_train(config_of(home), 1, 1, ["frozen"], None)
+        bench.bench_train(config_of(home), 1, 2, ["frozen"], None)
+
+
+def test_a_process_takes_turns_and_ends_with_who_gives_them(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, reward=REWARD, train={"steps": 2, "learning_rate": 1e-3})
+    (tmp_path / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    run = Process(tmp_path / "bench.json", 1, "plain")
+    assert run.wait() == {}
+    for _ in range(2):
+        run.go(0)
+        report = run.wait()
+        assert report
+        assert report["seconds"] > 0
+    run.go(0)
+    assert run.wait() is None
+    assert run.end() == 0
+    left = Process(tmp_path / "bench.json", 1, "plain")
+    assert left.end() == -9
 
 
 def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

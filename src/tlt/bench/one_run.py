@@ -10,17 +10,14 @@ import torch
 
 from tlt.bench import forks
 from tlt.bench.serial import serially, unpublished
+from tlt.bench.turns import TakingTurns, Turn, over_pipes
 from tlt.config import parse_config
-from tlt.display import Display
 from tlt.loop import StepResult
 from tlt.run import train
 from tlt.stopping import Stopped
 
-SERIAL = "serial.json"
-"""in the run's folder: drafter tokens to train on after each step"""
 
-
-class Recording(Display):
+class Recording(TakingTurns):
     """Writes down the responses of each step, between two steps."""
 
     def step(self, result: StepResult) -> None:
@@ -28,14 +25,13 @@ class Recording(Display):
         super().step(result)
 
 
-def main(config_file: str, threads: str, mode: str) -> None:
-    torch.set_num_threads(int(threads))
+def main(config_file: str, threads: int, mode: str, turn: Turn) -> None:
+    torch.set_num_threads(threads)
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
-    wrap = unpublished if mode == "unpublished" else None
-    if mode == "serial":
-        wrap = serially(json.loads((Path(config.run.folder) / SERIAL).read_text(encoding="utf-8"))["tokens"])
+    given: list[int] = []  # drafter tokens, by step
+    wrap = {"serial": serially(given), "unpublished": unpublished}.get(mode)
     try:
-        train(config, resume=False, display=Recording(), wrap=wrap)
+        train(config, resume=False, display=Recording(turn, given), wrap=wrap)
     except (ValueError, OSError) as error:
         sys.exit(f"tlt: {' '.join(str(error).split())}")
     except Stopped as stopped:
@@ -43,4 +39,4 @@ def main(config_file: str, threads: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], over_pipes())

@@ -1,7 +1,8 @@
 """`tlt bench train`: the same training run by plain decoding, suffix, a frozen drafter, spot and serial training.
 
 Every run starts from the same policy and ends, but for explained forks, in the same one, so that step by step the very
-same work is compared. Each is an ordinary run of `tlt train` in a process of its own.
+same work is compared. Each is an ordinary run of `tlt train` in a process of its own; they take turns, step by step.
+All are alive at once: where memory does not suffice for that, give fewer of them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,8 +23,8 @@ from rich.table import Table
 
 from tlt.bench.forks import FILE as RESPONSES
 from tlt.bench.forks import Comparison, compare
-from tlt.bench.one_run import SERIAL
 from tlt.bench.rollout import ratio
+from tlt.bench.turns import Process, Run, race
 from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
 
@@ -38,12 +37,8 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "serial": {"drafter": {"idle_training": True}},
 }
 """name -> what it changes of the recipe; `unpublished` trains as adaptive does and drafts with what it began with"""
-_PROBE = 3  # steps by which the better shape of plain decoding is told
+_PROBE = 5  # steps by which the better shape of plain decoding is told
 _NOT_A_STEP = ("total", "save", "eval")
-
-
-class BenchError(ValueError):
-    """A run of the benchmark failed; the message names it."""
 
 
 @dataclass
@@ -101,17 +96,18 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
     """Raises a ValueError of one sentence."""
     _refuse(config, workers, names)
     console = Console(highlight=False)
-    done: dict[str, Mode] = {}
-    for name in names:
-        size = _better_shape(config, workers, console) if name == "plain" else workers
-        tokens = [line["rollout"]["drafter_tokens"] for line in done["adaptive"].lines] if name == "serial" else None
-        keep = steps if _is_reference(name, size, workers, done) else 1
-        done[name] = _run(console, name, _config_of(config, name, size, steps, keep), tokens)
+    shape = _better_shape(config, workers, console) if "plain" in names else workers
+    sizes = {name: shape if name == "plain" else workers for name in names}
+    reference = next((name for name in names if sizes[name] == workers), None)
+    configs = {
+        name: _config_of(config, name, sizes[name], steps, keep=steps if name == reference else 1) for name in names
+    }
+    done = _race(console, configs)
     results = _compared(done, workers)
     _print(console, results)
     if json_file:
         facts = {"recipe_drafter": config.speculation.path, "dtype": config.model.dtype, "steps": steps}
-        write_json(json_file, {"runs": results, "repeats": 1, **facts, **provenance()})
+        write_json(json_file, {"runs": results, "repeats": 1, "in_turn": True, **facts, **provenance()})
 
 
 def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
@@ -141,41 +137,37 @@ def _config_of(config: Config, name: str, workers: int, steps: int, keep: int = 
     return parse_config(tree)
 
 
-def _run(console: Console, name: str, config: Config, serial_tokens: Sequence[int] | None = None) -> Mode:
+def _race(console: Console, configs: dict[str, Config]) -> dict[str, Mode]:
+    """All of them, a step each in turn. `configs` is by mode, or by any other name for more runs of plain decoding."""
+    threads = {name: _threads(config.cluster.workers) for name, config in configs.items()}
+    console.rule(", ".join(f"{name} {config.cluster.workers} x {threads[name]}" for name, config in configs.items()))
+    runs = {name: partial(_start, name, config, threads[name]) for name, config in configs.items()}
+    steps = next(iter(configs.values())).train.steps
+    race(runs, steps, console.print)
+    return {name: Mode(name, config, threads[name]) for name, config in configs.items()}
+
+
+def _threads(workers: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+def _start(name: str, config: Config, threads: int) -> Run:
     folder = Path(config.run.folder)
     shutil.rmtree(folder, ignore_errors=True)
-    if serial_tokens is not None:
-        write_json(folder / SERIAL, {"tokens": list(serial_tokens)})
     write_json(folder / "bench.json", config.model_dump(mode="json"))
-    workers, cores = config.cluster.workers, len(os.sched_getaffinity(0))
-    threads = max(1, cores // workers)
-    console.rule(f"{name}: {workers} x {threads} threads, {config.train.steps} steps")
-    own = threads if workers == 1 else 1  # the driver of several workers computes nothing
-    if code := _in_a_process(folder / "bench.json", own, name):
-        raise BenchError(f"the {name} run ended with exit code {code}, see above: the folder is {folder}")
-    return Mode(name, config, threads)
-
-
-def _in_a_process(config_file: Path, threads: int, mode: str) -> int:
-    """Exit code of the run."""
-    command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads), mode]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False).returncode
+    own = threads if config.cluster.workers == 1 else 1  # the driver of several workers computes nothing
+    return Process(folder / "bench.json", own, name)
 
 
 def _better_shape(config: Config, workers: int, console: Console) -> int:
     """Plain decoding by many workers, or by one that has all the cores."""
     if workers == 1:
         return 1
-    probes = {
-        size: _run(console, "plain", _config_of(config, "plain", size, _PROBE, folder=f"probe-{size}"))
-        for size in (workers, 1)
-    }
-    return min(probes, key=lambda size: statistics.median(probes[size].step_seconds))
-
-
-def _is_reference(name: str, size: int, workers: int, done: dict[str, Mode]) -> bool:
-    """The first run by all workers: across numbers of workers, policies differ by the rounding of a sum."""
-    return size == workers and all(mode.config.cluster.workers != workers for mode in done.values())
+    sizes = {f"plain-{size}": size for size in (workers, 1)}
+    probes = _race(
+        console, {name: _config_of(config, "plain", size, _PROBE, folder=name) for name, size in sizes.items()}
+    )
+    return sizes[min(probes, key=lambda name: statistics.median(probes[name].step_seconds))]
 
 
 # -- what they show ----------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def share_of_cores(index: int, workers: int) -> list[int]:
 def _import_ray(alone: bool) -> Any:
     """Ray reads these as it is imported: one of our own takes a token of its own, which no file ever holds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray has its workers give way to whatever else runs
     if alone and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -1,0 +1,136 @@
+"""Runs that take turns, a step at a time, so that a machine which is slow for a minute is slow for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from tlt.config import Config
+from tlt.display import Display
+from tlt.loop import StepResult
+
+
+class BenchError(ValueError):
+    """A run of the benchmark failed; the message names it."""
+
+
+Turn = Callable[[dict[str, float]], int]
+"""Called by a run between two steps with what the last one took; comes back when it may take the next one, with the
+drafter tokens that serial training is to spend on it."""
+
+
+class TakingTurns(Display):
+    """Shows nothing; waits before every step and after the last one, when no clock of the run is on."""
+
+    def __init__(self, turn: Turn, given: list[int]) -> None:
+        super().__init__(Console(quiet=True))
+        self.turn, self.given = turn, given
+
+    @contextmanager
+    def live(self, config: Config, first: int) -> Iterator[None]:
+        self.given.append(self.turn({}))
+        with super().live(config, first):
+            yield
+
+    def step(self, result: StepResult) -> None:
+        super().step(result)
+        metrics = result.metrics
+        report = {"seconds": metrics.seconds["total"], "drafter_tokens": metrics.rollout["drafter_tokens"]}
+        self.given.append(self.turn(report))
+
+
+class Run(Protocol):
+    """A run as those see it who give the turns."""
+
+    def wait(self) -> dict[str, float] | None:
+        """What it says when it next waits for its turn; None when it has ended."""
+        ...
+
+    def go(self, tokens: int) -> None: ...
+
+    def end(self) -> int:
+        """The exit code of one that has ended, or is made to."""
+        ...
+
+
+class Process:
+    """`tlt.bench.one_run` in a process of its own."""
+
+    def __init__(self, config_file: Path, threads: int, mode: str) -> None:
+        command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads), mode]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self._run = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._ended = False
+
+    def wait(self) -> dict[str, float] | None:
+        assert self._run.stdout
+        line = self._run.stdout.readline()
+        self._ended = not line
+        return json.loads(line) if line else None
+
+    def go(self, tokens: int) -> None:
+        assert self._run.stdin
+        self._run.stdin.write(f"{tokens}\n")
+        self._run.stdin.flush()
+
+    def end(self) -> int:
+        if not self._ended:
+            self._run.kill()
+        return self._run.wait()
+
+
+def over_pipes() -> Turn:
+    """Of this process: what it says goes to its standard output, and whatever else is printed to the error output."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def turn(report: dict[str, float]) -> int:
+        print(json.dumps(report), file=said, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit("tlt: whoever gave the turns is gone")
+        return int(line)
+
+    return turn
+
+
+def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str], None]) -> None:
+    """Start all, then step by step each in turn; serial training is given as many tokens as adaptive took in the same
+    step. Raises BenchError."""
+    going: dict[str, Run] = {}
+    try:
+        for name, start in runs.items():
+            note(f"{name} comes up")
+            going[name] = start()
+            _wait(name, going[name])
+        tokens = 0
+        for step in range(steps):
+            seconds = {}
+            for name, run in going.items():
+                run.go(tokens if name == "serial" else 0)
+                report = _wait(name, run)
+                seconds[name] = report["seconds"]
+                tokens = int(report["drafter_tokens"]) if name == "adaptive" else tokens
+            note(f"step {step + 1}/{steps}  " + "  ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items()))
+        for name, run in going.items():
+            run.go(0)
+            if run.wait() is not None or run.end():
+                raise BenchError(f"the {name} run did not come to its end: see above")
+    finally:
+        for run in going.values():
+            run.end()
+
+
+def _wait(name: str, run: Run) -> dict[str, float]:
+    report = run.wait()
+    if report is None:
+        raise BenchError(f"the {name} run ended with exit code {run.end()}: see above")
+    return report
