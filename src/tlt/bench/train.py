@@ -27,6 +27,7 @@ from tlt.bench.rollout import ratio
 from tlt.bench.turns import Process, Run, race
 from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
+from tlt.trace import ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"speculation": {"drafter": "off"}, "drafter": {"idle_training": False}},
@@ -63,10 +64,12 @@ class Mode:
     @property
     def seconds(self) -> dict[str, float]:
         """Of all steps: the driver's phases, which sum to the steps, and what the workers spent (summed over workers)
-        in training the drafter and idle."""
+        in training the drafter and idle; waiting for the run's turn is neither."""
         phases = {name: spent for name, spent in self.summary["seconds"].items() if name not in _NOT_A_STEP}
         workers = [worker["seconds"] for worker in self.summary["workers"]]
-        return {**phases, "spot": sum(w["SPOT"] for w in workers), "idle": sum(w["IDLE"] for w in workers)}
+        busy = sum(sum(seconds[state] for state in (ROLLOUT, SPOT, UPDATE)) for seconds in workers)
+        idle = max(0.0, len(workers) * sum(self.step_seconds) - busy)
+        return {**phases, "spot": sum(seconds[SPOT] for seconds in workers), "idle": idle}
 
     def result(self, plain: Mode, frozen: Mode | None, parted: Comparison) -> dict[str, Any]:
         return {
@@ -77,7 +80,6 @@ class Mode:
             "faster_than_plain": ratio(plain.step_seconds, self.step_seconds),
             "faster_than_frozen": ratio(frozen.step_seconds, self.step_seconds) if frozen else None,
             "seconds": self.seconds,
-            "states": self.summary["workers"],
             "accept_length": [line["accept_length"] for line in self.lines],
             "seconds_by_step": self.step_seconds,
             "rollout_seconds_by_step": [line["seconds"]["rollout"] for line in self.lines],
@@ -143,7 +145,7 @@ def _race(console: Console, configs: dict[str, Config]) -> dict[str, Mode]:
     console.rule(", ".join(f"{name} {config.cluster.workers} x {threads[name]}" for name, config in configs.items()))
     runs = {name: partial(_start, name, config, threads[name]) for name, config in configs.items()}
     steps = next(iter(configs.values())).train.steps
-    race(runs, steps, console.print)
+    race(runs, steps, partial(console.print, soft_wrap=True))
     return {name: Mode(name, config, threads[name]) for name, config in configs.items()}
 
 
