@@ -97,7 +97,10 @@ def main() -> None:
     if arguments.json:
         from tlt.metrics import provenance, write_json
 
-        write_json(arguments.json, {"recipe": Path(arguments.recipe).name, "runs": rows, **provenance()})
+        write_json(
+            arguments.json,
+            {"recipe": Path(arguments.recipe).name, "overrides": overrides, "runs": rows, **provenance()},
+        )
     sys.exit(0 if all(row["holds"] for row in rows) else 1)
 
 
