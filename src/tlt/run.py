@@ -155,7 +155,10 @@ def _claim_folder(config: Config, resume: bool) -> Path:
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "tensorboard", "drafter"):
             shutil.rmtree(folder / name, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror}): give another --run.folder") from None
     return folder
 
 
