@@ -174,7 +174,10 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         r"prompt 0 has no answer.*data\.answer_column",
     ),
     # -- the folder of the run
-    "a folder that cannot be": (lambda c: c.set("run", folder=str(c.prompts / "run")), r"prompts\.jsonl/run cannot be made \(Not a directory\): give another --run\.folder"),
+    "a folder that cannot be": (
+        lambda c: c.set("run", folder=str(c.prompts / "run")),
+        r"prompts\.jsonl/run cannot be made \(Not a directory\): give another --run\.folder",
+    ),
     "an occupied folder": (lambda c: c.saved(1).mkdir(parents=True), r"already holds a run: go on with --resume"),
     "nothing to resume": (lambda c: c.options.append("--resume"), r"no whole checkpoint in .*--run\.overwrite true"),
 }
