@@ -279,7 +279,7 @@ def _disturb(recipe: Path, folder: Path, number: signal.Signals, moment: float) 
         "seconds_to_exit": round(time.monotonic() - sent, 3),
         "steps_recorded": len(read_metrics(folder)),
         "checkpoints": checkpoints,
-        "said": said.strip().splitlines()[-1] if said.strip() else "",
+        "said": said.strip().splitlines()[-1].replace(f"{folder.parent}/", "") if said.strip() else "",
     }
 
 

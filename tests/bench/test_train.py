@@ -210,7 +210,6 @@ def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
 class Fails(InThread):
     def __init__(self, config_file: Path, threads: int, mode: str) -> None:
         self.left = [{}, {"seconds": 1.0, "drafter_tokens": 0}]
-        self.ended = 0
 
     def wait(self) -> dict[str, float] | None:
         return self.left.pop(0) if self.left else None
