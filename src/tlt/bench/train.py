@@ -109,7 +109,7 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
     _print(console, results)
     if json_file:
         facts = {"recipe_drafter": config.speculation.path, "dtype": config.model.dtype, "steps": steps}
-        write_json(json_file, {"runs": results, "repeats": 1, "in_turn": True, **facts, **provenance()})
+        write_json(json_file, {"runs": results, "repeats": 1, **facts, **provenance()})
 
 
 def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
