@@ -12,6 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,10 +33,10 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
     micro_batches: list[float] = []
     call_back, trained = Crew.call_back, Publication.trained
 
-    def timed_call_back(self: Crew, method: str, patience: float) -> None:
-        busy = any(method in self.pending(index) for index in range(self.size))
+    def timed_call_back(self: Crew, methods: Collection[str], patience: float) -> None:
+        busy = any(method in methods for index in range(self.size) for method in self.pending(index))
         began = time.perf_counter()
-        call_back(self, method, patience)
+        call_back(self, methods, patience)
         if busy:
             latencies.append(time.perf_counter() - began)
 

@@ -97,7 +97,7 @@ def test_what_shall_not_go_live_is_trained_and_judged_and_never_drafts(home: Pat
 
 
 @pytest.mark.parametrize(
-    ("method", "when"), [("spot", "before"), ("replica", "after"), ("judge", "before"), ("settle", "after")]
+    ("method", "when"), [("spot", "before"), ("replica", "after"), ("judge", "before"), ("publish", "after")]
 )
 def test_a_worker_lost_amid_training_or_publication(home: Path, plain: str, method: str, when: str) -> None:
     counts = 0

@@ -63,5 +63,6 @@ class SerialRollout(ClusterRollout):
         sums = [judged for judged in self.crew.everyone("judge", common) if judged]
         candidate, in_use = ([sum(column) for column in zip(*side, strict=True)] for side in zip(*sums, strict=True))
         better = beats((candidate[0], candidate[1]), (in_use[0], in_use[1]))
-        agreement = self.crew.someone("settle", common, True) if better else None
-        self.crew.everyone("settle", common, better, agreement)
+        if better:
+            self.crew.everyone("take_drafter", common, self.crew.someone("publish", common))
+        self.crew.everyone("adopt", common)

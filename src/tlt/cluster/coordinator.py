@@ -97,13 +97,12 @@ class Coordinator:
     def _heard(self, done: Done) -> None:
         """What has to do with the drafter."""
         if done.lost:
-            self.publication.give_up()
-        elif done.method == "take_state" and self.publication.in_use:
-            replica, agreement = self.publication.in_use
-            self.crew.call(done.worker, "settle", replica, True, agreement)
+            self.publication.lost(done.worker)
+        elif done.method == "take_state":
+            self.publication.replaced(done.worker)
         elif done.method == "spot":
             if done.result:
-                self.publication.trained(done.result)
+                self.publication.trained(done.worker, done.result)
             else:
                 self.shares[done.worker].trains = False
         elif done.method in METHODS:
@@ -135,7 +134,9 @@ class Coordinator:
         if not self.trains_when_idle:
             return
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
-        if not self.publication.begin(idle) and self.shares[index].trains and self.publication.worth.should_train():
+        if self.publication.begin(idle) or self.publication.catch_up(index):
+            return
+        if self.shares[index].trains and self.publication.worth.should_train():
             self.tracers[index].enter(SPOT)
             self.crew.call(index, "spot", _SPOT_SECONDS)
 
@@ -212,7 +213,7 @@ class Coordinator:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._enter(UPDATE)
-        self.crew.call_back("spot", _HANGS)
+        self.crew.call_back(("spot", *METHODS), _HANGS)
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()

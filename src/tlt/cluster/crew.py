@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
@@ -122,12 +123,12 @@ class Crew:
                     until = min(until, time.monotonic() + _PATIENCE)
         return [results[i] for i in range(self.size)] if until == math.inf else None
 
-    def call_back(self, method: str, patience: float) -> None:
-        """Wait until no worker is busy with it; one that does not come back hangs, and is replaced."""
+    def call_back(self, methods: Collection[str], patience: float) -> None:
+        """Wait until no worker is busy with one of these; one that does not come back hangs, and is replaced."""
         until = time.monotonic() + patience
-        while busy := [i for i in range(self.size) if method in self.pending(i)]:
+        while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:
-                for index in busy:
+                for index, method in busy.items():
                     self.replace(index, method)
             self._kept += self._collect(0.5)
 

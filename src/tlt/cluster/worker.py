@@ -122,23 +122,36 @@ class Worker:
     def replica(self) -> Replica | None:
         return self._guarded(lambda trainer: trainer.replica())
 
-    def judge(self, candidate: Replica | None) -> tuple[tuple[float, int], tuple[float, int]] | None:
-        """Sums for `beats`: of the candidate, if there is one, and of the drafter in use."""
+    def judge(
+        self, candidate: Replica | None, lent: Sequence[Harvest] = ()
+    ) -> tuple[tuple[float, int], tuple[float, int]] | None:
+        """Sums for `beats`: of the candidate, if there is one, and of the drafter in use; on what this worker held
+        back, and on what others did and lent."""
 
         def act(trainer: SpotTrainer) -> tuple[tuple[float, int], tuple[float, int]]:
-            return trainer.judge(candidate.tensors) if candidate else (0.0, 0), trainer.judge(None)
+            judged = trainer.judge(candidate.tensors, lent) if candidate else (0.0, 0)
+            return judged, trainer.judge(None, lent)
 
         with self.tracer.span("judge"):
             return self._guarded(act)
 
-    def settle(self, common: Replica, publish: bool, agreement: float | None = None) -> float | None:
-        """Train on from the common replica; with `publish`, draft with it too, from the next round on. Returns its
-        agreement, measured where none is given."""
+    def held_back(self) -> list[Harvest] | None:
+        return self._guarded(lambda trainer: list(trainer.held_back.items))
 
+    def adopt(self, common: Replica) -> None:
+        """Train on from there."""
+        self._guarded(lambda trainer: trainer.adopt(common))
+
+    def publish(self, common: Replica) -> float | None:
+        """Draft with it from the next round on. Returns its agreement; None if that failed."""
+        return self._go_live(common, None)
+
+    def take_drafter(self, common: Replica, agreement: float | None) -> None:
+        """Draft with what another one published."""
+        self._go_live(common, agreement)
+
+    def _go_live(self, common: Replica, agreement: float | None) -> float | None:
         def act(trainer: SpotTrainer) -> float | None:
-            trainer.adopt(common)
-            if not publish:
-                return None
             layer = trainer.publish(common.tensors, agreement)
             self.engine.swap(EagleDrafter(layer, self.target))
             return layer.published

@@ -68,6 +68,7 @@ class RayPool:
         self.folder = ""
         """of the Ray that is this run's own"""
         self._ray = _import_ray(alone=config.cluster.address is None)
+        self._threads = _give_up_threads()
         try:
             with _own_signals():
                 self._join(config.cluster.address) if config.cluster.address else self._start()
@@ -143,11 +144,28 @@ class RayPool:
 
     def close(self) -> None:
         """Ends Ray, if it is this run's own."""
+        _take_threads(self._threads)
         with _own_signals():
             self._ray.shutdown()
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
             self._sweeper.wait()
+
+
+def _give_up_threads() -> int:
+    """This process computes little, and all the cores are the workers': a second thread would have the first one wait
+    for them. Returns how many it had."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return before
+
+
+def _take_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)
 
 
 def share_of_cores(index: int, workers: int) -> list[int]:

@@ -19,7 +19,7 @@ class Replica(NamedTuple):
     tensors: dict[str, Tensor]
     """`<what>.<parameter>`: the weights to be published, those in training, and Adam's moments; and Adam's `steps`"""
     tokens: int
-    """trained on since the common start"""
+    """trained on since the replica before, or the common start"""
 
     @property
     def published(self) -> dict[str, Tensor]:
@@ -34,9 +34,10 @@ def average(replicas: Sequence[Replica]) -> Replica:
     if not sound:
         raise ValueError("no drafter replica is finite: go on from the drafter in use")
     total = sum(replica.tokens for replica in sound)
-    if total == 0:
-        return sound[0]
-    parts = [(replica.tokens / total, replica.tensors) for replica in sound if replica.tokens]
+    trained = [replica for replica in sound if replica.tokens]
+    if len(trained) < 2:
+        return (trained or sound)[0]
+    parts = [(replica.tokens / total, replica.tensors) for replica in trained]
     mean: dict[str, Tensor] = {}
     for name in parts[0][1]:
         mean[name] = torch.stack([share * tensors[name] for share, tensors in parts]).sum(0)

@@ -9,7 +9,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class SpotTrainer:
         self.buffer = HarvestBuffer(config.buffer_tokens)
         self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens)
         self.rng = random.Random(seed)
-        self.tokens = 0  # since the common start
+        self.tokens = 0  # since the last replica
         self.cold = not layer.published
 
     # -- the harvest ---------------------------------------------------------------------------------------------------
@@ -96,10 +96,11 @@ class SpotTrainer:
             mean.lerp_(parameter, weight)
 
     def replica(self) -> Replica:
-        """A copy of all that training changes."""
+        """A copy of all that training changes, with the tokens since the last one; what follows is trained on top."""
         tensors = {f"mean.{name}": tensor for name, tensor in zip(self.names, self.mean, strict=True)}
         tensors |= self.trainer.state()
-        return Replica({name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}, self.tokens)
+        tokens, self.tokens = self.tokens, 0
+        return Replica({name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}, tokens)
 
     @torch.no_grad()
     def adopt(self, replica: Replica) -> None:
@@ -111,16 +112,16 @@ class SpotTrainer:
 
     # -- publication ---------------------------------------------------------------------------------------------------
 
-    def judge(self, candidate: Mapping[str, Tensor] | None) -> tuple[float, int]:
-        """What a chain of `unroll` guesses would commit per pass on this worker's held-back harvest, summed over
-        entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use."""
-        total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged))
+    def judge(self, candidate: Mapping[str, Tensor] | None, lent: Sequence[Harvest] = ()) -> tuple[float, int]:
+        """What a chain of `unroll` guesses would commit per pass on this worker's held-back harvest and on what is
+        lent, summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use."""
+        total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged), lent)
         return total, count
 
-    def _judge(self, layer: EagleLayer) -> tuple[float, float, int]:
+    def _judge(self, layer: EagleLayer, lent: Sequence[Harvest] = ()) -> tuple[float, float, int]:
         parts = [
             self.trainer.judge(layer, pack(items, self.target.device))
-            for items in bundles(self.held_back.items, self.config.micro_batch_tokens)
+            for items in bundles([*self.held_back.items, *lent], self.config.micro_batch_tokens)
         ]
         total, first, count = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0)
         return total, first, int(count)

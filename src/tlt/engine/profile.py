@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from tlt.engine.tuner import Fixed, interpolate
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
-_PROMPT, _REPEATS, _DEPTH = 96, 3, 4
+_PROMPT, _REPEATS, _DEPTH = 96, 5, 4
 _ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 16)
 
 
@@ -49,21 +50,22 @@ def _profile_rows(
     engine.start(_requests(rows, target.options.vocab_size))
     engine.round()  # prefill
     engine.make_room(widest)
-    plain = _median(engine.round, target.device)
     trees = {n: [_chain(n)] * len(engine.scheduler.live) for n in _NODES}
-    verify = {n: _median(lambda n=n: engine.verify(trees[n]), target.device) for n in _NODES}
-    level = {
-        key: _median(
-            lambda key=key: engine.draft(Strategy(key[0], _DEPTH, key[1], widest.verify_tokens)), target.device
-        )
-        / _DEPTH
-        for key in {(s.drafter, s.branching) for s in strategies if s != PLAIN}
-    }
-    costs = {PLAIN: plain}
+    drafts = {(s.drafter, s.branching) for s in strategies if s != PLAIN}
+    least = _least_seconds(
+        {
+            PLAIN: engine.round,
+            **{n: partial(engine.verify, trees[n]) for n in _NODES},
+            **{d: partial(engine.draft, Strategy(d[0], _DEPTH, d[1], widest.verify_tokens)) for d in drafts},
+        },
+        target.device,
+    )
+    verify = {n: least[n] - least[1] for n in _NODES}
+    costs = {PLAIN: least[PLAIN]}
     for s in strategies:
         if s != PLAIN:
-            drafting = s.depth * level[s.drafter, s.branching]
-            costs[s] = plain - verify[1] + interpolate(verify, s.verify_tokens) + drafting
+            drafting = s.depth * least[s.drafter, s.branching] / _DEPTH
+            costs[s] = least[PLAIN] + interpolate(verify, s.verify_tokens) + drafting
     return costs
 
 
@@ -79,12 +81,14 @@ def _chain(nodes: int) -> DraftTree:
     return DraftTree(order, [max(0, n - 1) for n in order], order, [1.0] * nodes, [-1] * nodes)
 
 
-def _median(call: Callable[[], object], device: torch.device) -> float:
-    taken = []
+def _least_seconds(calls: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
+    """Of each call, in turns and at its fastest: a machine that is slow for a moment must not make one look dear."""
+    least = dict.fromkeys(calls, math.inf)
     for _ in range(_REPEATS):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
