@@ -151,6 +151,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"model": {"path": "m", "dtype": "float64", "device": "cuda:0"}}, "model.device"),
         ({"rollout": {"max_new_tokens": 8, "overlong_tokens": 9}}, "rollout.overlong_tokens"),
         ({"train": {"schedule": "cosine", "steps": 5, "warmup_steps": 5}}, "train.warmup_steps"),
+        ({"train": {"shard": True}}, "train.shard needs several workers: set cluster.workers"),
         ({"train": {"importance_cap": 2.0}, "rollout": {"top_k": 20}}, "train.importance_cap"),
         ({"train": {"importance_cap": 2.0}, "rollout": {"top_p": 0.9}}, "train.importance_cap"),
     ],

@@ -327,6 +327,10 @@ def summary_of(home: Path) -> dict[str, Any]:
     ("sections", "key"),
     [
         ({"train": {"learning_rate": 2e-3}}, "train.learning_rate = 0.002, but the run to be resumed has 0.001"),
+        (
+            {"train": {"shard": True}, "cluster": {"workers": 2}},
+            "train.shard = true, but the run to be resumed has false",
+        ),
         ({"train": {"steps": STEPS - 1}}, "train.steps = 3 is below the 4"),
         ({"rollout": {"temperature": 0.7}}, "rollout.temperature"),
         ({"reward": {"name": "exact"}}, "reward.name"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from tlt.cluster.remote import join
 from tlt.config import Config
 from tlt.display import Display
 from tlt.metrics import read_metrics
+from tlt.rl.parallel import GroupBroken
 
 STEPS = 2
 AT_ONCE = 1e-9  # seconds of a slice: one round
@@ -143,6 +144,28 @@ def test_a_worker_that_never_comes_up_is_one_sentence(home: Path) -> None:
 
     with pytest.raises(ClusterError, match=r"worker 1 was lost \d times in a row"):
         train(config_of(home, 2), loses=loses)
+
+
+@pytest.mark.parametrize(("method", "who"), [("decode", "worker 1"), ("sync", "another worker"), ("save", "worker 1")])
+def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, who: str) -> None:
+    """Among replicas that the crew takes for shards; where it is another one that notices, nothing else was lost."""
+    config = config_of(home, 2)
+    shards = config.model_copy(update={"train": config.train.model_copy(update={"shard": True})})
+
+    def broken(self: ThreadWorker, version: int) -> None:
+        raise GroupBroken("Connection closed by peer")
+
+    def loses(worker: int, called: str) -> str:
+        return "before" if worker == 1 and called == method != "sync" else ""
+
+    pool = TestPool(2, lambda i: ThreadWorker(config, i, config.model.path), loses=loses)
+    no_shards = patch.object(ThreadWorker, "spread", lambda *arguments: True)
+    sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
+    many_workers = patch.object(run_module, "_many_workers", lambda config, folder: join(pool, config))
+    sentence = rf"{who} was lost amid {method}, and its shard of the policy with it.*--resume"
+    with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
+        run_module.train(shards, False, Display(Console(quiet=True)))
+    assert pool.closed
 
 
 def test_work_is_shared_and_groups_stay_together(home: Path) -> None:

@@ -16,16 +16,20 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from rich.console import Console
 from tiny import tiny_config
+from transformers import AutoModelForCausalLM
 
 from tlt import run as run_module
 from tlt.cluster import remote
+from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
 from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.display import Display
 from tlt.models.families import ModelError
+from tlt.models.weights import sha256
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra")
 STEPS = 5
@@ -34,8 +38,9 @@ STEPS = 5
 def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any]) -> Config:
     reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
     rollout = {"stop_strings": list("abcdefghij ")}
-    run = {"folder": str(home / folder), "seed": 1}
+    run = {"folder": str(home / folder), "seed": 1} | sections.pop("run", {})
     train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
+    train |= sections.pop("train", {})
     cluster = {"workers": workers, "slice_seconds": 0.01}
     return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
 
@@ -96,6 +101,32 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert shm() == set()
 
 
+def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpoint(home: Path) -> None:
+    train, run = {"steps": 3, "shard": True}, {"save_every": 1}
+    expected = run_module.train(config_of(home, 2, "undisturbed", train=train, run=run), False, quiet())
+    killer, real = Killer({(1, "update"): 0.0}), remote.join
+
+    def join(pool: Any, config: Config) -> Any:
+        killer.folder = pool.folder
+        return real(pool, config)
+
+    config = config_of(home, 2, "disturbed", train=train, run=run)
+    began = time.monotonic()
+    with patch.object(remote, "join", join), pytest.raises(ClusterError, match=r"lost amid .*its shard.*--resume"):
+        run_module.train(config, False, killer)
+    assert killer.killed == 1
+    assert marked(killer.folder) == []
+    assert time.monotonic() - began < 60
+    assert run_module.train(config, True, quiet())["policy_sha256"] == expected["policy_sha256"]
+    saved = Path(config.run.folder) / "checkpoints" / "step_00000003" / "policy"
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64)
+    assert sha256(model.state_dict()) == expected["policy_sha256"]
+
+
+def quiet() -> Display:
+    return Display(Console(quiet=True))
+
+
 def in_this_process(config: Config) -> str:
     """The sha256 of the same run by two workers whose sums no process border is crossed for."""
     from pools import TestPool, ThreadWorker
@@ -105,7 +136,7 @@ def in_this_process(config: Config) -> str:
         return remote.join(pool, config)
 
     with patch.object(run_module, "_many_workers", many_workers):
-        return run_module.train(config, False, Display(Console(quiet=True)))["policy_sha256"]
+        return run_module.train(config, False, quiet())["policy_sha256"]
 
 
 DRIVER = """

@@ -19,6 +19,7 @@ from tlt.models.weights import sha256
 from tlt.rl import policy as policy_module
 from tlt.rl.batching import MicroBatch, pack
 from tlt.rl.losses import LOSSES
+from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy, learning_rate
 from tlt.types import TrainBatch
 
@@ -29,7 +30,7 @@ UNBOUNDED = 1e9  # max_grad_norm that never bites
 
 
 def old_logprobs(policy: Policy, batch: TrainBatch) -> list[torch.Tensor]:
-    found = policy._old_logprobs(batch, range(len(batch.response_ids)))
+    found = policy._old_logprobs(batch, range(len(batch.response_ids)), Alone())
     return [found[i] for i in range(len(found))]
 
 

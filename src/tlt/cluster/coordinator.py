@@ -209,6 +209,11 @@ class Coordinator:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
+    def spread(self) -> None:
+        """The workers meet, and each keeps its shard of the policy alone. Raises ClusterError."""
+        meeting, size = self._meet(), self.crew.size
+        self.crew.together("spread", [(meeting, rank, size) for rank in range(size)])
+
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""

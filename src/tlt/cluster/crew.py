@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
+from tlt.rl.parallel import GroupBroken
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,11 @@ class Done(NamedTuple):
 
 
 class Crew:
-    """Calls that change what a run depends on are made of all workers, so that any one can stand in for another."""
+    """Calls that change what a run depends on are made of all workers, so that any one can stand in for another. Where
+    the policy is in shards none can: the first loss ends the run."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool, self.size = pool, pool.size
+    def __init__(self, pool: Pool, shards: bool = False) -> None:
+        self.pool, self.size, self.shards = pool, pool.size, shards
         self.sound = set(range(pool.size))  # those that hold the run's state
         self.losses = 0
         self._in_a_row = [0] * pool.size
@@ -69,6 +71,8 @@ class Crew:
                 self._suspect(*self._sources[index])
             self.replace(index, method)
             return Done(index, method, None, lost=True)
+        except GroupBroken:
+            raise _shard_lost("another worker", method) from None
         self._in_a_row[index] = 0
         if method == "take_state":
             self.sound.add(index)
@@ -101,6 +105,10 @@ class Crew:
                     if (done.worker, done.method, done.lost) == (index, method, False):
                         return done.result
                     self._kept.append(done)
+
+    def whole(self, method: str, *arguments: Any) -> Any:
+        """The first worker's result of a call that takes the whole policy: where that is in shards, all make it."""
+        return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
 
     def together(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         """A call in which the workers need each other, and return None where another one was lost. None if so: by then
@@ -140,7 +148,10 @@ class Crew:
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def replace(self, index: int, amid: str) -> None:
-        """A new worker that takes the state of a sound one; `amid` says what the old one was at."""
+        """A new worker that takes the state of a sound one; `amid` says what the old one was at. Raises ClusterError if
+        there is none to take it of."""
+        if self.shards:
+            raise _shard_lost(f"worker {index}", amid)
         log.warning("worker %d was lost amid %s; a new one takes its place", index, amid)
         self.losses += 1
         self._in_a_row[index] += 1
@@ -171,3 +182,10 @@ class Crew:
         if not self.sound:
             raise ClusterError("all workers were lost: go on from the last checkpoint with --resume")
         return min(self.sound)
+
+
+def _shard_lost(who: str, amid: str) -> ClusterError:
+    return ClusterError(
+        f"{who} was lost amid {amid}, and its shard of the policy with it (train.shard): see that its memory suffices, "
+        "then go on from the last checkpoint with --resume"
+    )

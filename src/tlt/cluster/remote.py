@@ -50,7 +50,7 @@ class ClusterRollout:
 
 
 class ClusterPolicy:
-    """Replicas of one policy; what is asked of it, one of them answers."""
+    """Replicas of one policy; what is asked of it, one of them answers. Or its shards; then they answer together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
@@ -59,17 +59,17 @@ class ClusterPolicy:
         return self.coordinator.update(batch, step)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        return self.crew.someone("policy_state")
+        return self.crew.whole("policy_state")
 
     def save(self, folder: Path) -> None:
         """The first worker writes the files, where the driver sees them too."""
-        self.crew.someone("save", str(folder.resolve()))
+        self.crew.whole("save", str(folder.resolve()))
 
     def load_optimizer(self, folder: Path) -> None:
         self.crew.everyone("load_optimizer", str(folder.resolve()))
 
     def sha256(self) -> str:
-        """Of all replicas. Raises ClusterError should they differ."""
+        """Of all replicas, or of what all members gather. Raises ClusterError should they differ."""
         digests = self.crew.everyone("sha256")
         if len(set(digests)) > 1:
             raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
@@ -79,8 +79,10 @@ class ClusterPolicy:
 def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
     """The workers of a pool, once all are there and hold the same policy."""
     try:
-        coordinator = Coordinator(Crew(pool), config)
+        coordinator = Coordinator(Crew(pool, config.train.shard), config)
         policy = ClusterPolicy(coordinator)
+        if config.train.shard:
+            coordinator.spread()
         policy.sha256()
     except BaseException:
         pool.close()

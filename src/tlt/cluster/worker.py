@@ -25,6 +25,7 @@ from tlt.engine.scheduler import Sequence as Row
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
 from tlt.rl.policy import Policy
+from tlt.rl.sharded import ShardedPolicy
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 
@@ -84,7 +85,8 @@ class Worker:
         self.engine.start(())
         self.tracer = self.engine.tracer = Tracer()
         self.device = torch_device(config.model)
-        self.policy = Policy(
+        kind = ShardedPolicy if config.train.shard else Policy
+        self.policy = kind(
             folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
         )
         self._rollout = -1
@@ -178,15 +180,24 @@ class Worker:
         self._meeting = Meeting(self.host)
         return self._meeting.address
 
+    def spread(self, meeting: Any, rank: int, size: int) -> bool:
+        """Where the policy is in shards, before all that is asked of it. Raises GroupBroken."""
+        assert isinstance(self.policy, ShardedPolicy)
+        self.policy.spread(self._group_at(meeting, rank, size))
+        return True
+
     def update(self, batch: TrainBatch, step: int, meeting: Any, rank: int, size: int) -> dict[str, float] | None:
-        """This member's part of the update; None if another member is lost, and then `rollback`."""
+        """This member's part of the update; None if another member is lost, and then `rollback`. Raises GroupBroken if
+        it was lost with shards of the policy, and there is no state to go back to."""
         self.engine.cache.release()
-        self._before = self.state() if size > 1 else None
+        self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
             with self.tracer.span("update"):
                 return self.policy.update(batch, step, self._group_at(meeting, rank, size))
         except GroupBroken:
             self.leave()
+            if self._before is None:
+                raise
             return None
 
     def _group_at(self, meeting: Any, rank: int, size: int) -> Group:

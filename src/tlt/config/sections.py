@@ -225,6 +225,9 @@ class TrainConfig(Section):
     chunks; a chunk needs about four times this"""
     gradient_checkpointing: bool = False
     """keep only each layer's input and compute the rest once more for the gradient"""
+    shard: bool = False
+    """FSDP2, for a model that one device cannot hold: the decoder layers' parameters, gradients and moments are split
+    over the workers; a lost worker then ends the run, which --resume takes up from a checkpoint (run.save_every)"""
 
 
 class EvalConfig(Section):
@@ -295,6 +298,8 @@ class Config(Section):
             raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")
         if self.model.dtype == "float64" and self.model.device.startswith("cuda"):
             raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
+        if self.train.shard and self.cluster.workers == 1:
+            raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
         _trainable(self.rollout, self.train)
         return self
 

@@ -19,7 +19,8 @@ def token_logprobs(
     model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
-    cast = torch.autocast(micro.input_ids.device.type, dtype=torch.bfloat16, enabled=autocast)
+    # each weight is used once: a cache would keep bfloat16 copies of all layers at the same time
+    cast = torch.autocast(micro.input_ids.device.type, dtype=torch.bfloat16, enabled=autocast, cache_enabled=False)
     with cast:
         hidden = model.base_model(
             input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask

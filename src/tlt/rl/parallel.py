@@ -5,10 +5,10 @@ For a given number of members every sum has one order, so its bits do not depend
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -121,26 +121,37 @@ class Processes:
             raise GroupBroken(f"{size} workers did not meet at {address}: {_first_line(error)}") from None
 
     def sum_(self, tensor: Tensor) -> None:
-        try:
-            dist.all_reduce(tensor)
-        except RuntimeError as error:
-            self.leave()
-            raise GroupBroken(_first_line(error)) from None
+        self._call(dist.all_reduce, tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
         lengths = torch.zeros(self.size, dtype=torch.long, device=tensor.device)
         lengths[self.rank] = len(tensor)
         self.sum_(lengths)
-        starts = lengths.cumsum(0) - lengths
-        everything = tensor.new_zeros(int(lengths.sum()))
-        everything[int(starts[self.rank]) :][: len(tensor)] = tensor
-        self.sum_(everything)
-        return everything
+        alike = [tensor.new_empty(int(lengths.max())) for _ in range(self.size)]
+        own = torch.zeros_like(alike[0])
+        own[: len(tensor)] = tensor
+        self._call(dist.all_gather, alike, own)
+        return torch.cat([part[:n] for part, n in zip(alike, lengths.tolist(), strict=True)])
+
+    def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            collective(*arguments)
+        except RuntimeError as error:
+            self.leave()
+            raise GroupBroken(_first_line(error)) from None
 
     def leave(self) -> None:
         """Closes the connections: those who wait for this one notice."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def broken(error: RuntimeError) -> GroupBroken | None:
+    """What was raised amid a collective that torch itself began, if it was that. Of gloo's errors only the text tells,
+    which begins with a path of its sources."""
+    if isinstance(error, GroupBroken):
+        return error
+    return GroupBroken(_first_line(error)) if isinstance(error, dist.DistError) or "gloo" in str(error) else None
 
 
 def _first_line(error: Exception) -> str:

@@ -51,8 +51,14 @@ class Policy:
             self.loss.clip_low if config.clip_low is None else config.clip_low,
             self.loss.clip_high if config.clip_high is None else config.clip_high,
         )
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.95)
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            self.model.parameters(),
+            lr=self.config.learning_rate,
+            weight_decay=self.config.weight_decay,
+            betas=(0.9, 0.95),
         )
 
     # -- update -------------------------------------------------------------------------------------------------------
@@ -73,7 +79,7 @@ class Policy:
         borders = [round(count * k / parts) for k in range(parts + 1)]
         turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
         own = [i for members in turns for i in shard(members, batch.lengths(members), group)]
-        old = self._old_logprobs(batch, own) if parts > 1 else None
+        old = self._old_logprobs(batch, own, group) if parts > 1 else None
         reports = [self._optimizer_step(batch, members, old, group) for members in turns]
         names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
@@ -91,7 +97,7 @@ class Policy:
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
         gaps: list[Tensor] = []
-        for micro in self._micro_batches(batch, shard(members, batch.lengths(members), group)):
+        for micro in self._micro_batches(batch, shard(members, batch.lengths(members), group), group):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
             old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
@@ -118,14 +124,17 @@ class Policy:
 
     def _step(self, group: Group) -> tuple[float, bool]:
         """With the gradients of the whole group: their norm, and whether the step was left out."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        sum_gradients(parameters, group)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        norm = self._clip([p for p in self.model.parameters() if p.requires_grad], group)
         skipped = not norm.isfinite()  # one step with it would spoil every weight for good
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm), skipped
+
+    def _clip(self, parameters: list[torch.nn.Parameter], group: Group) -> Tensor:
+        """Sum the group's gradients, and clip them; their norm before that."""
+        sum_gradients(parameters, group)
+        return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
     def _loss_inputs(
         self, batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, shares: dict[int, float]
@@ -143,17 +152,21 @@ class Policy:
         return LossInputs(logprobs, old_logprobs, advantages, weights, lengths, importance)
 
     @torch.no_grad()
-    def _old_logprobs(self, batch: TrainBatch, members: Sequence[int]) -> dict[int, Tensor]:
+    def _old_logprobs(self, batch: TrainBatch, members: Sequence[int], group: Group) -> dict[int, Tensor]:
         """response -> [its tokens], before the first gradient step."""
         found: dict[int, Tensor] = {}
-        for micro in self._micro_batches(batch, members):
+        for micro in self._micro_batches(batch, members, group):
             logprobs, _ = self._logprobs(self.model, micro)
             lengths = [len(batch.response_ids[i]) for i in micro.sequences]
             found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
 
-    def _micro_batches(self, batch: TrainBatch, members: Sequence[int]) -> Iterator[MicroBatch]:
-        for rows in plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size):
+    def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
+        return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
+
+    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: Group) -> Iterator[MicroBatch]:
+        """Those of this member."""
+        for rows in self._plan(batch, members):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -161,7 +174,7 @@ class Policy:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
     def sha256(self) -> str:
@@ -170,9 +183,9 @@ class Policy:
     def save(self, folder: Path) -> None:
         """`policy/`, which transformers can load, and the optimizer's state as safetensors."""
         self.model.save_pretrained(folder / "policy")
-        save_file(self.optimizer_state(), folder / "optimizer.safetensors")
+        save_file(dict(self.optimizer_state()), folder / "optimizer.safetensors")
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> Mapping[str, Tensor]:
         """name of the parameter + name of the moment -> tensor; empty before the first update."""
         names = {id(p): n for n, p in self.model.named_parameters()}
         return {

@@ -1,0 +1,180 @@
+"""A policy in shards, by FSDP2: for models whose masters, gradients and moments do not fit one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tlt.config import RolloutConfig, TrainConfig
+from tlt.models import weights
+from tlt.rl.batching import MicroBatch
+from tlt.rl.parallel import Group, broken, sum_gradients
+from tlt.rl.policy import Policy
+from tlt.types import TrainBatch
+
+
+class ShardedPolicy(Policy):
+    """After `spread` each member holds its part of every tensor of the decoder layers, of their gradients and moments,
+    and of the reference's layers; embedding, last norm and head, which are used outside the layers' order, are on all.
+
+    Every call that reads or changes the policy is then made by all members, in the same order. What a lost member held
+    is in checkpoints alone. With autocast the layers' bfloat16 copies stay from the forward pass to the backward pass,
+    2 bytes a parameter, unless `gradient_checkpointing` is on.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        config: TrainConfig,
+        rollout: RolloutConfig,
+        reference: str | Path | None = None,
+    ) -> None:
+        """In host memory, as the whole need not fit `device`."""
+        super().__init__(folder, dtype, torch.device("cpu"), config, rollout, reference)
+        self.device = device
+
+    def spread(self, group: Group) -> None:
+        """Keep this member's shards alone. `group` is made of all processes of torch.distributed's own."""
+        self.group = group
+        assert dist.group.WORLD, "a group of processes"
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        for model in [self.model, *([self.reference] if self.reference else [])]:
+            _shard_layers(model, mesh)
+            model.to(self.device)
+        self.optimizer = self._make_optimizer()
+
+    # -- update -------------------------------------------------------------------------------------------------------
+
+    def update(self, batch: TrainBatch, step: int, group: Group | None = None) -> dict[str, float]:
+        """As that of a policy on every member, to the rounding of a sum. Raises GroupBroken."""
+        try:
+            return super().update(batch, step, self.group)
+        except RuntimeError as error:
+            raise broken(error) or error from None
+
+    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: Group) -> Iterator[MicroBatch]:
+        """As each pass through a layer is one of all members, those who have fewer join in with passes of nothing."""
+        own = torch.tensor([len(self._plan(batch, members))], device=self.device)
+        missing = int(group.gather(own).max() - own)
+        yield from super()._micro_batches(batch, members, group)
+        for _ in range(missing):
+            self._pass_nothing()
+
+    def _pass_nothing(self) -> None:
+        """A token that predicts nothing goes through the layers as a micro-batch does; its gradient is 0."""
+        token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
+        nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
+        logprobs, _ = self._logprobs(self.model, nothing)
+        if not torch.is_grad_enabled():
+            return
+        if self.reference:
+            with torch.no_grad():
+                self._logprobs(self.reference, nothing)
+        logprobs.sum().backward()
+
+    def _clip(self, parameters: list[torch.nn.Parameter], group: Group) -> Tensor:
+        """The layers' gradients are summed by now, and each member has the squares of its own shards."""
+        layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
+        sum_gradients(rest, group)
+        square = get_total_norm([_local(p.grad) for p in layers if p.grad is not None]).square()
+        group.sum_(square)
+        norm = (square + get_total_norm([p.grad for p in rest if p.grad is not None]).square()).sqrt()
+        for part in (layers, rest):
+            clip_grads_with_norm_(part, self.config.max_grad_norm, norm)
+        return norm
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Whole tensors, each gathered as it is read: by all members in the same order."""
+        return _Whole(self.model.state_dict(), self.group)
+
+    def optimizer_state(self) -> Mapping[str, Tensor]:
+        """As `state_dict`."""
+        return _Whole(super().optimizer_state(), self.group)
+
+    def sha256(self) -> str:
+        return weights.sha256(self._in_host_memory(self.model.state_dict()))
+
+    def save(self, folder: Path) -> None:
+        """The first member writes what a policy that is not in shards does."""
+        policy = self._in_host_memory(self.model.state_dict(), first_alone=True)
+        moments = self._in_host_memory(super().optimizer_state(), first_alone=True)
+        if self.group.rank == 0:
+            self.model.save_pretrained(folder / "policy", state_dict=policy)
+            save_file(moments, folder / "optimizer.safetensors")
+
+    def _in_host_memory(self, state: Mapping[str, Tensor], first_alone: bool = False) -> dict[str, Tensor]:
+        """Whole tensors; those that are on every member stay where they are, as some share memory."""
+        found = {}
+        for name, tensor in state.items():
+            whole = _whole(tensor, self.group).cpu() if isinstance(tensor, DTensor) else tensor
+            if self.group.rank == 0 or not first_alone:
+                found[name] = whole
+        return found
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        super().load_optimizer_state({k: _shard_like(parameters[k.rpartition("/")[0]], v) for k, v in state.items()})
+
+
+class _Whole(Mapping[str, Tensor]):
+    """Gathers a tensor when it is read, so that there is one at a time."""
+
+    def __init__(self, state: Mapping[str, Tensor], group: Group) -> None:
+        self._state, self._group = state, group
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _whole(self._state[name], self._group)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _shard_layers(model: Any, mesh: DeviceMesh) -> None:
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+        layer.set_gradient_divide_factor(1.0)  # of all members the sum, not the mean
+        layer.set_force_sum_reduction_for_comms(True)  # a sum by 1.0 is NCCL's alone
+    own = {p for layer in layers for p in layer.parameters()}
+    # the root shards nothing itself: it is where a layer's gather overlaps with the work of the one before
+    fully_shard(model.base_model, mesh=mesh, ignored_params={p for p in model.base_model.parameters() if p not in own})
+
+
+def _whole(tensor: Tensor, group: Group) -> Tensor:
+    """Shards are cut along the first dimension: laid end to end they are the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return group.gather(_local(tensor).reshape(-1)).view(tensor.shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_like(parameter: Tensor, moment: Tensor) -> Tensor:
+    """This member's part of a moment, where it has one of the parameter; Adam's count of steps has no parts."""
+    if not isinstance(parameter, DTensor) or moment.dim() == 0:
+        return moment
+    place, cut = parameter.device_mesh, parameter.placements
+    return distribute_tensor(moment.to(parameter.device), place, cut, src_data_rank=None)

@@ -1,0 +1,302 @@
+"""A policy in shards over real processes: the policy of one, to the rounding of a sum, in a part of the memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import qwen3, random_batch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tlt.config import RolloutConfig, TrainConfig
+from tlt.models.weights import read_safetensors
+from tlt.rl.batching import plan
+from tlt.rl.parallel import Alone, Group, GroupBroken, Meeting, Processes, shard
+from tlt.rl.policy import Policy
+from tlt.rl.sharded import ShardedPolicy
+from tlt.types import TrainBatch
+
+CPU = torch.device("cpu")
+VOCAB = 31
+LAYERS = 3
+Act = Callable[..., Any]
+"""(group, arguments) -> what a member found, in plain data and arrays"""
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["pytest", "tlt.rl.sharded", "transformers.models.qwen3.modeling_qwen3"])
+
+
+def together(size: int, act: Act, *arguments: Any) -> list[Any]:
+    """act(group, *arguments) of every member, each a process; None of one that died."""
+    meeting = Meeting("127.0.0.1")
+    pipes = [forks.Pipe(duplex=False) for _ in range(size)]
+    members = [
+        forks.Process(target=_member, args=(sender, meeting.address, rank, size, act, arguments))
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for member, (_, sender) in zip(members, pipes, strict=True):
+        member.start()
+        sender.close()
+    try:
+        return [_found(receiver) for receiver, _ in pipes]
+    finally:
+        for member in members:
+            member.join(10)  # a process that ended by itself leaves nothing behind
+            member.kill()
+
+
+def _member(sender: Any, address: str, rank: int, size: int, act: Act, arguments: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    sender.send(act(Processes(address, rank, size, CPU), *arguments))
+
+
+def _found(receiver: Any) -> Any:
+    assert receiver.poll(60), "a member hangs"
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a model with its own head, and of one whose head is the embedding."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("untied", "tied")}
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "eos_token_id": VOCAB - 1}
+    for name, folder in found.items():
+        qwen3(**sizes, tie_word_embeddings=name == "tied", initializer_range=0.3).save_pretrained(folder)
+    return found
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["tied"]
+
+
+def make_policy(group: Group, folder: Path, train: dict[str, Any], dtype: torch.dtype = torch.float64) -> Policy:
+    """In shards where there are several members."""
+    config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 24, "max_grad_norm": 0.1} | train)
+    kind = Policy if group.size == 1 else ShardedPolicy
+    policy = kind(folder, dtype, CPU, config, RolloutConfig(max_new_tokens=12))
+    if isinstance(policy, ShardedPolicy):
+        policy.spread(group)
+    return policy
+
+
+def all_of(policy: Policy) -> dict[str, np.ndarray]:
+    return {k: v.detach().numpy().copy() for k, v in [*policy.state_dict().items(), *policy.optimizer_state().items()]}
+
+
+def updated(
+    group: Group, folder: Path, batch: TrainBatch, train: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, float], dict[str, np.ndarray], str]:
+    """Metrics, weights and moments after two updates, and the digest."""
+    policy = make_policy(group, folder, train, dtype)
+    policy.update(batch, 0, group)
+    metrics = policy.update(batch, 1, group)
+    return metrics, all_of(policy), policy.sha256()
+
+
+def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance / 100, err_msg=name)
+
+
+def passes(batch: TrainBatch, size: int) -> list[int]:
+    """Micro-batches of each member, with one optimizer step."""
+
+    class Member(Alone):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, size
+
+    everybody = range(len(batch.response_ids))
+    shards = [shard(everybody, batch.lengths(everybody), Member(rank)) for rank in range(size)]
+    return [len(plan(batch.lengths(own), 24, 32)) for own in shards]
+
+
+@pytest.mark.parametrize(
+    ("head", "size", "responses", "train"),
+    [
+        ("tied", 2, 9, {}),
+        ("untied", 3, 6, {"updates_per_step": 2, "loss": "gspo"}),
+        ("tied", 3, 2, {"updates_per_step": 2, "kl_weight": 0.1, "gradient_checkpointing": True}),
+        ("untied", 2, 9, {"loss": "dapo", "gradient_checkpointing": True}),
+    ],
+)
+def test_several_members_end_where_one_does(
+    folders: dict[str, Path], head: str, size: int, responses: int, train: dict[str, Any]
+) -> None:
+    """With 3 members and 2 responses, or 2 optimizer steps, some have none."""
+    folder = folders[head]
+    batch = random_batch(VOCAB, responses=responses)
+    assert len(set(passes(batch, size))) > 1, "some have more passes"
+    metrics, expected, _ = updated(Alone(), folder, batch, train)
+    assert metrics["grad_norm"] > 0.1, "it is clipped"
+    members = together(size, updated, folder, batch, train)
+    for found, tensors, digest in members:
+        close(tensors, expected)
+        gaps = ("mismatch_mean", "mismatch_p999")  # in float32
+        for name, value in metrics.items():
+            assert found[name] == pytest.approx(value, rel=1e-6 if name in gaps else 1e-10, abs=1e-13), name
+        assert (found, digest) == (members[0][0], members[0][2])
+
+
+def test_bfloat16_differs_by_its_rounding(folder: Path) -> None:
+    batch, train = random_batch(VOCAB), {"gradient_checkpointing": True, "max_grad_norm": 1e3}
+    metrics, expected, _ = updated(Alone(), folder, batch, train, torch.bfloat16)
+    for found, tensors, _ in together(2, updated, folder, batch, train, torch.bfloat16):
+        assert tensors.keys() == expected.keys()
+        assert {array.dtype for array in tensors.values()} == {np.dtype(np.float32)}
+        for name in ("loss", "entropy", "grad_norm"):
+            assert found[name] == pytest.approx(metrics[name], rel=1e-2, abs=1e-3), name
+
+
+def without_a_step(group: Group, folder: Path, batch: TrainBatch) -> tuple[float, str, str]:
+    policy = make_policy(group, folder, {})
+    before = policy.sha256()
+    return policy.update(batch, 0, group)["skipped"], before, policy.sha256()
+
+
+@pytest.mark.parametrize("responses", [6, 0])
+def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Path, responses: int) -> None:
+    batch = random_batch(VOCAB, responses=responses)
+    if responses:
+        batch.advantages[0] = math.inf  # in one member's shard
+    digest = make_policy(Alone(), folder, {}).sha256()
+    assert together(2, without_a_step, folder, batch) == [(float(responses > 0), digest, digest)] * 2
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def held(group: Group, folder: Path, batch: TrainBatch) -> tuple[int, int, int]:
+    """Numbers of this member's shards and of their moments, and all that is in memory, after an update."""
+    policy = make_policy(group, folder, {"gradient_checkpointing": True})
+
+    def cut(*arguments: Any) -> None:
+        assert all(isinstance(p, DTensor) for p in policy.model.base_model.layers.parameters())
+
+    policy.model.base_model.norm.register_forward_pre_hook(cut)  # behind the last layer
+    policy.update(batch, 0, group)
+    shards = [p for p in policy.model.parameters() if isinstance(p, DTensor)]
+    moments = [m for p in shards for m in policy.optimizer.state[p].values() if isinstance(m, DTensor)]
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and type(t) is not DTensor]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    own, adams = (sum(t.to_local().numel() for t in part) for part in (shards, moments))
+    return own, adams, sum(storages.values()) // 8
+
+
+def test_each_member_holds_its_part(folder: Path) -> None:
+    sizes = {name: tensor.numel() for name, tensor in read_safetensors(folder).items()}
+    layers = sum(size for name, size in sizes.items() if ".layers." in name)
+    rest = sum(sizes.values()) - layers
+    members = together(3, held, folder, random_batch(VOCAB))
+    assert sum(own for own, _, _ in members) == layers
+    for own, moments, total in members:
+        assert own == pytest.approx(layers / 3, rel=0.07)  # 8 numbers are 3, 3 and 2
+        assert moments == 2 * own
+        assert 3 * (own + rest) <= total < 3.1 * (own + rest), "and nothing besides"
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_between(group: Group, folder: Path, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
+    """Two updates, a checkpoint after the first."""
+    policy = make_policy(group, folder, {})
+    policy.update(batch, 0, group)
+    policy.save(place)
+    policy.update(batch, 1, group)
+    return all_of(policy)
+
+
+def test_every_time_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    first, second = (together(3, save_between, folder, random_batch(VOCAB), tmp_path / n)[0] for n in ("a", "b"))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    for name in ("policy/model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def go_on(group: Group, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
+    policy = make_policy(group, place / "policy", {})
+    policy.load_optimizer(place)
+    policy.update(batch, 1, group)
+    return all_of(policy)
+
+
+def test_checkpoints_are_the_same_and_either_goes_on_from_them(folder: Path, tmp_path: Path) -> None:
+    batch = random_batch(VOCAB)
+    one, many = tmp_path / "one", tmp_path / "many"
+    whole = save_between(Alone(), folder, batch, one)
+    shards = together(2, save_between, folder, batch, many)[0]
+    files = [sorted(str(path.relative_to(place)) for path in place.rglob("*")) for place in (one, many)]
+    assert files[0] == files[1]
+    for name in ("policy/config.json", "policy/generation_config.json"):
+        assert (one / name).read_bytes() == (many / name).read_bytes()
+    saved = {k: v.numpy() for k, v in read_safetensors(many / "policy").items()}
+    close(saved, {k: v.numpy() for k, v in read_safetensors(one / "policy").items()})
+    close(go_on(Alone(), batch, many), whole)
+    for member in together(3, go_on, batch, one):
+        close(member, whole)
+    for member in together(2, go_on, batch, many):
+        assert all(np.array_equal(member[name], shards[name]) for name in shards), "the same bits"
+
+
+# -- a member that is lost ---------------------------------------------------------------------------------------------
+
+
+def lost(group: Group, folder: Path, batch: TrainBatch) -> tuple[str, float]:
+    """The last member dies at its second pass; what the others say, and how soon."""
+    policy = make_policy(group, folder, {"updates_per_step": 2})
+    real, calls = policy._logprobs, 0
+
+    def logprobs(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if group.rank == group.size - 1 and calls == 2:
+            os._exit(1)
+        return real(*arguments)
+
+    policy._logprobs = logprobs
+    began = time.monotonic()
+    try:
+        policy.update(batch, 0, group)
+    except GroupBroken as broken:
+        group.leave()
+        return str(broken), time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_lost_member_breaks_the_group_soon(folder: Path) -> None:
+    *others, dead = together(3, lost, folder, random_batch(VOCAB))
+    assert dead is None
+    for said, seconds in others:
+        assert said
+        assert seconds < 10
+
+
+def wrong(group: Group, folder: Path, batch: TrainBatch) -> str:
+    policy = make_policy(group, folder, {})
+    policy._logprobs = lambda *arguments: torch.ones(2) @ torch.ones(3)
+    try:
+        policy.update(batch, 0, group)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_another_error_is_not_taken_for_a_lost_member(folder: Path) -> None:
+    assert together(2, wrong, folder, random_batch(VOCAB)) == ["RuntimeError"] * 2
