@@ -40,8 +40,8 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
         if busy:
             latencies.append(time.perf_counter() - began)
 
-    def noted(self: Publication, report: SpotReport) -> None:
-        trained(self, report)
+    def noted(self: Publication, worker: int, report: SpotReport) -> None:
+        trained(self, worker, report)
         micro_batches.append(report.seconds / report.micro_batches)
 
     with tempfile.TemporaryDirectory() as folder:
