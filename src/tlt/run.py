@@ -151,7 +151,7 @@ def _claim_folder(config: Config, resume: bool) -> Path:
             f"{folder} already holds a run: go on with --resume, or give --run.overwrite true or another --run.folder"
         )
     if used and not resume:
-        for name in ("metrics.jsonl", "summary.json", "trace.json"):
+        for name in ("metrics.jsonl", "summary.json", "trace.json", *(log.name for log in folder.glob("worker_*.log"))):
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "tensorboard", "drafter"):
             shutil.rmtree(folder / name, ignore_errors=True)

@@ -129,6 +129,7 @@ def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Ha
     held_back = [item for item in items if item.held_back]
     shards = [[item for item in trained if item.prompt_id % 4 == k] + held_back for k in range(4)]
     workers, alone = ([make_spot(model, shard, seed=k) for k, shard in enumerate(shards)] for _ in range(2))
+    mean = workers[0].replica()
     for turn in range(4):
         for worker in (*workers, *alone):
             while worker.tokens < 400 * (1 if worker in workers else turn + 1):
@@ -147,6 +148,24 @@ def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Ha
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_others_lend_counts_where_its_target_is_known(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    total, count = spot.judge(None)
+    lent = next(item for item in items if not item.held_back)
+    more, longer = spot.judge(None, [lent])
+    assert longer > count
+    assert more > total
+    assert spot.judge(None, [lent._replace(target_version=99)]) == (total, count), "that version's head is gone"
+
+
+def test_there_is_something_to_judge_by_after_steps_that_held_nothing_back(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    for _ in range(3):
+        spot.target_moved()
+    assert not spot.ready, "what is trained on is of two steps at most"
+    assert spot.judge(None)[1] > 0
 
 
 def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
@@ -235,7 +254,8 @@ def test_the_teacher_is_the_target_of_the_harvests_version() -> None:
     spot.train(0)
     model.decoder.load(state, version=2)
     spot.target_moved()
-    assert spot.trainer.heads.keys() == {2}, "what was not seen for a step is gone, with its head"
+    assert spot.buffer.versions == set(), "what was not seen for a step is gone"
+    assert spot.trainer.heads.keys() == {2} | spot.held_back.versions, "with its head"
     assert not spot.ready
 
 

@@ -6,6 +6,7 @@ that whatever becomes of the driver.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -30,9 +31,9 @@ _LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and
 class Actor:
     """A worker in a process of Ray's; it is built with the first call, so that what that raises comes back as such."""
 
-    def __init__(self, config: Config, index: int, folder: str, cores: Sequence[int]) -> None:
+    def __init__(self, config: Config, index: int, folder: str, cores: Sequence[int], log_file: str) -> None:
         self._arguments = config, index, folder
-        self._cores = cores
+        self._cores, self._log_file = cores, log_file
         self._worker: Any = None
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -41,6 +42,7 @@ class Actor:
         return getattr(self._worker, method)(*arguments)
 
     def _build(self) -> Any:
+        logging.basicConfig(handlers=[logging.FileHandler(self._log_file, delay=True)])
         if self._cores:
             os.sched_setaffinity(0, self._cores)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -110,7 +112,8 @@ class RayPool:
             raise ConfigError(f"cluster.workers = {self.size}, but there are {gpus:g} CUDA devices: one each is needed")
         cores = [] if self._config.cluster.address else share_of_cores(index, self.size)
         actor = self._ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_restarts=0)(Actor)
-        return actor.remote(self._config, index, self._policy_folder, cores)
+        log_file = Path(self._config.run.folder).resolve() / f"worker_{index}.log"
+        return actor.remote(self._config, index, self._policy_folder, cores, str(log_file))
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 

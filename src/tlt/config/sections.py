@@ -251,7 +251,7 @@ class ClusterConfig(Section):
     address: str | None = None
     """of the Ray cluster to join, such as `10.0.0.1:6379`, which sees all files under the same paths; left out: this
     machine alone"""
-    slice_seconds: float = Field(default=0.1, gt=0)
+    slice_seconds: float = Field(default=0.2, gt=0)
     """a worker decodes for so long before it reports and may be given other work"""
 
 

@@ -66,7 +66,8 @@ class SpotTrainer:
     def target_moved(self) -> None:
         """To be called after every `target.load` of a new version."""
         self.buffer.next_step()
-        self.held_back.next_step()
+        if self.held_back.now:  # else there is something to judge by still, if of a target that is older
+            self.held_back.next_step()
         self.trainer.target_moved(self.buffer.versions | self.held_back.versions)
 
     @property
@@ -114,14 +115,16 @@ class SpotTrainer:
 
     def judge(self, candidate: Mapping[str, Tensor] | None, lent: Sequence[Harvest] = ()) -> tuple[float, int]:
         """What a chain of `unroll` guesses would commit per pass on this worker's held-back harvest and on what is
-        lent, summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use."""
+        lent, summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use. What
+        is lent of a target version whose head is no longer here is left out."""
         total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged), lent)
         return total, count
 
     def _judge(self, layer: EagleLayer, lent: Sequence[Harvest] = ()) -> tuple[float, float, int]:
+        known = [item for item in (*self.held_back.items, *lent) if item.target_version in self.trainer.heads]
         parts = [
             self.trainer.judge(layer, pack(items, self.target.device))
-            for items in bundles([*self.held_back.items, *lent], self.config.micro_batch_tokens)
+            for items in bundles(known, self.config.micro_batch_tokens)
         ]
         total, first, count = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0)
         return total, first, int(count)
