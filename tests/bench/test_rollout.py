@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tiny import tiny_config
 from tlt.bench import rollout
 from tlt.bench.peers import peers
 from tlt.bench.rollout import bench_rollout
+from tlt.cluster.local import open_workplace
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import engine
 from tlt.models.families import decoder_options, read_config
@@ -131,3 +133,23 @@ def test_the_peer_decodes_what_it_is_asked_for(home: Path) -> None:
     found = peers(tiny_config(home).model, torch.device("cpu"), [[1, 2, 3], [4, 5, 6]], 5)
     assert {"transformers.generate", "transformers.generate_batch"} <= set(found)
     found["transformers.generate"]()
+
+
+def test_all_have_as_many_threads_as_plain_decoding_is_fastest_with(home: Path) -> None:
+    config = tiny_config(home)
+    _, prompts, target, params = open_workplace(config)
+    speeds = {1: 5.0, 2: 3.0}
+
+    def decode(self: Any, contender: Any, *arguments: Any, timed: bool) -> dict[int, list[int]]:
+        contender.speeds.append(speeds[torch.get_num_threads()])
+        return {}
+
+    before = torch.get_num_threads()
+    bench = rollout._Bench(config, target, prompts, params, threads=2)
+    try:
+        with patch.object(rollout._Bench, "_decode", decode):
+            for best in (1, 2):
+                speeds[2] = 4.0 * best
+                assert bench._best_threads(1, 2, lambda text: None) == best == torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,8 @@ from tiny import tiny_config
 
 from tlt import run as run_module
 from tlt.cluster import publication
+from tlt.cluster.crew import Crew
+from tlt.cluster.pool import Handle
 from tlt.cluster.publication import Publication
 from tlt.cluster.remote import ClusterRollout, join
 from tlt.config import Config
@@ -94,6 +97,38 @@ def test_what_shall_not_go_live_is_trained_and_judged_and_never_drafts(home: Pat
     assert published.version == 0 < published.tokens
     assert sum(m == "judge" for _, m in pool.log) > 0
     assert all(worker.engine.drafters.usable["eagle"].published == 0 for worker in pool.workers)
+
+
+def test_those_who_decode_are_left_alone(home: Path) -> None:
+    """Replicas are asked for of workers that trained since theirs was taken, judgements of those that are idle."""
+    busy: list[bool] = []
+    judge = ThreadWorker.judge
+
+    def watched(self: ThreadWorker, *arguments: Any) -> Any:
+        busy.append(self.engine.busy)
+        return judge(self, *arguments)
+
+    with patch.object(ThreadWorker, "judge", watched):
+        _, _, pool = train(config_of(home, "adaptive"))
+    assert busy and not any(busy)
+    trained: set[int] = set()
+    for worker, method in pool.log:
+        assert method != "replica" or worker in trained
+        trained = trained | {worker} if method == "spot" else trained - {worker} if method == "replica" else trained
+
+
+def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:
+    class Silent(TestPool):
+        def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
+            return [] if timeout is not None else super().wait(handles, timeout)
+
+    crew = Crew(Silent(2, lambda index: None))
+    crew.call(1, "judge", None)
+    crew.call(0, "spot", 0.0)
+    crew.call_back(("judge",), patience=-1.0)
+    assert crew.losses == 1
+    assert crew.pending(1) == ["take_state"]
+    assert crew.pending(0) == ["spot"]
 
 
 @pytest.mark.parametrize(
