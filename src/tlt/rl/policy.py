@@ -42,16 +42,20 @@ class Policy:
         self.config, self.rollout, self.device = config, rollout, device
         self.autocast = dtype == torch.bfloat16
         masters = torch.float32 if self.autocast else dtype
-        self.model = _load(folder, masters, device)
+        self.model = _load(folder, masters, self._home())
         if config.gradient_checkpointing:
             _checkpoint_layers(self.model)
-        self.reference = _load(reference or folder, masters, device) if config.kl_weight else None
+        self.reference = _load(reference or folder, masters, self._home()) if config.kl_weight else None
         self.loss = LOSSES[config.loss]
         self.clip = (
             self.loss.clip_low if config.clip_low is None else config.clip_low,
             self.loss.clip_high if config.clip_high is None else config.clip_high,
         )
         self.optimizer = self._make_optimizer()
+
+    def _home(self) -> torch.device:
+        """Where models are loaded to."""
+        return self.device
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(

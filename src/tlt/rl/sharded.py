@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
 from tlt.rl.batching import MicroBatch
 from tlt.rl.parallel import Group, broken, sum_gradients
@@ -33,18 +32,9 @@ class ShardedPolicy(Policy):
     2 bytes a parameter, unless `gradient_checkpointing` is on.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        config: TrainConfig,
-        rollout: RolloutConfig,
-        reference: str | Path | None = None,
-    ) -> None:
-        """In host memory, as the whole need not fit `device`."""
-        super().__init__(folder, dtype, torch.device("cpu"), config, rollout, reference)
-        self.device = device
+    def _home(self) -> torch.device:
+        """Host memory, as the whole need not fit the device."""
+        return torch.device("cpu")
 
     def spread(self, group: Group) -> None:
         """Keep this member's shards alone. `group` is made of all processes of torch.distributed's own."""
