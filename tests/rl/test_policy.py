@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +397,53 @@ def test_importance_weights_scale_each_token(folder: Path) -> None:
 
     expected = gradient_of(model, loss)
     assert_close(gradient_of_update(make_policy(folder, importance_cap=2.0), batch), expected, 1e-9)
+
+
+# -- responses that have no gradient -----------------------------------------------------------------------------------
+
+
+def without_spread(batch: TrainBatch, members: Iterable[int]) -> TrainBatch:
+    nothing = set(members)
+    return replace(batch, advantages=[0.0 if i in nothing else a for i, a in enumerate(batch.advantages)])
+
+
+def passed(policy: Policy, batch: TrainBatch) -> int:
+    """Updates, and says how many response tokens went through the model."""
+    seen, before = [0], policy._logprobs
+
+    def count(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        seen[0] += len(micro.targets) if model is policy.model else 0
+        return before(model, micro)
+
+    policy._logprobs = count  # type: ignore[method-assign]
+    policy.update(batch, 0)
+    return seen[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_has_no_gradient_weighs_in_the_loss_but_takes_no_time(folder: Path, loss: str) -> None:
+    batch, model = without_spread(random_batch(VOCAB), (0, 3, 4)), plain_model(folder)
+    old = all_plain_logprobs(model, batch, 1.0)
+    expected = gradient_of(model, lambda m: plain_loss(m, batch, 1.0, range(6), old, loss))
+    assert_close(gradient_of_update(make_policy(folder, loss=loss), batch), expected, 1e-10)
+    assert passed(make_policy(folder, loss=loss), batch) == sum(len(batch.response_ids[i]) for i in (1, 2, 5))
+    everything = sum(len(response) for response in batch.response_ids)
+    assert passed(make_policy(folder, loss=loss, kl_weight=0.1), batch) == everything, "KL has a gradient on all"
+
+
+def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
+    """Adam goes on by what it remembers, as it does where a gradient happens to be zero."""
+    batch, policy = random_batch(VOCAB), make_policy(folder, weight_decay=0.1)
+    policy.update(batch, 0)
+    twin = copy.deepcopy(policy.model)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    theirs.load_state_dict(copy.deepcopy(policy.optimizer.state_dict()))
+    for parameter in twin.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    theirs.step()
+    metrics = policy.update(without_spread(batch, range(6)), 1)
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["entropy"] == 0.0
+    assert sha256(policy.state_dict()) == sha256(twin.state_dict())
 
 
 # -- the mismatch ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,20 @@ def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Pat
         batch.advantages[0] = math.inf  # in one member's shard
     digest = make_policy(Alone(), folder, {}).sha256()
     assert together(2, without_a_step, folder, batch) == [(float(responses > 0), digest, digest)] * 2
+
+
+def twice(group: Group, folder: Path, batch: TrainBatch) -> dict[str, np.ndarray]:
+    policy = make_policy(group, folder, {})
+    policy.update(batch, 0, group)
+    policy.update(replace(batch, advantages=[0.0] * len(batch.advantages)), 1, group)
+    return all_of(policy)
+
+
+def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
+    """No member passes anything through its layers, and the optimizer goes on by what it remembers."""
+    batch = random_batch(VOCAB)
+    for tensors in together(2, twice, folder, batch):
+        close(tensors, twice(Alone(), folder, batch))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

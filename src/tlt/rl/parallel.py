@@ -54,26 +54,21 @@ class Alone:
     def leave(self) -> None: ...
 
 
-def shard(members: range, tokens: Sequence[int], group: Group) -> range:
+def shard(members: Sequence[int], tokens: Sequence[int], group: Group) -> Sequence[int]:
     """This rank's share of an optimizer step's responses, each of so many `tokens`: contiguous, in prompt order, about
     as much work as the others' (a response is whose its middle falls to); it may be empty."""
     ends = list(accumulate(tokens))
 
     def border(rank: int) -> int:
-        return members.start + sum(
-            (2 * end - own) * group.size < 2 * ends[-1] * rank for end, own in zip(ends, tokens, strict=True)
-        )
+        return sum((2 * end - own) * group.size < 2 * ends[-1] * rank for end, own in zip(ends, tokens, strict=True))
 
-    return range(border(group.rank), border(group.rank + 1))
+    return members[border(group.rank) : border(group.rank + 1)]
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
-    """Give every member the sum of all members' gradients; one without responses has none of its own."""
+    """Give every member the sum of all members' gradients."""
     if group.size == 1:
         return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         group.sum_(flat)

@@ -71,8 +71,10 @@ class Policy:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
         The members of a `group` hold the same policy and give the same whole batch; each takes its shard of every
-        optimizer step, and all end with the same bits. A batch without responses changes nothing, and its metrics are
-        0. `skipped` is the share of optimizer steps that were left out because their gradient was not finite.
+        optimizer step, and all end with the same bits. Responses that have no gradient (an advantage of 0, as where
+        all rewards of a group are alike, and no KL term) do not go through the model, so no metric but `loss` knows
+        them. A batch without responses changes nothing, and its metrics are 0. `skipped` is the share of optimizer
+        steps that were left out because their gradient was not finite.
         """
         group = group or Alone()
         rate = learning_rate(self.config, step)
@@ -82,7 +84,7 @@ class Policy:
         parts = self.config.updates_per_step
         borders = [round(count * k / parts) for k in range(parts + 1)]
         turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
-        own = [i for members in turns for i in shard(members, batch.lengths(members), group)]
+        own = [i for members in turns for i in self._own(batch, members, group)]
         old = self._old_logprobs(batch, own, group) if parts > 1 else None
         reports = [self._optimizer_step(batch, members, old, group) for members in turns]
         names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
@@ -101,7 +103,7 @@ class Policy:
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
         gaps: list[Tensor] = []
-        for micro in self._micro_batches(batch, shard(members, batch.lengths(members), group), group):
+        for micro in self._micro_batches(batch, self._own(batch, members, group), group):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
             old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
@@ -123,12 +125,16 @@ class Policy:
         group.sum_(sums)
         totals = dict(zip(totals, sums.tolist(), strict=True))
         norm, skipped = self._step(group)
-        means = {name: totals[name] / totals["weight"] for name in ("entropy", "clipped", "kl")}
+        means = {name: totals[name] / (totals["weight"] or 1.0) for name in ("entropy", "clipped", "kl")}
         return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped), "gaps": gaps}
 
     def _step(self, group: Group) -> tuple[float, bool]:
         """With the gradients of the whole group: their norm, and whether the step was left out."""
-        norm = self._clip([p for p in self.model.parameters() if p.requires_grad], group)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # of a member without responses; and Adam's moments fade in a step without any
+                parameter.grad = torch.zeros_like(parameter)
+        norm = self._clip(parameters, group)
         skipped = not norm.isfinite()  # one step with it would spoil every weight for good
         if not skipped:
             self.optimizer.step()
@@ -164,6 +170,11 @@ class Policy:
             lengths = [len(batch.response_ids[i]) for i in micro.sequences]
             found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
+
+    def _own(self, batch: TrainBatch, members: Sequence[int], group: Group) -> Sequence[int]:
+        """This member's share of those that have a gradient."""
+        taught = [i for i in members if batch.advantages[i] or self.reference]
+        return shard(taught, batch.lengths(taught), group)
 
     def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
         return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
