@@ -32,6 +32,7 @@ from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 
 CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
+PACK = 512  # tokens of a micro-batch; a recipe may have it smaller, for training that gives way
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3, cross entropy, unroll 5": {},
     "eagle3, total variation, unroll 5": {"loss": "total_variation"},
@@ -53,7 +54,7 @@ class WithoutNoise(Engine):
 
 
 def train(bench: Workbench, items: list[Any], change: dict[str, Any], seconds: float) -> tuple[EagleLayer, int]:
-    config = bench.config.drafter.model_copy(update=change)
+    config = bench.config.drafter.model_copy(update={"micro_batch_tokens": PACK} | change)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(bench.target.options, config.kind, config.window))
     if config.kind == "eagle1":  # reads the last hidden state alone
@@ -97,22 +98,28 @@ def shared_noise(bench: Workbench, config: Config) -> list[dict[str, Any]]:
     return rows
 
 
+def keep(file: Path | None, rows: list[dict[str, Any]], noise: list[dict[str, Any]]) -> None:
+    if file:
+        write_json(file, {"drafters": rows, "shared_noise": noise, **provenance()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--seconds", type=float, nargs="+", default=[40, 200])
     parser.add_argument("--tokens", type=int, default=60_000)
-    parser.add_argument("--only", default="", help="variants whose name holds this; without it, shared noise too")
+    parser.add_argument("--only", default="", help="variants whose name holds this, of which 'shared noise' is one")
     parser.add_argument("--json", type=Path, help="rows of earlier runs in it stay")
     arguments = parser.parse_args()
     config = load_config(arguments.recipe)
     bench = Workbench.of(config)
     found = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
-    noise = found.get("shared_noise", []) if arguments.only else shared_noise(bench, config)
+    noise = shared_noise(bench, config) if arguments.only in "shared noise" else found.get("shared_noise", [])
+    rows = found.get("drafters", [])
+    keep(arguments.json, rows, noise)
     widest = EagleLayer(eagle_options(bench.target.options, "eagle3", config.drafter.window))
     with Progress() as progress:
         items = list(harvest(bench, widest, arguments.tokens, progress).items)
-    rows = found.get("drafters", [])
     for seconds, (name, change) in itertools.product(arguments.seconds, VARIANTS.items()):
         if arguments.only not in name:
             continue
@@ -124,8 +131,7 @@ def main() -> None:
             f"{r['accept_length']:.2f} ({r['tokens_per_second']:,.0f} tokens/s)" for r in results.values()
         )
         print(f"{name}, {seconds:g} s: {steps} steps, accept length of chain and tree {lengths}", flush=True)
-        if arguments.json:
-            write_json(arguments.json, {"drafters": rows, "shared_noise": noise, **provenance()})
+        keep(arguments.json, rows, noise)
 
 
 if __name__ == "__main__":

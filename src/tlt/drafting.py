@@ -119,7 +119,7 @@ def _train(trainer: DrafterTrainer, buffer: HarvestBuffer, seconds: float, progr
         for overlaps in trainer.epoch(buffer.items):
             spent = time.perf_counter() - began
             recent = [*recent[-49:], overlaps]
-            means = [sum(column) / len(column) for column in zip(*recent, strict=True)]
+            means = [sum(column) / len(column) for column in zip(*recent, strict=False)]  # that all of them had
             progress.update(task, completed=min(spent, seconds), note=f"agreement of laws {means[0]:.3f}")
             if spent >= seconds:
                 return means

@@ -317,6 +317,19 @@ def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> Non
     assert made.steps == 6
 
 
+@pytest.mark.parametrize(("reach", "columns"), [(0.0, 1), (0.3, 2), (1.95, 3), (2.2, 4), (3.9, 5), (5.0, 5)])
+def test_training_goes_one_guess_beyond_those_that_are_right(model: Model, reach: float, columns: int) -> None:
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=5))
+    made.reach = reach
+    overlaps = made.step(pack(mixed_items(), CPU))
+    assert len(overlaps) == columns
+    right = sum(math.prod(overlaps[: t + 1]) for t in range(columns))
+    assert made.reach == pytest.approx(reach + 0.1 * (right - reach))
+    other = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=5))
+    other.load_state(made.state())
+    assert other.reach == made.reach
+
+
 def rollout(model: Model, prompts: range) -> list[Harvest]:
     items: list[Harvest] = []
     layout = eagle_options(model.decoder.options, "eagle3", 32).layout

@@ -81,9 +81,9 @@ def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
     try:
         coordinator = Coordinator(Crew(pool, config.train.shard), config)
         policy = ClusterPolicy(coordinator)
+        policy.sha256()  # when all are there: they wait for each other in no meeting for long
         if config.train.shard:
             coordinator.spread()
-        policy.sha256()
     except BaseException:
         pool.close()
         raise

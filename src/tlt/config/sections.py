@@ -174,8 +174,9 @@ class DrafterTrainConfig(Section):
     """`eagle3` reads three layers of the target; `eagle1` only its last hidden state, a quarter of the traffic"""
     window: int = Field(default=512, gt=0)
     """tokens whose features are kept for each live request, and which the drafter attends"""
-    unroll: int = Field(default=3, gt=0, le=16)
-    """guesses in a row that training goes through, each on the drafter's own output of the one before"""
+    unroll: int = Field(default=7, gt=0, le=16)
+    """guesses in a row that training goes through at most, each on the drafter's own output of the one before; one more
+    than are right by now"""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
     decay: float = Field(default=0.8, gt=0, le=1)
     """weight of each guess against the one before"""

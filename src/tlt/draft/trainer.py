@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from tlt.models.decoder import Decoder
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _QUERIES = 128  # entries of a block of attention
 _LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
+_LATELY = 10  # steps that `reach` is a mean of, about
 
 
 class Pack(NamedTuple):
@@ -229,6 +232,8 @@ class DrafterTrainer:
         self.heads = {target.version: target.head}
         self.steps = 0.0
         """a fraction where replicas were averaged"""
+        self.reach = float(config.unroll)
+        """guesses that a chain got right lately, of those it was trained on"""
         self.rate_scale = 1.0
         """the caller's schedule: a factor on the learning rate"""
         cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
@@ -240,10 +245,16 @@ class DrafterTrainer:
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 
+    @property
+    def columns(self) -> int:
+        """How many guesses in a row are trained: one more than chains get right, as those behind a wrong one are of no
+        use yet and cost as much; up to `unroll`."""
+        return min(self.config.unroll, math.ceil(self.reach) + 1)
+
     def loss(self, batch: Pack) -> tuple[Tensor, list[float]]:
-        """The mean loss over all columns, weighted by `decay`; and the mean of 1 - TV of each column."""
+        """The mean loss over the columns, weighted by `decay`; and the mean of 1 - TV of each column."""
         total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=batch.tokens.device), 0.0, []
-        columns, teacher = self._columns(self.layer, batch)
+        columns, teacher = self._columns(self.layer, batch, self.columns)
         for t, out in enumerate(columns):
             ahead = 1 + t
             inside = batch.segments[ahead:] == batch.segments[:-ahead]
@@ -268,17 +279,17 @@ class DrafterTrainer:
         deepest = self.config.unroll
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
-        columns, teacher = self._columns(layer, batch)
+        columns, teacher = self._columns(layer, batch, deepest)
         overlaps = [
             self._chunked(out[where], teacher[where + 1 + t], batch.version)[1] for t, out in enumerate(columns)
         ]
         reached = torch.stack(overlaps).cumprod(0)
         return len(where) + reached.sum().item(), reached[0].sum().item(), len(where)
 
-    def _columns(self, layer: EagleLayer, batch: Pack) -> tuple[list[Tensor], Tensor]:
+    def _columns(self, layer: EagleLayer, batch: Pack, steps: int) -> tuple[list[Tensor], Tensor]:
         """What the head takes, [T, D]: of the drafter in each column, and of the target."""
         batch = batch._replace(features=batch.features.to(self.dtype))
-        columns = unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, self.config.unroll)
+        columns = unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps)
         return columns, batch.features[:, -layer.options.hidden_size :]
 
     def _chunked(self, out: Tensor, teacher: Tensor, version: int) -> tuple[Tensor, Tensor]:
@@ -310,6 +321,8 @@ class DrafterTrainer:
         loss, overlaps = self.loss(batch)
         if all(math.isnan(overlap) for overlap in overlaps):
             return overlaps
+        right = sum(accumulate((x for x in overlaps if not math.isnan(x)), mul))
+        self.reach += (right - self.reach) / _LATELY
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.layer.parameters(), self.config.max_grad_norm)
         if norm.isfinite():  # one bad batch must not end the drafter
@@ -318,8 +331,9 @@ class DrafterTrainer:
         return overlaps
 
     def state(self) -> dict[str, Tensor]:
-        """All that a step changes: the weights, both moments of Adam, and the number of steps; not copies."""
-        tensors = {"steps": torch.tensor(self.steps, dtype=torch.float64)}
+        """All that a step changes: the weights, both moments of Adam, the number of steps, `reach`; not copies."""
+        numbers = {"steps": self.steps, "reach": self.reach}
+        tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
         for name, parameter in self.layer.named_parameters():
             moments = self.optimizer.state.get(parameter, {})
             tensors[f"weight.{name}"] = parameter.detach()
@@ -330,7 +344,7 @@ class DrafterTrainer:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from another trainer's `state`, or from a mean of several."""
-        self.steps = float(state["steps"])
+        self.steps, self.reach = float(state["steps"]), float(state["reach"])
         for name, parameter in self.layer.named_parameters():
             parameter.copy_(state[f"weight.{name}"])
             moments = {m: state[f"{m}.{name}"].to(parameter.device, parameter.dtype, copy=True) for m in _MOMENTS}

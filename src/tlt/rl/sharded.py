@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.models import weights
 from tlt.rl.batching import MicroBatch
-from tlt.rl.parallel import Group, broken, sum_gradients
+from tlt.rl.parallel import Alone, Group, broken, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -31,6 +31,8 @@ class ShardedPolicy(Policy):
     is in checkpoints alone. With autocast the layers' bfloat16 copies stay from the forward pass to the backward pass,
     2 bytes a parameter, unless `gradient_checkpointing` is on.
     """
+
+    group: Group = Alone()  # until `spread`: the policy is whole
 
     def _home(self) -> torch.device:
         """Host memory, as the whole need not fit the device."""
