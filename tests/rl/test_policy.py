@@ -221,8 +221,8 @@ def test_gaps_between_packed_sequences_contribute_exactly_nothing(
     def pack_with_junk(*args: Any) -> MicroBatch:
         nonlocal filled
         micro = pack(*args)
-        seen = micro.mask[:, 0].sum(1)  # by how many: in a gap by itself alone, and the sequences have two tokens
-        gap = (seen == 1) & (micro.position_ids == 0)
+        behind = micro.predicts.flip(1).int().argmax(1) - 1  # a sequence ends one token behind its last prediction
+        gap = torch.arange(micro.predicts.shape[1]) >= micro.predicts.shape[1] - behind[:, None]
         filled += int(gap.sum())
         micro.input_ids[gap] = 17
         return micro

@@ -21,44 +21,57 @@ class MicroBatch(NamedTuple):
     sequences: list[int]
     input_ids: Tensor  # [R, L]
     position_ids: Tensor  # [R, L] from 0 in each sequence
-    mask: Tensor  # [R, 1, L, L] bool: causal, within one sequence
+    mask: Tensor | None  # [R, 1, L, L] bool: causal, within one sequence; None where a row is one: causal says it all
     predicts: Tensor  # [R, L] bool: the next token is a response token of the same sequence
     targets: Tensor  # [T] those next tokens, in row-major order of `predicts`
 
 
 def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
-    """Micro-batches of rows of sequence numbers: the longest first, rows as long as the longest, gaps filled first-fit.
+    """Micro-batches of rows of sequence numbers, the longest first. The rows of one are as long as its longest
+    sequence, and hold one each or as many as fit, whichever is less work; it takes in shorter ones as long as that is
+    less work than to begin another. A sequence beyond the budget gets a row alone.
 
-    Attention costs a token L / (6 hidden_size) of what all else does, so that sequences much shorter than the longest
-    go into a micro-batch of their own where that saves more than it takes to begin one. A sequence beyond the budget
-    gets a row alone.
+    Work is in tokens: attention costs one L / (6 hidden_size) of what all else does, and half of that where a row is
+    one sequence, as attention that is causal and nothing else skips what it does not see.
     """
     left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches = []
     while left:
-        width = lengths[left[0]]
-        rows: list[list[int]] = [[] for _ in range(max(1, max_tokens // width))]
-        room = [width] * len(rows)
-        alike = _alike([lengths[i] for i in left], hidden_size)
-        rest = []
-        for i in left[:alike]:
-            row = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
-            if row is None:
-                rest.append(i)
-            else:
-                rows[row].append(i)
-                room[row] -= lengths[i]
-        batches.append([row for row in rows if row])
-        left = rest + left[alike:]
+        rows = _least_work([lengths[i] for i in left], max_tokens, hidden_size)
+        batches.append([[left[k] for k in row] for row in rows])
+        left = left[sum(map(len, rows)) :]
     return batches
 
 
-def _alike(lengths: Sequence[int], hidden_size: int) -> int:
-    """How many of these, the longest first, share rows as long as the first."""
-    beyond = list(accumulate(reversed(lengths)))[::-1]  # tokens from each one on
-    saved = [tokens * (lengths[0] - own) / (6 * hidden_size) for tokens, own in zip(beyond, lengths, strict=True)]
-    best = max(range(len(lengths)), key=lambda i: saved[i])
-    return best if saved[best] > _BEGINNING else len(lengths)
+def _least_work(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[int]]:
+    """The rows of the first micro-batch of these, the longest first."""
+
+    def work(rows: int, width: int, attended: float) -> float:
+        return rows * width * (1 + attended * width / (6 * hidden_size))
+
+    width = lengths[0]
+    rest = [*accumulate((work(1, own, 0.5) for own in reversed(lengths)), initial=0.0)][::-1]
+    rows: list[list[int]] = []  # first-fit
+    room: list[int] = []
+    found: list[tuple[float, int, bool]] = []  # work of all, how many are in this micro-batch, one a row
+    for k, own in enumerate(lengths):
+        row = next((r for r, free in enumerate(room) if free >= own), len(room))
+        if row == len(room):
+            if row and (row + 1) * width > max_tokens:
+                break
+            rows.append([])
+            room.append(width)
+        rows[row].append(k)
+        room[row] -= own
+        count = k + 1
+        later = rest[count] + (_BEGINNING if rest[count] else 0)
+        found.append((work(len(rows), width, 1.0) + later, count, False))
+        if count == 1 or count * width <= max_tokens:
+            found.append((work(count, width, 0.5) + later, count, True))
+    _, count, alone = min(found)
+    if alone:
+        return [[k] for k in range(count)]
+    return [short for row in rows if (short := [k for k in row if k < count])]
 
 
 def pack(
@@ -70,7 +83,7 @@ def pack(
     """Lay out one planned micro-batch; `rows` hold sequence numbers, a sequence is its prompt and its response."""
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    position_ids = torch.zeros_like(input_ids)
+    position_ids = torch.arange(width).repeat(len(rows), 1)  # in gaps too: 0 would begin a sequence
     segment = (
         torch.arange(1, width + 1).neg().repeat(len(rows), 1)
     )  # gaps: each its own segment, so no row of the mask is empty
@@ -87,6 +100,11 @@ def pack(
             predicts[r, at + len(prompts[i]) - 1 : end - 1] = True
             targets += responses[i]
             at = end
-    mask = (segment[:, :, None] == segment[:, None, :]) & torch.ones(width, width, dtype=torch.bool).tril()
-    tensors = (input_ids, position_ids, mask[:, None], predicts, torch.tensor(targets))
-    return MicroBatch([i for row in rows for i in row], *(t.to(device) for t in tensors))
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    mask = (
+        None if all(len(row) == 1 for row in rows) else (segment[:, :, None] == segment[:, None, :])[:, None] & causal
+    )
+    input_ids, position_ids, predicts, wanted = (
+        t.to(device) for t in (input_ids, position_ids, predicts, torch.tensor(targets))
+    )
+    return MicroBatch([i for row in rows for i in row], input_ids, position_ids, mask, predicts, wanted)
