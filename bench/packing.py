@@ -2,7 +2,7 @@
 
     python bench/packing.py recipes/longtail.toml [--seconds 30] [--json FILE]
 
-A pass over the harvest, three ways, in turn: packs of `micro_batch_tokens` entries, one behind the other; padded
+A pass over the harvest, three ways, in turn: packs of 512 entries, one behind the other; padded
 batches of sequences sorted by length, each as many as fit so many entries with the padding (the fair baseline); and
 padded batches in random order, as data comes. The losses are of the same entries, which is checked.
 """
@@ -29,6 +29,7 @@ from tlt.draft.trainer import DrafterTrainer, Pack, _rotate_halves, bundles, pac
 from tlt.drafting import Workbench, harvest
 from tlt.metrics import provenance, write_json
 
+PACK = 512  # entries; a recipe may have fewer, for training that gives way
 WAYS = ("packed", "padded, sorted by length", "padded, in random order")
 
 
@@ -36,9 +37,9 @@ class Padded(DrafterTrainer):
     """Sequences side by side, each as long as the longest: R rows of N entries, one pass over R x N of them, attention
     and losses row by row as padded trainers do. What is padded is computed, and left out of the loss."""
 
-    def _columns(self, layer: EagleLayer, batch: Pack) -> tuple[list[Tensor], Tensor]:
+    def _columns(self, layer: EagleLayer, batch: Pack, steps: int) -> tuple[list[Tensor], Tensor]:
         features = batch.features.to(self.dtype)
-        columns = unroll_padded(self, layer, batch._replace(features=features))
+        columns = unroll_padded(self, layer, batch._replace(features=features), steps)
         return columns, features[:, -layer.options.hidden_size :]
 
 
@@ -62,7 +63,7 @@ def pad(items: Sequence[Harvest], device: torch.device) -> Pack:
     return Pack(*columns, version=parts[0].version)
 
 
-def unroll_padded(trainer: DrafterTrainer, layer: EagleLayer, batch: Pack) -> list[Tensor]:
+def unroll_padded(trainer: DrafterTrainer, layer: EagleLayer, batch: Pack, steps: int) -> list[Tensor]:
     """`unroll` of tlt.draft.trainer with a row dimension: [R, N, ...], causal within the row."""
     o, starts = layer.options, (batch.segments >= 0).nonzero().squeeze(1)
     rows = int(batch.segments[starts[-1]]) + 1
@@ -73,7 +74,7 @@ def unroll_padded(trainer: DrafterTrainer, layer: EagleLayer, batch: Pack) -> li
     g, keys, values, out = layer.fuse(batch.features), [], [], []
     tokens = batch.tokens.view(rows, N)
     embedding = trainer.target.embedding.to(trainer.dtype)
-    for t in range(trainer.config.unroll):
+    for t in range(steps):
         x, residual = layer.inputs(F.embedding(tokens.roll(-t, dims=1).flatten(), embedding), g)
         at = (batch.positions + t).clamp(max=len(trainer.cos_sin[0]) - 1)
         query, key = (
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     bench = Workbench.of(load_config(arguments.recipe))
-    config = bench.config.drafter
+    config = bench.config.drafter.model_copy(update={"micro_batch_tokens": PACK, "unroll": 3})
     layer = EagleLayer(eagle_options(bench.target.options, config.kind, config.window))
     with Progress() as progress:
         items = harvest(bench, layer, arguments.tokens, progress).items
@@ -174,6 +175,7 @@ def measure(trainers: dict[str, DrafterTrainer], ways: dict[str, list[Pack]], se
             for way, batches in ways.items():
                 start = time.perf_counter()
                 for batch in batches[len(batches) * part // 20 : len(batches) * (part + 1) // 20]:
+                    trainers[way].reach = float(trainers[way].config.unroll)  # all guesses, right or not
                     trainers[way].step(batch)
                 spent[way] += time.perf_counter() - start
         for way in ways:
