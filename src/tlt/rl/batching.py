@@ -100,10 +100,10 @@ def pack(
             predicts[r, at + len(prompts[i]) - 1 : end - 1] = True
             targets += responses[i]
             at = end
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    mask = (
-        None if all(len(row) == 1 for row in rows) else (segment[:, :, None] == segment[:, None, :])[:, None] & causal
-    )
+    mask = None
+    if any(len(row) > 1 for row in rows):
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        mask = ((segment[:, None, :, None] == segment[:, None, None, :]) & causal).to(device)
     input_ids, position_ids, predicts, wanted = (
         t.to(device) for t in (input_ids, position_ids, predicts, torch.tensor(targets))
     )
