@@ -179,7 +179,7 @@ def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
     """From a cold start it is never right, and hardly tried; told that another one goes by its name, the tuner does not
-    wait for a try by chance. One that is much like the one before makes it forget nothing."""
+    wait for a try by chance. One that is not much better than the one before was makes it forget nothing."""
     world = World(right={"eagle": 0.0, "suffix": 0.4})
     tuner = Bandit(ARMS, world.profile(), {"eagle": 0.0})
     cold = play(tuner, world, rows, 400)
@@ -189,9 +189,10 @@ def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
     warm = play(tuner, world, rows, 100)
     assert sum(arm.drafter == "eagle" for arm in warm.arms[10:]) > 80
     known = json.dumps(tuner.state())
-    tuner.renew("eagle", 0.82)
-    assert json.dumps(tuner.state()) == known
-    assert tuner.chances["eagle"] == 0.82
+    for chance in (0.82, 0.7, 0.86):  # as they come out on other prompts
+        tuner.renew("eagle", chance)
+        assert json.dumps(tuner.state()) == known
+        assert tuner.chances["eagle"] == chance
 
 
 def test_a_slower_machine_changes_no_choice() -> None:

@@ -30,7 +30,7 @@ _DOUBT = (
 _LUCK = 0.3  # and about its tokens, which are a matter of luck where rows are few
 _PRIOR_ROUNDS = 4  # what the model says counts as much as this many rounds
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
-_RENEWED = 0.05  # and how much better or worse one must be than the drafter before, for that to be forgotten
+_RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 
 
@@ -231,8 +231,12 @@ class Bandit:
 
     def _guess(self, arm: Strategy) -> float:
         """From the drafter's other arms."""
-        levels = [chance for other, chance in self._level.items() if other.drafter == arm.drafter]
-        return _tokens_of(sum(levels) / len(levels) if levels else self.chances.get(arm.drafter, _UNKNOWN), arm.depth)
+        level = self._mean_level(arm.drafter)
+        return _tokens_of(self.chances.get(arm.drafter, _UNKNOWN) if level is None else level, arm.depth)
+
+    def _mean_level(self, drafter: str) -> float | None:
+        levels = [chance for arm, chance in self._level.items() if arm.drafter == drafter]
+        return sum(levels) / len(levels) if levels else None
 
     def seconds(self, arm: Strategy, bucket: Bucket) -> float:
         """Of a round in this bucket."""
@@ -277,8 +281,10 @@ class Bandit:
             self._level[arm] = _level_of(seen.mean_accepted, arm.depth)
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """One that is much like the drafter before is learned as its guesses come in."""
-        if chance is None or abs(chance - self.chances.get(drafter, _UNKNOWN)) > _RENEWED:
+        """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured
+        on other prompts than those of the drafter before, so that the two of them say little."""
+        level = self._mean_level(drafter)
+        if chance is None or (level is not None and chance > level + _RENEWED):
             self._forget(drafter)
         if chance is not None:
             self.chances[drafter] = chance
