@@ -71,6 +71,16 @@ def test_a_slow_loss_is_seen_too() -> None:
     assert curve.now > 0.9 * curve.best
 
 
+def test_gains_of_both_signs_that_are_large_are_no_reason_to_rest() -> None:
+    worth = Worth()
+    for gain in (0.06, -0.05, 0.07, -0.075):  # 0.1 % in the mean: a cold start, judged on a few prompts
+        worth.gained(1.2, 1.2 * (1 + gain), 1.0)
+    assert worth.should_train()
+    for gain in (0.001, -0.001, 0.0005, -0.001):
+        worth.gained(4.0, 4.0 * (1 + gain), 1.0)
+    assert not worth.should_train()
+
+
 def test_a_candidate_that_is_nan_gains_nothing() -> None:
     worth = Worth()
     for _ in range(4):

@@ -55,8 +55,13 @@ class Worth:
         judgement before. A candidate that is not finite gained nothing."""
         gain = candidate / in_use - 1
         self.gains.append((gain if math.isfinite(gain) else 0.0, seconds))
-        if len(self.gains) == _TRIES and statistics.fmean(gain for gain, _ in self.gains) < _LEAST:
+        if len(self.gains) == _TRIES and self._gains_nothing():
             self.resting = True
+
+    def _gains_nothing(self) -> bool:
+        """For sure: from a cold start, gains on a few held-back prompts are large and of both signs."""
+        gains = [gain for gain, _ in self.gains]
+        return statistics.fmean(gains) + statistics.stdev(gains) / math.sqrt(_TRIES) < _LEAST
 
     def should_train(self) -> bool:
         """Whether idle time is to be trained in: not by a drafter that no longer gains, but again by one that went
