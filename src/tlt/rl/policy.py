@@ -84,9 +84,11 @@ class Policy:
         parts = self.config.updates_per_step
         borders = [round(count * k / parts) for k in range(parts + 1)]
         turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
-        own = [i for members in turns for i in self._own(batch, members, group)]
-        old = self._old_logprobs(batch, own, group) if parts > 1 else None
-        reports = [self._optimizer_step(batch, members, old, group) for members in turns]
+        shards = [self._own(batch, members, group) for members in turns]
+        old = self._old_logprobs(batch, [i for own in shards for i in own], group) if parts > 1 else None
+        reports = [
+            self._optimizer_step(batch, members, own, old, group) for members, own in zip(turns, shards, strict=True)
+        ]
         names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
         none = torch.zeros(0, device=self.device)
@@ -97,13 +99,13 @@ class Policy:
         return metrics | {"learning_rate": rate}
 
     def _optimizer_step(
-        self, batch: TrainBatch, members: range, old: dict[int, Tensor] | None, group: Group
+        self, batch: TrainBatch, members: range, own: Sequence[int], old: dict[int, Tensor] | None, group: Group
     ) -> dict[str, Any]:
         lengths = [len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
         gaps: list[Tensor] = []
-        for micro in self._micro_batches(batch, self._own(batch, members, group), group):
+        for micro in self._micro_batches(batch, own, group):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
             old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
