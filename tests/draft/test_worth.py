@@ -81,6 +81,15 @@ def test_gains_of_both_signs_that_are_large_are_no_reason_to_rest() -> None:
     assert not worth.should_train()
 
 
+def test_from_a_cold_start_it_learns_on_until_it_is_of_use() -> None:
+    """The first few responses teach little about others; those of later steps do."""
+    curve = Curve(1.0, 1.2, 0.5)
+    assert curve.run(30) == 1.0
+    curve.best = 4.0
+    assert curve.run(40) < 1.0, "and rests at the top"
+    assert curve.now > 3.5
+
+
 def test_a_candidate_that_is_nan_gains_nothing() -> None:
     worth = Worth()
     for _ in range(4):

@@ -17,6 +17,7 @@ from typing import Any
 STRETCH = 16  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
 _TRIES = 4  # judgements that a slope is taken over
 _LEAST = 0.002  # relative gain of a judged stretch: less is nothing
+_USEFUL = 2.0  # accept length below which a drafter is of no use yet: it learns on, from harvest that is to come
 _LEVEL = 8  # steps that the accept length at rest is a mean of
 _LATELY = 4  # and that it is compared with
 _STALE = 0.02  # relative fall that is worth training for
@@ -55,7 +56,7 @@ class Worth:
         judgement before. A candidate that is not finite gained nothing."""
         gain = candidate / in_use - 1
         self.gains.append((gain if math.isfinite(gain) else 0.0, seconds))
-        if len(self.gains) == _TRIES and self._gains_nothing():
+        if len(self.gains) == _TRIES and in_use >= _USEFUL and self._gains_nothing():
             self.resting = True
 
     def _gains_nothing(self) -> bool:
