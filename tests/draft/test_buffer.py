@@ -78,6 +78,24 @@ def test_the_longest_of_the_step_before_stay_beside_this_steps(
     assert buffer.versions <= {1}, "two steps old is too old"
 
 
+def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
+    """Later ones first: 12 entries a step, of which half of 80 holds three and a part of a fourth."""
+    buffer, kept = HarvestBuffer(80, steps=5), []
+    for version in range(6):
+        for length in (2, 3, 7):
+            buffer.add(harvest(0, length)._replace(target_version=version))
+        buffer.next_step()
+        kept.append([(i.target_version, len(i.tokens)) for i in buffer.items])
+    assert kept[1] == [(v, n) for v in (0, 1) for n in (7, 3, 2)]
+    assert kept[5] == [(2, 3)] + [(v, n) for v in (3, 4, 5) for n in (7, 3, 2)], "of version 2 one fits, of 1 none"
+    for _ in range(2):
+        buffer.next_step()
+    assert buffer.versions == {3, 4, 5}, "a step without harvest is one too"
+    for _ in range(3):
+        buffer.next_step()
+    assert not buffer.items
+
+
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 

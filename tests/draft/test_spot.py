@@ -162,9 +162,9 @@ def test_what_others_lend_counts_where_its_target_is_known(model: Model, items: 
 
 def test_there_is_something_to_judge_by_after_steps_that_held_nothing_back(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
-    for _ in range(3):
+    for _ in range(9):
         spot.target_moved()
-    assert not spot.ready, "what is trained on is of two steps at most"
+    assert not spot.ready, "what is trained on is of nine steps at most"
     assert spot.judge(None)[1] > 0
 
 
@@ -252,11 +252,21 @@ def test_the_teacher_is_the_target_of_the_harvests_version() -> None:
     p, q = (torch.log_softmax(x @ head.T, -1) for x, head in ((hidden, old), (out, model.decoder.head)))
     assert torch.allclose(spot.trainer._chunked(out, hidden, 0)[1], 1 - total_variation(p, q))
     spot.train(0)
-    model.decoder.load(state, version=2)
-    spot.target_moved()
-    assert spot.buffer.versions == set(), "what was not seen for a step is gone"
-    assert spot.trainer.heads.keys() == {2} | spot.held_back.versions, "with its head"
+    for version in range(2, 10):
+        assert spot.ready
+        model.decoder.load(state, version=version)
+        spot.target_moved()
+    assert spot.buffer.versions == set(), "what was not seen for eight steps is gone"
+    assert spot.trainer.heads.keys() == {9} | spot.held_back.versions, "with its head"
     assert not spot.ready
+
+
+@pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (3.5, 3), (99, 8)])
+def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
+    model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int
+) -> None:
+    monkeypatch.setattr("tlt.draft.spot._HEADS", int(heads * model.decoder.head.nbytes))
+    assert make_spot(model, []).buffer.before.maxlen == steps
 
 
 def test_a_pack_is_of_one_version(items: list[Harvest], model: Model) -> None:

@@ -2,6 +2,7 @@
 
 Those who finish early in a rollout are short, and a worker is idle while the long ones still run. So the longest of
 the step before are kept beside what this step gave so far (the one-step offset of TLT, arXiv 2511.16665 section 4.2).
+Where steps are small, those before it as well: the answers to a few prompts are too much alike to learn from.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
-_BEFORE = 0.5  # of the bound, at most, is left to the step before
+_BEFORE = 0.5  # of the bound, at most, is left to the steps before
 _HELD_BACK = 5  # one prompt in so many is not trained on: rarely do two steps have none of them
 
 
@@ -53,16 +54,17 @@ class Harvest(NamedTuple):
 
 
 class HarvestBuffer:
-    """Up to `max_tokens` entries: the newest of this step, and the longest of the step before."""
+    """Up to `max_tokens` entries: the newest of this step, and of up to `steps` before it, later ones first, the
+    longest."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
-        self.before: list[Harvest] = []
+        self.before: deque[list[Harvest]] = deque(maxlen=steps)
         self.now: deque[Harvest] = deque()
 
     @property
     def items(self) -> list[Harvest]:
-        return [*self.before, *self.now]
+        return [item for step in (*self.before, self.now) for item in step]
 
     @property
     def versions(self) -> set[int]:
@@ -77,13 +79,18 @@ class HarvestBuffer:
             self.tokens -= len(self.now.popleft().tokens)
 
     def next_step(self) -> None:
-        """The target moved: this step's longest become the step before, what was the step before is dropped."""
-        self.before, self.tokens = [], 0
-        for item in sorted(self.now, key=lambda item: item.reach, reverse=True):
-            if self.tokens + len(item.tokens) <= _BEFORE * self.max_tokens:
-                self.before.append(item)
-                self.tokens += len(item.tokens)
+        """The target moved: this step is now the one before."""
+        self.before.append(list(self.now))
         self.now.clear()
+        self.tokens = 0
+        for step in reversed(self.before):
+            step[:] = self._longest(step)
+
+    def _longest(self, items: Iterable[Harvest]) -> Iterator[Harvest]:
+        for item in sorted(items, key=lambda item: item.reach, reverse=True):
+            if self.tokens + len(item.tokens) <= _BEFORE * self.max_tokens:
+                self.tokens += len(item.tokens)
+                yield item
 
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
         """Items of one target version of up to `tokens` entries together. The further an item reaches, the likelier it

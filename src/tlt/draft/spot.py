@@ -23,6 +23,8 @@ from tlt.draft.trainer import DrafterTrainer, bundles, pack
 from tlt.models.decoder import Decoder
 
 _HELD = 4  # micro-batches of harvest held back: a judgement takes about as long as one and a half of training
+_STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
+_HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
 _READY = 2  # micro-batches of harvest before training starts
 _MEMORY = 50  # micro-batches that the published weights are a mean of
 _COOLING = 1000  # micro-batches after which a drafter that began at random trains at half the rate
@@ -51,7 +53,7 @@ class SpotTrainer:
         self.in_use, self.judged = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
-        self.buffer = HarvestBuffer(config.buffer_tokens)
+        self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes)))
         self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens)
         self.rng = random.Random(seed)
         self.tokens = 0  # since the last replica
