@@ -9,6 +9,8 @@ import pytest
 
 from tlt.draft.worth import Worth
 
+UNROLL = 7
+
 
 class Curve:
     """A drafter whose accept length goes from `start` towards `best` by training, and loses `drift` a step; fresh
@@ -16,7 +18,7 @@ class Curve:
 
     def __init__(self, start: float, best: float, speed: float, noise: float = 0.0, paired: float = 0.0) -> None:
         self.now, self.best, self.speed, self.noise, self.paired = start, best, speed, noise, paired
-        self.worth, self.rng, self.trained = Worth(), random.Random(0), []
+        self.worth, self.rng, self.trained = Worth(UNROLL), random.Random(0), []
 
     def step(self, drift: float = 0.0) -> None:
         """One rollout with 2 s of idle time."""
@@ -72,11 +74,12 @@ def test_a_slow_loss_is_seen_too() -> None:
 
 
 def test_gains_of_both_signs_that_are_large_are_no_reason_to_rest() -> None:
-    worth = Worth()
-    for gain in (0.06, -0.05, 0.07, -0.075):  # 0.1 % in the mean: a cold start, judged on a few prompts
-        worth.gained(1.2, 1.2 * (1 + gain), 1.0)
+    worth = Worth(UNROLL)
+    worth.fresh(4.0)
+    for gain in (0.06, -0.05, 0.07, -0.075) * 2:  # 0.1 % in the mean: judged on a few prompts
+        worth.gained(4.0, 4.0 * (1 + gain), 1.0)
     assert worth.should_train()
-    for gain in (0.001, -0.001, 0.0005, -0.001):
+    for gain in (0.001, -0.001, 0.0005, -0.001) * 2:
         worth.gained(4.0, 4.0 * (1 + gain), 1.0)
     assert not worth.should_train()
 
@@ -84,15 +87,16 @@ def test_gains_of_both_signs_that_are_large_are_no_reason_to_rest() -> None:
 def test_from_a_cold_start_it_learns_on_until_it_is_of_use() -> None:
     """The first few responses teach little about others; those of later steps do."""
     curve = Curve(1.0, 1.2, 0.5)
-    assert curve.run(30) == 1.0
+    assert curve.run(40) == 1.0
     curve.best = 4.0
     assert curve.run(40) < 1.0, "and rests at the top"
     assert curve.now > 3.5
 
 
 def test_a_candidate_that_is_nan_gains_nothing() -> None:
-    worth = Worth()
-    for _ in range(4):
+    worth = Worth(UNROLL)
+    worth.fresh(4.0)
+    for _ in range(8):
         assert worth.should_train()
         worth.gained(4.0, float("nan"), 1.0)
     assert not worth.should_train()
@@ -101,8 +105,9 @@ def test_a_candidate_that_is_nan_gains_nothing() -> None:
 @pytest.mark.parametrize(("gain", "rollout", "pays"), [(0.05, 10.0, True), (0.005, 10.0, False), (0.005, 60.0, True)])
 def test_time_that_is_not_idle_is_spent_where_it_comes_back(gain: float, rollout: float, pays: bool) -> None:
     """By hand: 5 % in 2 s, over 20 rollouts of 10 s: 0.025 * 200 = 5 s saved by a second. 0.5 %: half a second."""
-    worth = Worth()
-    for _ in range(4):
+    worth = Worth(UNROLL)
+    worth.fresh(3.0)
+    for _ in range(8):
         assert worth.pays_back(rollout), "till the slope is known"
         worth.gained(3.0, 3.0 * (1 + gain), 2.0)
     assert worth.pays_back(rollout) == pays
@@ -113,7 +118,7 @@ def test_the_state_comes_back_through_json() -> None:
     curve = Curve(1.0, 4.0, 0.2, 0.02, 0.002)
     for _ in range(60):
         curve.step(drift=0.005)
-        other = Worth()
+        other = Worth(UNROLL)
         other.load_state(json.loads(json.dumps(curve.worth.state())))
         assert (other.should_train(), other.pays_back(9.0)) == (curve.worth.should_train(), curve.worth.pays_back(9.0))
         assert other.state() == curve.worth.state()

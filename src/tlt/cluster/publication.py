@@ -36,7 +36,7 @@ class Publication:
     """What is published is saved in the run's folder."""
 
     def __init__(self, crew: Crew, config: Config) -> None:
-        self.crew, self.worth = crew, Worth()
+        self.crew, self.worth = crew, Worth(config.drafter.unroll)
         self.options = decoder_options(read_config(config.model.path))
         layer = starting_drafter(config, self.options)
         self.folder = Path(config.run.folder).resolve() / "drafter"

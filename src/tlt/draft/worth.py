@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-STRETCH = 16  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
-_TRIES = 4  # judgements that a slope is taken over
+STRETCH = 32  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
+_TRIES = 8  # judgements that a slope is taken over
 _LEAST = 0.002  # relative gain of a judged stretch: less is nothing
-_USEFUL = 2.0  # accept length below which a drafter is of no use yet: it learns on, from harvest that is to come
+_USEFUL = 0.3  # of a chain's guesses right: a drafter below that learns on, from harvest that is to come
 _LEVEL = 8  # steps that the accept length at rest is a mean of
 _LATELY = 4  # and that it is compared with
 _STALE = 0.02  # relative fall that is worth training for
@@ -26,9 +26,10 @@ _HORIZON = 20.0  # rollouts that a gain lasts
 
 
 class Worth:
-    """Accept lengths are means of `SpotTrainer.judge`."""
+    """Accept lengths are means of `SpotTrainer.judge`, of chains of `unroll` guesses."""
 
-    def __init__(self) -> None:
+    def __init__(self, unroll: int) -> None:
+        self.useful = 1 + _USEFUL * unroll
         self.gains: deque[tuple[float, float]] = deque(maxlen=_TRIES)  # relative, and the seconds of training
         self.level: deque[float] = deque(maxlen=_LEVEL)  # accept lengths before it came to rest, or the first ones then
         self.lately: deque[float] = deque(maxlen=_LATELY)  # since
@@ -56,7 +57,7 @@ class Worth:
         judgement before. A candidate that is not finite gained nothing."""
         gain = candidate / in_use - 1
         self.gains.append((gain if math.isfinite(gain) else 0.0, seconds))
-        if len(self.gains) == _TRIES and in_use >= _USEFUL and self._gains_nothing():
+        if len(self.gains) == _TRIES and statistics.fmean(self.level) >= self.useful and self._gains_nothing():
             self.resting = True
 
     def _gains_nothing(self) -> bool:
