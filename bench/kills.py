@@ -29,7 +29,7 @@ from recovery import verdict, write_recipe
 
 from tlt.cluster.sweeper import MARK
 
-STEPS = 200  # so that they take longer than workers take to come up
+STEPS = 600  # so that they take longer than several workers take to come up, one after the other
 _PER_RUN = 10  # kills after which a run is left to end
 _PAUSE = (0.05, 1.5)  # between two kills, in units of what the run takes to come up
 _DRIVER = 0.1  # share of the kills that meet the driver

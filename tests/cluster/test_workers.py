@@ -80,6 +80,9 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
+    """Of a resumed run, and the checkpoint that it went on from is gone by the time of the last two."""
+    run = {"save_every": 1, "keep": 1}
+    in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
     killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0, (3, "update"): 0.02})
     pools: list[Any] = []
     real = remote.join
@@ -91,7 +94,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
 
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with patch.object(remote, "join", join):
-        disturbed = run_module.train(config_of(home, 2, "disturbed"), False, killer)
+        disturbed = run_module.train(config_of(home, 2, "disturbed", run=run), True, killer)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert killer.killed == 3
     assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))

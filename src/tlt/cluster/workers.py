@@ -65,7 +65,7 @@ class RayPool:
     def __init__(self, config: Config, folder: str | Path) -> None:
         """Starts Ray, or joins it; workers come to life with their first call. Raises ConfigError or ClusterError."""
         self.size = config.cluster.workers
-        self._config, self._policy_folder = config, str(Path(folder).resolve())
+        self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
         """of the Ray that is this run's own"""
@@ -74,7 +74,7 @@ class RayPool:
         try:
             with _own_signals():
                 self._join(config.cluster.address) if config.cluster.address else self._start()
-            self._actors = [self._actor(index) for index in range(self.size)]
+            self._actors = [self._actor(index, str(Path(folder).resolve())) for index in range(self.size)]
         except BaseException:
             self.close()
             raise
@@ -105,7 +105,7 @@ class RayPool:
             reason = (str(error).splitlines() or ["no answer"])[0]
             raise ClusterError(f"no Ray cluster can be joined at {address} ({reason}): see cluster.address") from None
 
-    def _actor(self, index: int) -> Any:
+    def _actor(self, index: int, policy_folder: str) -> Any:
         device = self._config.model.device
         gpus = self._ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
         if gpus and gpus < self.size:
@@ -115,7 +115,7 @@ class RayPool:
         # calls are many and short: Ray's record of each took a tenth of the processor from those who decode
         actor = self._ray.remote(**options, enable_task_events=False)(Actor)
         log_file = Path(self._config.run.folder).resolve() / f"worker_{index}.log"
-        return actor.remote(self._config, index, self._policy_folder, cores, str(log_file))
+        return actor.remote(self._config, index, policy_folder, cores, str(log_file))
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,8 @@ class RayPool:
 
     def replace(self, index: int) -> None:
         self._ray.kill(self._actors[index], no_restart=True)
-        self._actors[index] = self._actor(index)
+        # the checkpoint that the run went on from may be gone by now; the new worker takes the state of a sound one
+        self._actors[index] = self._actor(index, self._config.model.path)
 
     def close(self) -> None:
         """Ends Ray, if it is this run's own."""
