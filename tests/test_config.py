@@ -198,6 +198,12 @@ def test_a_string_may_look_like_another_type(recipe: Path, text: str) -> None:
     assert load_config(recipe, ["--run.folder", text]).run.folder == text
 
 
+def test_an_empty_override_takes_a_field_away_that_may_be_left_out(recipe: Path) -> None:
+    named = ["--speculation.drafter", "adaptive", "--speculation.path", "drafter"]
+    assert load_config(recipe, named).speculation.path == "drafter"
+    assert load_config(recipe, [*named, "--speculation.path", ""]).speculation.path is None
+
+
 def test_the_last_override_wins_and_a_recipe_may_lack_the_section(recipe: Path) -> None:
     config = load_config(recipe, ["--train.steps", "3", "--rollout.group_size=8", "--train.steps=5"])
     assert (config.train.steps, config.rollout.group_size) == (5, 8)

@@ -13,7 +13,10 @@ from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfi
 from tlt.stopping import Stopped
 
 _BENCH_MODES = ("plain", "suffix", "frozen", "adaptive", "unpublished", "serial")
-_OVERRIDES = "Any field of the configuration can be set by --section.key value, such as --train.steps 10."
+_OVERRIDES = (
+    "Any field of the configuration can be set by --section.key value, such as --train.steps 10; "
+    'an empty one, such as --speculation.path "", takes away what the recipe says.'
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -90,7 +90,10 @@ def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
 
 
 def _typed(text: str, annotation: Any) -> Any:
-    """The text as TOML reads it; as it stands for a text field, or where TOML cannot read it (a bare word)."""
+    """The text as TOML reads it; as it stands for a text field, or where TOML cannot read it (a bare word). An empty
+    one takes away what the recipe says of a field that may be left out."""
+    if not text and type(None) in get_args(annotation):
+        return None
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
