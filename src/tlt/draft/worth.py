@@ -61,7 +61,7 @@ class Worth:
             self.resting = True
 
     def _gains_nothing(self) -> bool:
-        """For sure: from a cold start, gains on a few held-back prompts are large and of both signs."""
+        """For sure: gains on a few held-back prompts are large and of both signs."""
         gains = [gain for gain, _ in self.gains]
         return statistics.fmean(gains) + statistics.stdev(gains) / math.sqrt(_TRIES) < _LEAST
 
