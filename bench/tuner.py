@@ -1,11 +1,12 @@
 """How far the tuner is from the best choice in hindsight.
 
-    python bench/tuner.py record RECIPE TABLES.json     rounds of every strategy on the recipe's prompts, as they came
+    python bench/tuner.py record RECIPE TABLES.json [--steps 20]     every strategy decodes the same responses
     python bench/tuner.py simulate TABLES.json [--json FILE] [--seeds 20]     without torch
 
-A simulated rollout goes through the live rows of the recorded plain rollout, round by round; each round draws its
-seconds and tokens at random from what the picked strategy was recorded with at those rows. Regret is the time taken
-above that of the strategy that is best in each bucket on average, knowing the tables.
+All strategies commit the same tokens, so what was recorded says of every position of every response whether a drafter's
+guess there was right, and a simulated rollout may draft from wherever another strategy left off. What a round takes is
+drawn from the rounds that its strategy was recorded with; drawn times teach the tuner, their medians are what it is
+charged. The best choice in hindsight is, for each bucket, the strategy that was fastest there.
 """
 
 from __future__ import annotations
@@ -14,36 +15,21 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, strategies
+from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, interpolate, strategies
 
-Table = dict[Bucket, dict[Strategy, list[tuple[float, float]]]]
-"""seconds of a round, and tokens a row"""
+_ENOUGH = 5  # rounds at a number of rows, for a median
 
-
-class Recorder(Fixed):
-    """Keeps what every round took and gave."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
-        self.rounds: list[tuple[int, float, float, int]] = []
-        self._now = (1, 1.0)
-
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
-        self._now = (rows, context)
-        return super().choose(rows, context, usable)
-
-    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None:
-        if scored:
-            rows, context = self._now
-            self.rounds.append((rows, context, seconds, tokens))
+Kind = tuple[str, int]
+"""drafter, branching"""
 
 
-def record(recipe: Path, out: Path) -> None:
+def record(recipe: Path, out: Path, steps: int) -> None:
     from tlt.cluster.local import make_drafters, open_workplace
     from tlt.config import load_config
     from tlt.engine.engine import Engine
@@ -53,68 +39,153 @@ def record(recipe: Path, out: Path) -> None:
 
     config = load_config(recipe)
     _, prompts, target, params = open_workplace(config)
-    requests = [
-        Request(p, k, 0, request_seed(1, "tuner", p.prompt_id, 0, k), params) for p in prompts[:8] for k in range(8)
-    ]
+    each = config.rollout.prompts_per_step
     names = [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
     tables = []
     for arm in strategies(names):
-        for rows in (64, 8, 1):
-            drafters, layout = make_drafters(config.speculation, target)
-            engine = config.engine.model_copy(update={"max_rows": rows})
-            recorder = Recorder(arm)
-            decoder = Engine(target, engine, drafters if arm != PLAIN else [], recorder, layout=layout)
-            for _ in decoder.generate(requests if rows > 1 else requests[::8]):
-                pass
-            tables.append({"strategy": list(arm), "max_rows": rows, "rounds": recorder.rounds})
+        drafters, layout = make_drafters(config.speculation, target)
+        tuner = Recorder(arm)
+        engine = Engine(target, config.engine, drafters if arm != PLAIN else [], tuner, layout=layout)
+        texts = []
+        for step in range(steps):
+            engine.start(())
+            asked = [
+                Request(p, k, 0, request_seed(1, "tuner", p.prompt_id, 0, k), params)
+                for p in prompts[step * each : (step + 1) * each]
+                for k in range(config.rollout.group_size)
+            ]
+            engine.submit(asked)
+            lengths: dict[int, list[int]] = {request.seed: [0] for request in asked}
+            while engine.busy:
+                for response in engine.round():
+                    lengths[response.request.seed].append(len(response.token_ids))
+                for row in engine.scheduler.live:
+                    lengths[row.request.seed].append(len(row.tokens))
+            texts.append(list(lengths.values()))
+        print(f"{arm.name}: {sum(response[-1] for text in texts for response in text):,} tokens", flush=True)
+        tables.append({"strategy": list(arm), "rounds": tuner.rounds, "texts": texts})
     write_json(out, {"tables": tables, **provenance()})
 
 
-def read_tables(path: Path) -> tuple[Table, list[tuple[int, float]]]:
-    """The rounds by bucket and strategy; and rows and context of the plain rollout's rounds."""
-    tables: Table = {}
-    course: list[tuple[int, float]] = []
-    for table in json.loads(path.read_text(encoding="utf-8"))["tables"]:
-        arm = Strategy(*table["strategy"])
-        for rows, context, seconds, tokens in table["rounds"]:
-            tables.setdefault(bucket_of(rows, context), {}).setdefault(arm, []).append((seconds, tokens / rows))
-        if arm == PLAIN and table["max_rows"] == 64:
-            course = [(rows, context) for rows, context, *_ in table["rounds"]]
-    return tables, course
+class Recorder(Fixed):
+    """Keeps what every round took."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.rounds: list[tuple[int, float]] = []
+
+    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None:
+        if scored:
+            self.rounds.append((len(tokens), seconds))
 
 
-def speed(rounds: Sequence[tuple[float, float]]) -> float:
-    return sum(tokens for _, tokens in rounds) / sum(seconds for seconds, _ in rounds)
+# -- what was recorded -------------------------------------------------------------------------------------------------
 
 
-def simulate(tables: Table, course: Sequence[tuple[int, float]], rollouts: int, seed: int) -> list[dict[str, float]]:
-    """Time of each rollout against plain and against the best of each bucket; the tuner learns from one to the next."""
-    arms = sorted({arm for bucket in tables.values() for arm in bucket}, key=lambda arm: arm != PLAIN)
-    known = {b: arms_ for b, arms_ in tables.items() if len(arms_) == len(arms)}
-    profile: dict[int, dict[Strategy, float]] = {}
-    for bucket in sorted(known):  # what a start-up profile would say: medians, a fifth off in any direction
-        noisy = random.Random(f"{seed} {bucket}")
-        costs = {a: statistics.median(s for s, _ in r) * noisy.uniform(0.8, 1.2) for a, r in known[bucket].items()}
-        profile.setdefault(2**bucket.rows, costs)
-    rng, bandit, out = random.Random(seed), Bandit(arms, profile, seed=seed), []
-    best = {bucket: max(rounds, key=lambda arm: speed(rounds[arm])) for bucket, rounds in known.items()}
-    course = [at for at in course if bucket_of(*at) in known]
-    for _ in range(rollouts):
-        taken = dict.fromkeys(("tuner", "best", "plain"), 0.0)
-        left = 0.0  # rounds of the plain rollout that one round of the tuner is worth are skipped
-        for rows, context in course:
-            bucket = bucket_of(rows, context)
-            taken["plain"] += 1 / speed(known[bucket][PLAIN])
-            taken["best"] += 1 / speed(known[bucket][best[bucket]])
-            left -= 1.0
-            while left < 0:
-                arm = bandit.choose(rows, context, {a.drafter for a in arms})
-                seconds, tokens = rng.choice(known[bucket][arm])
-                bandit.record(arm, seconds, round(tokens * rows), scored=True)
-                taken["tuner"] += seconds
-                left += tokens
-        out.append(taken)
+class World(NamedTuple):
+    seconds: dict[Strategy, dict[int, list[float]]]
+    """of the rounds of so many rows"""
+    right: dict[Kind, list[list[list[bool]]]]
+    """[step][response][position] whether a guess of this kind was"""
+
+    def typical(self, arm: Strategy, rows: int) -> float:
+        return interpolate({at: statistics.median(taken) for at, taken in self.seconds[arm].items()}, rows)
+
+    def commits(self, arm: Strategy, step: int, response: int, at: int) -> int:
+        if arm == PLAIN:
+            return 1
+        ahead = self.right[arm.drafter, arm.branching][step][response][at:]
+        return min(next((i for i, right in enumerate(ahead[: arm.depth]) if not right), arm.depth) + 1, len(ahead))
+
+
+def read(path: Path) -> World:
+    """The deepest arm of a kind says what its guesses are worth: one that is wrong ends a round. What follows a guess
+    that was right at the very end of a chain is the target's own token: it is held to have been right too."""
+    tables = {Strategy(*t["strategy"]): t for t in json.loads(path.read_text(encoding="utf-8"))["tables"]}
+    seconds: dict[Strategy, dict[int, list[float]]] = {}
+    for arm, table in tables.items():
+        by_rows: dict[int, list[float]] = {}
+        for rows, taken in table["rounds"]:
+            by_rows.setdefault(rows, []).append(taken)
+        seconds[arm] = {rows: taken for rows, taken in by_rows.items() if len(taken) >= _ENOUGH}
+    deepest: dict[Kind, Strategy] = {}
+    for arm in sorted(tables, key=lambda arm: arm.depth):
+        deepest[arm.drafter, arm.branching] = arm
+    right = {
+        kind: [[_right(response, arm.depth) for response in text] for text in tables[arm]["texts"]]
+        for kind, arm in deepest.items()
+        if arm != PLAIN
+    }
+    return World(seconds, right)
+
+
+def _right(lengths: Sequence[int], depth: int) -> list[bool]:
+    out: list[bool] = []
+    for before, after in pairwise(lengths):
+        out += [True] * (after - before - 1) + [after - before > depth]
     return out
+
+
+# -- the simulation ----------------------------------------------------------------------------------------------------
+
+Choose = Callable[[int, float], Strategy]
+Learn = Callable[[Strategy, float, list[int]], None]
+Round = tuple[Bucket, float, int]
+"""what it took, and gave"""
+
+
+def play(world: World, choose: Choose, learn: Learn = lambda *_: None, rng: random.Random | None = None) -> list[Round]:
+    rng, rounds = rng or random.Random(0), []
+    for step, responses in enumerate(next(iter(world.right.values()))):
+        at = [0] * len(responses)
+        while live := [i for i, response in enumerate(responses) if at[i] < len(response)]:
+            rows, context = len(live), statistics.fmean(at[i] for i in live)
+            arm = choose(rows, context)
+            tokens = [world.commits(arm, step, i, at[i]) for i in live]
+            typical = world.typical(arm, rows)
+            near = world.seconds[arm][min(world.seconds[arm], key=lambda known: abs(known - rows))]
+            learn(arm, typical * rng.choice(near) / statistics.median(near), tokens)
+            rounds.append((bucket_of(rows, context), typical, sum(tokens)))
+            for i, more in zip(live, tokens, strict=True):
+                at[i] += more
+    return rounds
+
+
+def spent(rounds: Sequence[Round]) -> float:
+    return sum(seconds for _, seconds, _ in rounds)
+
+
+def hindsight(world: World) -> tuple[dict[str, float], float]:
+    """Seconds of each strategy alone, and of the best one of each bucket."""
+    alone: dict[str, float] = {}
+    speeds: dict[Bucket, dict[Strategy, float]] = {}
+    for arm in world.seconds:
+        rounds = play(world, lambda *_, arm=arm: arm)
+        alone[arm.name] = spent(rounds)
+        for bucket in {bucket for bucket, *_ in rounds}:
+            there = [turn for turn in rounds if turn[0] == bucket]
+            speeds.setdefault(bucket, {})[arm] = sum(tokens for *_, tokens in there) / spent(there)
+    best = {bucket: max(by_arm, key=lambda arm: by_arm[arm]) for bucket, by_arm in speeds.items()}
+    return alone, spent(play(world, lambda *at: best[bucket_of(*at)]))
+
+
+def tuned(world: World, seed: int) -> float:
+    """Seconds; the start-up profile is off by up to 7 %."""
+    rng = random.Random(seed)
+    profile = {
+        rows: {arm: world.typical(arm, rows) * rng.uniform(0.93, 1.07) for arm in world.seconds}
+        for rows in (1, 2, 4, 8, 16, 32, 64)
+    }
+    bandit = Bandit(world.seconds, profile, seed=seed)
+    drafters = {arm.drafter for arm in world.seconds}
+    return spent(
+        play(
+            world,
+            lambda rows, context: bandit.choose(rows, context, drafters),
+            lambda arm, seconds, tokens: bandit.record(arm, seconds, tokens, scored=True),
+            rng,
+        )
+    )
 
 
 def main() -> None:
@@ -123,23 +194,30 @@ def main() -> None:
     recording = kinds.add_parser("record")
     recording.add_argument("recipe", type=Path)
     recording.add_argument("tables", type=Path)
+    recording.add_argument("--steps", type=int, default=20)
     simulating = kinds.add_parser("simulate")
     simulating.add_argument("tables", type=Path)
     simulating.add_argument("--json", type=Path)
     simulating.add_argument("--seeds", type=int, default=20)
     arguments = parser.parse_args()
     if arguments.what == "record":
-        record(arguments.recipe, arguments.tables)
+        record(arguments.recipe, arguments.tables, arguments.steps)
         return
-    tables, course = read_tables(arguments.tables)
-    runs = [simulate(tables, course, rollouts=6, seed=seed) for seed in range(arguments.seeds)]
-    result: dict[str, Any] = {"rollouts": []}
-    for i in range(6):
-        against = {name: [run[i]["tuner"] / run[i][name] for run in runs] for name in ("best", "plain")}
-        row = {f"time_to_{name}": statistics.median(values) for name, values in against.items()}
-        row |= {f"worst_to_{name}": max(values) for name, values in against.items()}
-        result["rollouts"].append(row)
-        print(f"rollout {i + 1}: " + ", ".join(f"{key} {value:.3f}" for key, value in row.items()))
+    world = read(arguments.tables)
+    alone, best = hindsight(world)
+    totals = sorted(tuned(world, seed) for seed in range(arguments.seeds))
+    plain, fixed = alone[PLAIN.name], min(alone, key=lambda name: alone[name])
+    result: dict[str, Any] = {
+        "steps": len(next(iter(world.right.values()))),
+        "seconds": alone,
+        "best_fixed": fixed,
+        "time_to_best_of_each_bucket": [t / best for t in totals],
+        "time_to_best_fixed": [t / alone[fixed] for t in totals],
+        "faster_than_plain": [plain / t for t in totals],
+    }
+    for name in ("time_to_best_of_each_bucket", "time_to_best_fixed", "faster_than_plain"):
+        values = sorted(result[name])
+        print(f"{name}: median {statistics.median(values):.3f}, {values[0]:.3f} to {values[-1]:.3f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, suppress
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from rich.console import Console
 from tiny import tiny_config
 
 from tlt import run as run_module
+from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.remote import join
 from tlt.config import Config
@@ -186,16 +188,32 @@ def test_work_is_shared_and_groups_stay_together(home: Path) -> None:
 
 
 def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
-    config = config_of(home, 2, rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24})
-    expected = train(config)[:2]
+    """It is given them after one more round of the other's, and does not train while it waits."""
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
+    expected = train(config_of(home, 2, rollout=rollout))[:2]
+    drafter = {"speculation": {"drafter": "adaptive"}, "drafter": {"micro_batch_tokens": 8}}
+    config = config_of(home, 2, rollout=rollout, **drafter)
     taken: list[int] = []
-    real = ThreadWorker.decode
+    turn = count()
+    decode, asks = ThreadWorker.decode, Coordinator._asks_for_work
 
-    def decode(self: ThreadWorker, work: Any, seconds: float) -> Any:
+    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
         taken.extend(len(row.tokens) for row in work.resumed)
-        return real(self, work, seconds)
+        assert seconds == (0.0 if work.give_up else AT_ONCE)
+        return decode(self, work, seconds)
+
+    def asking(self: Any, index: int) -> bool:
+        helps = asks(self, index)
+        if helps:
+            self.crew.pool.log.append((index, "asks"))
+        return helps
 
     always = patch("tlt.cluster.balance.Forecast.is_worth_helping", lambda *arguments: True)
-    with always, patch.object(ThreadWorker, "decode", decode):
-        assert train(config)[:2] == expected
+    with always, patch.object(ThreadWorker, "decode", decoding), patch.object(Coordinator, "_asks_for_work", asking):
+        digest, learned, pool = train(config, choose=lambda n: next(turn))
+    assert (digest, learned) == expected
     assert max(taken) > 0
+    assert "spot" in {method for _, method in pool.log}
+    for worker in range(2):
+        calls = [method for index, method in pool.log if index == worker]
+        assert ("asks", "spot") not in pairwise(calls)

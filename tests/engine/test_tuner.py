@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Collection
@@ -54,16 +55,13 @@ class World:
     def best(self, rows: int, arms: Collection[Strategy] = ARMS) -> float:
         return max(self.speed(arm, rows) for arm in arms)
 
-    def play(self, arm: Strategy, rows: int) -> int:
-        """Tokens that one round commits."""
-        total = 0
-        for _ in range(rows):
-            total += 1
-            for _ in range(arm.depth):
-                if self.rng.random() > self.chance(arm):
-                    break
-                total += 1
-        return total
+    def play(self, arm: Strategy, rows: int) -> list[int]:
+        """Tokens that one round commits, by row."""
+        tokens = [1] * rows
+        for row in range(rows):
+            while tokens[row] <= arm.depth and self.rng.random() < self.chance(arm):
+                tokens[row] += 1
+        return tokens
 
     def profile(self, wrong: Callable[[Strategy], float] = lambda arm: 1.0) -> dict[int, dict[Strategy, float]]:
         return {rows: {arm: self.seconds(arm, rows) * wrong(arm) for arm in ARMS} for rows in (*ROWS, 256)}
@@ -176,6 +174,19 @@ def test_it_finds_a_drafter_that_got_better(rows: int) -> None:
     assert play(bandit, world, rows, 300).regret < 0.05
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_short_chains_tell_of_long_ones(seed: int) -> None:
+    """After a text in which only short chains paid, those that are right to their end say that longer ones would be."""
+    chains = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4, 6, 8))]
+    world = World({"eagle": 0.9, "suffix": 0.1}, rng=random.Random(seed))
+    bandit = Bandit(chains, {1: {arm: world.seconds(arm, 1) for arm in chains}}, seed=seed)
+    play(bandit, world, 1, 300)
+    world.right["eagle"] = 0.4
+    assert statistics.median(arm.depth for arm in play(bandit, world, 1, 300).arms[100:]) <= 2
+    world.right["eagle"] = 0.98
+    assert statistics.median(arm.depth for arm in play(bandit, world, 1, 200).arms[60:]) == 8
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
     """From a cold start it is never right, and hardly tried; told that another one goes by its name, the tuner does not
@@ -257,7 +268,7 @@ def test_rounds_that_are_not_scored_teach_nothing() -> None:
     before = json.dumps(bandit.state())
     for _ in range(50):
         arm = bandit.choose(4, 300.0, BOTH)
-        bandit.record(arm, 99.0, 4, scored=False)
+        bandit.record(arm, 99.0, [1] * 4, scored=False)
     assert json.dumps(bandit.state()) == before
 
 
@@ -280,7 +291,7 @@ def test_more_rows_than_were_profiled_and_fewer() -> None:
 def test_the_catch_up_is_not_held_against_the_arm() -> None:
     """A drafter that is worth it stays, though each of its first rounds takes four times as long."""
     world = World(catch_up=5.0)
-    bandit = Bandit(ARMS, world.profile())
+    bandit = Bandit(ARMS, world.profile(), world.right)
     play(bandit, world, 4, 400)
     played = play(bandit, world, 4, 400)
     assert sum(arm.drafter == "eagle" for arm in played.arms) > 360

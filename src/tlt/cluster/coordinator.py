@@ -123,15 +123,14 @@ class Coordinator:
         self.tracers[index].enter(ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
         work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked)
+        seconds = 0.0 if share.asked else self.config.cluster.slice_seconds  # its helper waits for what it gives up
         share.asked = []
-        self.crew.call(index, "decode", work, self.config.cluster.slice_seconds)
+        self.crew.call(index, "decode", work, seconds)
 
     def _idle(self, index: int) -> None:
-        """Nothing left to decode, and nothing waits: help another worker, and until that gives something up, or if it
-        would not pay, train."""
+        """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train."""
         self.tracers[index].enter(IDLE)
-        self._ask_for_work(index)
-        if not self.trains_when_idle:
+        if self._asks_for_work(index) or not self.trains_when_idle:
             return
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
         if self.publication.begin(idle) or self.publication.catch_up(index):
@@ -140,20 +139,22 @@ class Coordinator:
             self.tracers[index].enter(SPOT)
             self.crew.call(index, "spot", _SPOT_SECONDS)
 
-    def _ask_for_work(self, index: int) -> None:
-        """Help the worker that has most to do, if that is predicted to end the rollout earlier."""
+    def _asks_for_work(self, index: int) -> bool:
+        """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. Until
+        it is given something, it waits: training would hold it up, and with it the rollout."""
         if any(share.helper == index for share in self.shares):
-            return
+            return True
         most = max(self.shares, key=lambda share: len(share.rows))
         if most.last is None or most.helper is not None or len(most.rows) < 2:
-            return
+            return False
         if most.last.waiting:
             wanted = most.last.waiting[1::2] or most.last.waiting
         else:
             wanted = half_of(most.last.live)
             if not self.forecast.is_worth_helping(most.last.live, wanted, most.last.stats.accept_length):
-                return
+                return False
         most.asked, most.helper = list(wanted), index
+        return True
 
     def _took(self, index: int, done: Slice) -> list[Response]:
         """A slice came back: what finished in it."""

@@ -137,7 +137,8 @@ class Engine:
         strategy = self.tuner.choose(len(live), context, self.drafters.usable.keys())
         with self._timed("prefill"):
             preempted = self.make_room(strategy)
-        tokens, start, began = stats.tokens, time.perf_counter(), time.time()
+        before = [(row, len(row.tokens)) for row in live]
+        start, began = time.perf_counter(), time.time()
         with self._timed("draft"):
             trees = self.draft(strategy)
         with self._timed("verify"):
@@ -146,11 +147,12 @@ class Engine:
             responses = self._commit(trees, sampled, strategy.drafter)
         stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
         spent = time.perf_counter() - start
-        self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=stats.tokens - tokens)
+        tokens = [len(row.tokens) - had for row, had in before]
+        self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         stats.drafter_failures, stats.drafter_version = self.drafters.failures, self.drafters.version
         stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
-        self.tuner.record(strategy, spent, stats.tokens - tokens, scored=not prefilled and not preempted)
+        self.tuner.record(strategy, spent, tokens, scored=not prefilled and not preempted)
         return responses
 
     # -- admission ----------------------------------------------------------------------------------------------------

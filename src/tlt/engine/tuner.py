@@ -2,9 +2,10 @@
 
 The bandit is BEG-MAB of the TLT paper (arXiv 2511.16665, section 5: bucketed epsilon-greedy over the window of what
 each arm gave) with a model that fills in what was not tried. The time of a round is a matter of the bucket (live rows
-and context) and the tokens it commits a matter of the text, so both are kept apart: an arm's tokens are learned
-wherever it is used, its seconds start from a profile taken at start-up, scaled by what the bucket's other arms took.
-No torch here: `bench/tuner_regret.py` runs it against recorded tables.
+and context) and the tokens it commits a matter of the text, so both are kept apart: how far a drafter's guesses are
+right is learned from all of its arms, wherever they are used; an arm's seconds start from a profile taken at start-up,
+scaled by what the bucket's other arms took.
+No torch here: `bench/tuner.py` runs it against recorded tables.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.guesses import Guesses
 
-_WINDOW = 64  # rounds remembered of an arm in a bucket
+_WINDOW = 64  # rounds whose seconds are remembered of an arm in a bucket
 _LOOK = 4  # rounds between two looks at all arms; one that is tried is tried for so many
 _EPSILON = 0.1
 _STRANGE = 512  # rounds after which a drafter that was not used is given a try
 _AT_BEST = 0.8  # how often the guesses of a drafter that nobody knows are right if all is well
-_DOUBT = (
-    0.1  # relative doubt about the seconds of an arm that was not used in a bucket; falls with the root of its rounds
-)
-_LUCK = 0.3  # and about its tokens, which are a matter of luck where rows are few
-_PRIOR_ROUNDS = 4  # what the model says counts as much as this many rounds
+_DOUBT = 0.1  # relative doubt about the seconds of an arm not used in a bucket; falls with the root of its rounds
+_LUCK = 0.3  # and about how often guesses are right; falls with the root of the rows that told of it
+_PRIOR = 4  # what the model says counts as much as so many rounds or, of guesses, rows
+_VAGUE = 2  # and what is known of the guess before, or of a chain where the draft is a tree, as so many rows
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
@@ -58,8 +59,8 @@ class Tuner(Protocol):
         work."""
         ...
 
-    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None:
-        """What the round just chosen took and gave; rounds with a prefill are not scored."""
+    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None:
+        """What the round just chosen took, and gave each row; rounds with a prefill are not scored."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
@@ -84,7 +85,7 @@ class Fixed:
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         return self.strategies[0] if self.strategies[0].drafter in usable else PLAIN
 
-    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None: ...
+    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None: ...
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
 
@@ -106,20 +107,15 @@ def bucket_of(rows: int, context: float) -> Bucket:
 
 
 @dataclass
-class _Seen:
-    """The last rounds of an arm; what is read every round is kept ready."""
+class _Took:
+    """Seconds of the last rounds of an arm; what is read every round is kept ready."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    accepted: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """tokens a row"""
-    median_seconds: float = 0.0
-    mean_accepted: float = 0.0
+    median: float = 0.0
 
-    def add(self, seconds: Iterable[float], accepted: Iterable[float]) -> None:
+    def add(self, seconds: Iterable[float]) -> None:
         self.seconds.extend(seconds)
-        self.accepted.extend(accepted)
-        self.median_seconds = statistics.median(self.seconds or (0.0,))
-        self.mean_accepted = statistics.fmean(self.accepted or (0.0,))
+        self.median = statistics.median(self.seconds or (0.0,))
 
 
 class Bandit:
@@ -137,25 +133,24 @@ class Bandit:
         self.strategies = tuple(strategies)
         self.profile = {rows: dict(profile[rows]) for rows in sorted(profile)}
         self.rng = random.Random(seed)
-        self.seen: dict[Bucket, dict[Strategy, _Seen]] = {}
-        self.accepted: dict[Strategy, _Seen] = {}  # over all buckets
+        self.took: dict[Bucket, dict[Strategy, _Took]] = {}
+        self.anywhere, self.here = Guesses(), dict[Bucket, Guesses]()
         self._interpolated: dict[tuple[Strategy, int], float] = {}
         self._scale: dict[Bucket, float] = {}  # what the profile is off by
-        self._level: dict[Strategy, float] = {}  # the chance that one more level is reached, read off an arm's tokens
         self.current = self.settled = PLAIN  # what is used now, and what is held to be the best
         self.switched = False
         self.catch_up: dict[str, float] = {}  # seconds that a drafter's first round after another one took longer
         self.stay = 50.0  # rounds that the best arm stays the best, in the mean
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
-        self._now = (Bucket(0, 0), 1)
+        self._now = Bucket(0, 0)
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
     def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
         bucket = bucket_of(rows, context)
-        moved = bucket != self._now[0]
-        self._now = (bucket, rows)
+        moved = bucket != self._now
+        self._now = bucket
         self._rounds += 1
         # to look at all figures every round would cost more than it finds
         if moved or self._rounds % _LOOK == 0 or (self.current != PLAIN and self.current.drafter not in usable):
@@ -213,36 +208,33 @@ class Bandit:
         """By how much an arm may be better than is known."""
         if self._is_strange(arm.drafter):
             return max(0.0, _tokens_of(_AT_BEST, arm.depth) / self.tokens(arm, bucket) - 1)
-        here, anywhere = self.seen.get(bucket, {}).get(arm), self.accepted.get(arm)
-        luck = _LUCK / math.sqrt(1 + 2**bucket.rows * (len(anywhere.accepted) if anywhere else 0))
-        return luck + _DOUBT / math.sqrt(1 + (len(here.seconds) if here else 0))
+        took = self.took.get(bucket, {}).get(arm)
+        return self._expected(arm, bucket)[1] + _DOUBT / math.sqrt(1 + (len(took.seconds) if took else 0))
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def tokens(self, arm: Strategy, bucket: Bucket) -> float:
         """Tokens a row commits in a round."""
-        if arm == PLAIN:
-            return 1.0
-        anywhere, here = self.accepted.get(arm), self.seen.get(bucket, {}).get(arm)
-        expected = self._guess(arm)
-        if anywhere:
-            expected = _blend(len(anywhere.accepted), anywhere.mean_accepted, expected)
-        return _blend(len(here.accepted), here.mean_accepted, expected) if here else expected
+        return self._expected(arm, bucket)[0]
 
-    def _guess(self, arm: Strategy) -> float:
-        """From the drafter's other arms."""
-        level = self._mean_level(arm.drafter)
-        return _tokens_of(self.chances.get(arm.drafter, _UNKNOWN) if level is None else level, arm.depth)
-
-    def _mean_level(self, drafter: str) -> float | None:
-        levels = [chance for arm, chance in self._level.items() if arm.drafter == drafter]
-        return sum(levels) / len(levels) if levels else None
+    def _expected(self, arm: Strategy, bucket: Bucket) -> tuple[float, float]:
+        """Tokens a row, and by how much more it may be."""
+        here = self.here.get(bucket) or Guesses()
+        kind, chain = (arm.drafter, arm.branching), (arm.drafter, 1)
+        right, reached, tokens, luck = self.chances.get(arm.drafter, _UNKNOWN), 1.0, 1.0, 0.0
+        for level in range(arm.depth):
+            right = self.anywhere.chance(chain, level, right, _VAGUE)
+            tree = self.anywhere.chance(kind, level, right, _VAGUE) if kind != chain else right
+            reached *= here.chance(kind, level, tree, _PRIOR)
+            tokens += reached
+            luck += reached / math.sqrt(1 + self.anywhere.rows(kind, level))
+        return tokens, _LUCK * luck / tokens
 
     def seconds(self, arm: Strategy, bucket: Bucket) -> float:
         """Of a round in this bucket."""
         expected = self._profiled(arm, 2**bucket.rows) * self._scale.get(bucket, 1.0)
-        here = self.seen.get(bucket, {}).get(arm)
-        return _blend(len(here.seconds), here.median_seconds, expected) if here else expected
+        took = self.took.get(bucket, {}).get(arm)
+        return _blend(len(took.seconds), took.median, expected) if took else expected
 
     def _profiled(self, arm: Strategy, rows: int) -> float:
         known = self._interpolated.get((arm, rows))
@@ -253,8 +245,8 @@ class Bandit:
 
     # -- what a round taught -------------------------------------------------------------------------------------------
 
-    def record(self, strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None:
-        bucket, rows = self._now
+    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None:
+        bucket = self._now
         if not scored or strategy not in self.strategies:
             return
         if self.switched and strategy != PLAIN:  # its drafter had to catch up: charged to the switch, not to the arm
@@ -262,61 +254,54 @@ class Bandit:
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
         else:
-            self._learn_here(bucket, strategy, [seconds], [tokens / rows])
-        self._learn_anywhere(strategy, [tokens / rows])
+            self._took(bucket, strategy, [seconds])
+        if strategy != PLAIN:
+            self._used[strategy.drafter] = self._rounds
+            for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
+                guesses.add((strategy.drafter, strategy.branching), strategy.depth, tokens)
 
-    def _learn_here(self, bucket: Bucket, arm: Strategy, seconds: list[float], accepted: list[float]) -> None:
-        here = self.seen.setdefault(bucket, {})
-        here.setdefault(arm, _Seen()).add(seconds, accepted)
+    def _took(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
+        here = self.took.setdefault(bucket, {})
+        here.setdefault(arm, _Took()).add(seconds)
         rows = 2**bucket.rows
-        self._scale[bucket] = statistics.median(
-            seen.median_seconds / self._profiled(a, rows) for a, seen in here.items()
-        )
-
-    def _learn_anywhere(self, arm: Strategy, accepted: list[float]) -> None:
-        self._used[arm.drafter] = self._rounds
-        seen = self.accepted.setdefault(arm, _Seen())
-        seen.add([], accepted)
-        if arm != PLAIN:
-            self._level[arm] = _level_of(seen.mean_accepted, arm.depth)
+        self._scale[bucket] = statistics.median(took.median / self._profiled(a, rows) for a, took in here.items())
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured
         on other prompts than those of the drafter before, so that the two of them say little."""
-        level = self._mean_level(drafter)
-        if chance is None or (level is not None and chance > level + _RENEWED):
+        first = self.anywhere.chance((drafter, 1), 0, self.chances.get(drafter, _UNKNOWN), _VAGUE)
+        if chance is None or chance > first + _RENEWED:
             self._forget(drafter)
         if chance is not None:
             self.chances[drafter] = chance
 
     def _forget(self, drafter: str) -> None:
         """What its guesses were worth; not what its rounds take."""
-        for arm in [arm for arm in self.accepted if arm.drafter == drafter]:
-            del self.accepted[arm]
-            self._level.pop(arm, None)
-            for here in self.seen.values():
-                if arm in here:
-                    here[arm].accepted.clear()
+        for guesses in (self.anywhere, *self.here.values()):
+            guesses.forget(drafter)
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {
-            "accepted": [[list(arm), list(seen.accepted)] for arm, seen in self.accepted.items()],
-            "seen": [
-                [list(bucket), list(arm), list(seen.seconds), list(seen.accepted)]
-                for bucket, arms in self.seen.items()
-                for arm, seen in arms.items()
+            "took": [
+                [list(bucket), list(arm), list(took.seconds)]
+                for bucket, arms in self.took.items()
+                for arm, took in arms.items()
             ],
+            "anywhere": self.anywhere.state(),
+            "here": [[list(bucket), guesses.state()] for bucket, guesses in self.here.items()],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for arm, accepted in state.get("accepted", ()):
+        for bucket, arm, seconds in state.get("took", ()):
             if (key := Strategy(*arm)) in self.strategies:
-                self._learn_anywhere(key, accepted)
-        for bucket, arm, seconds, accepted in state.get("seen", ()):
-            if (key := Strategy(*arm)) in self.strategies:
-                self._learn_here(Bucket(*bucket), key, seconds, accepted)
+                self._took(Bucket(*bucket), key, seconds)
+        drafters = {arm.drafter for arm in self.strategies}
+        self.anywhere.load_state(state.get("anywhere", ()), drafters)
+        self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen}
+        for bucket, guesses in state.get("here", ()):
+            self.here.setdefault(Bucket(*bucket), Guesses()).load_state(guesses, drafters)
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:
@@ -329,17 +314,8 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
 
 def _blend(count: int, mean: float, prior: float) -> float:
     """The mean of what was seen, with the prior as a few rounds more."""
-    return (count * mean + _PRIOR_ROUNDS * prior) / (count + _PRIOR_ROUNDS)
+    return (count * mean + _PRIOR * prior) / (count + _PRIOR)
 
 
 def _tokens_of(chance: float, depth: int) -> float:
     return sum(chance**k for k in range(depth + 1))
-
-
-def _level_of(tokens: float, depth: int) -> float:
-    """The inverse of `_tokens_of`, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(10):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _tokens_of(middle, depth) < tokens else (low, middle)
-    return (low + high) / 2

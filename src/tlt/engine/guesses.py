@@ -1,0 +1,57 @@
+"""How far a drafter's guesses are right. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+_KEPT = 1 - 1 / 64
+
+Kind = tuple[str, int]
+"""drafter, branching"""
+
+
+class Guesses:
+    """The chance that a guess is right behind right ones, level by level: Kaplan and Meier's estimate, in which a chain
+    that was right to its end says nothing of what would have come behind it. So chains of any depth tell of each other.
+    The older a round, the less it counts."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Kind, list[list[float]]] = {}
+        """of every level: rows that reached it, and rows that were right"""
+
+    def add(self, kind: Kind, depth: int, tokens: Iterable[int]) -> None:
+        """A round: `tokens` that each row committed, the target's own one among them."""
+        for levels in self.seen.values():
+            for level in levels:
+                level[0] *= _KEPT
+                level[1] *= _KEPT
+        levels = self.seen.setdefault(kind, [])
+        levels += [[0.0, 0.0] for _ in range(depth - len(levels))]
+        for committed in tokens:
+            for level in levels[: committed - 1]:
+                level[0] += 1
+                level[1] += 1
+            if committed <= depth:
+                levels[committed - 1][0] += 1
+
+    def rows(self, kind: Kind, level: int) -> float:
+        """That told of this level, counted from 0."""
+        levels = self.seen.get(kind, ())
+        return levels[level][0] if level < len(levels) else 0.0
+
+    def chance(self, kind: Kind, level: int, prior: float, weight: float) -> float:
+        levels = self.seen.get(kind, ())
+        reached, right = levels[level] if level < len(levels) else (0.0, 0.0)
+        return (right + weight * prior) / (reached + weight)
+
+    def forget(self, drafter: str) -> None:
+        self.seen = {kind: levels for kind, levels in self.seen.items() if kind[0] != drafter}
+
+    def state(self) -> list[Any]:
+        """Plain data."""
+        return [[*kind, [list(level) for level in levels]] for kind, levels in self.seen.items()]
+
+    def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
+        """Of these drafters alone."""
+        self.seen |= {(drafter, branching): levels for drafter, branching, levels in state if drafter in drafters}

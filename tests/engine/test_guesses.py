@@ -1,0 +1,76 @@
+"""How far guesses are right: against numbers worked out by hand, and against the chances that a simulation draws by."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tlt.engine.guesses import Guesses
+
+EAGLE = ("eagle", 1)
+
+
+def chances(guesses: Guesses, levels: int, prior: float = 0.5) -> list[float]:
+    return [guesses.chance(EAGLE, level, prior, weight=0.0) for level in range(levels)]
+
+
+def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
+    """Of chains of two: three rows right at once, then wrong; five right to the end; two wrong at once. Of chains of
+    three, in the same round: one right to the end, one wrong at the third."""
+    guesses = Guesses()
+    guesses.add(EAGLE, 3, [4, 3])
+    for levels in guesses.seen.values():  # as though it were the same round, of the same weight
+        for level in levels:
+            level[:] = [64 / 63 * x for x in level]
+    guesses.add(EAGLE, 2, [2] * 3 + [3] * 5 + [1] * 2)
+    assert chances(guesses, 3) == pytest.approx([10 / 12, 7 / 10, 1 / 2])
+    assert [guesses.rows(EAGLE, level) for level in range(4)] == pytest.approx([12, 10, 2, 0])
+
+
+def test_a_prior_counts_as_much_as_so_many_rows() -> None:
+    guesses = Guesses()
+    assert guesses.chance(EAGLE, 5, 0.3, weight=2.0) == 0.3
+    guesses.add(EAGLE, 1, [2, 2, 1])
+    assert guesses.chance(EAGLE, 0, 0.3, weight=2.0) == pytest.approx((2 + 0.6) / 5)
+
+
+def test_chains_of_any_depth_find_the_same_chances() -> None:
+    rng, true = random.Random(0), [0.9, 0.7, 0.8, 0.6]
+    guesses = Guesses()
+    for turn in range(400):
+        depth, tokens = 1 + turn % 4, []
+        for _ in range(50):
+            right = 0
+            while right < depth and rng.random() < true[right]:
+                right += 1
+            tokens.append(1 + right)
+        guesses.add(EAGLE, depth, tokens)
+    assert chances(guesses, 4) == pytest.approx(true, abs=0.03)
+
+
+def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
+    guesses = Guesses()
+    for _ in range(200):
+        guesses.add(EAGLE, 2, [3] * 4)
+    for _ in range(200):
+        guesses.add(("suffix", 2), 2, [1] * 4)
+    assert chances(guesses, 1) == [1.0]  # the older it is, the less it counts, but it says what it said
+    assert guesses.rows(EAGLE, 0) < 20
+    for _ in range(200):
+        guesses.add(EAGLE, 2, [1] * 4)
+    assert guesses.chance(EAGLE, 0, 0.5, weight=2.0) < 0.01
+    guesses.forget("eagle")
+    assert set(guesses.seen) == {("suffix", 2)}
+
+
+def test_its_state_is_a_copy_that_survives_json() -> None:
+    guesses, back = Guesses(), Guesses()
+    guesses.add(EAGLE, 3, [4, 2, 1])
+    guesses.add(("suffix", 2), 1, [2])
+    back.load_state(json.loads(json.dumps(guesses.state())), {"eagle"})
+    assert back.seen == {EAGLE: guesses.seen[EAGLE]}
+    state = guesses.state()
+    guesses.add(EAGLE, 3, [1])
+    assert state != guesses.state()
