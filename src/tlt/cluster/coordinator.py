@@ -24,6 +24,7 @@ from tlt.types import Request, Response, RolloutStats, TrainBatch
 
 _ATTEMPTS = 5  # at an update from which workers are lost
 _SPOT_SECONDS = 0.0  # of a call that trains: one micro-batch, so that a worker is back within one
+_LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
 _HANGS = 30.0  # seconds after which one that trains is given up
 
 
@@ -123,9 +124,14 @@ class Coordinator:
         self.tracers[index].enter(ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
         work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked)
-        seconds = 0.0 if share.asked else self.config.cluster.slice_seconds  # its helper waits for what it gives up
+        self.crew.call(index, "decode", work, self._seconds(share))
         share.asked = []
-        self.crew.call(index, "decode", work, seconds)
+
+    def _seconds(self, share: Share) -> float:
+        """Of its next slice: a helper waits for what is asked of it, and of a last row nothing can be."""
+        if share.asked:
+            return 0.0
+        return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
         """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train."""
