@@ -40,9 +40,9 @@ class Curve:
 @pytest.mark.parametrize("noise", [0.0, 0.04])
 def test_one_that_rises_is_trained_to_the_top_and_then_left_alone(noise: float) -> None:
     curve = Curve(1.0, 4.0, 0.1, noise, noise / 10)
-    assert curve.run(30) == 1.0
-    assert curve.run(70) < 0.5
-    assert curve.now > 0.97 * curve.best
+    assert curve.run(25) == 1.0
+    assert curve.run(75) < 0.4
+    assert curve.now > 0.93 * curve.best, "a stretch gains 1 % there, which is what it costs"
     assert curve.run(200) < 0.05
 
 
