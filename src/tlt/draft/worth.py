@@ -17,7 +17,7 @@ from typing import Any
 STRETCH = 32  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
 _TRIES = 8  # judgements that a slope is taken over
 _LEAST = 0.01  # relative gain of a judged stretch: it slows those who decode beside it, and less does not pay that back
-_USEFUL = 0.3  # of a chain's guesses right: a drafter below that learns on, from harvest that is to come
+_USEFUL = 0.4  # of a chain's guesses right: a drafter below that learns on, from harvest that is to come
 _LEVEL = 8  # steps that the accept length at rest is a mean of
 _LATELY = 4  # and that it is compared with
 _STALE = 0.02  # relative fall that is worth training for
