@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-_KEPT = 1 - 1 / 64
+_KEPT = 1 - 1 / 64  # of what was seen, from one round to the next
 
 Kind = tuple[str, int]
 """drafter, branching"""
