@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 _KEPT = 1 - 1 / 64  # of what was seen, from one round to the next
@@ -20,7 +20,7 @@ class Guesses:
         self.seen: dict[Kind, list[list[float]]] = {}
         """of every level: rows that reached it, and rows that were right"""
 
-    def add(self, kind: Kind, depth: int, tokens: Iterable[int]) -> None:
+    def add(self, kind: Kind, depth: int, tokens: Sequence[int]) -> None:
         """A round: `tokens` that each row committed, the target's own one among them."""
         for levels in self.seen.values():
             for level in levels:
@@ -28,21 +28,21 @@ class Guesses:
                 level[1] *= _KEPT
         levels = self.seen.setdefault(kind, [])
         levels += [[0.0, 0.0] for _ in range(depth - len(levels))]
-        for committed in tokens:
-            for level in levels[: committed - 1]:
-                level[0] += 1
-                level[1] += 1
-            if committed <= depth:
-                levels[committed - 1][0] += 1
+        for at, level in enumerate(levels[:depth]):
+            level[0] += sum(committed > at for committed in tokens)
+            level[1] += sum(committed > at + 1 for committed in tokens)
+
+    def _at(self, kind: Kind, level: int) -> Sequence[float]:
+        levels = self.seen.get(kind, ())
+        return levels[level] if level < len(levels) else (0.0, 0.0)
 
     def rows(self, kind: Kind, level: int) -> float:
         """That told of this level, counted from 0."""
-        levels = self.seen.get(kind, ())
-        return levels[level][0] if level < len(levels) else 0.0
+        return self._at(kind, level)[0]
 
     def chance(self, kind: Kind, level: int, prior: float, weight: float) -> float:
-        levels = self.seen.get(kind, ())
-        reached, right = levels[level] if level < len(levels) else (0.0, 0.0)
+        """Of this level; the prior counts as much as `weight` rows."""
+        reached, right = self._at(kind, level)
         return (right + weight * prior) / (reached + weight)
 
     def forget(self, drafter: str) -> None:

@@ -254,13 +254,13 @@ class Bandit:
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
         else:
-            self._took(bucket, strategy, [seconds])
+            self._learn_seconds(bucket, strategy, [seconds])
         if strategy != PLAIN:
             self._used[strategy.drafter] = self._rounds
             for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
                 guesses.add((strategy.drafter, strategy.branching), strategy.depth, tokens)
 
-    def _took(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
+    def _learn_seconds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
         here = self.took.setdefault(bucket, {})
         here.setdefault(arm, _Took()).add(seconds)
         rows = 2**bucket.rows
@@ -296,7 +296,7 @@ class Bandit:
     def load_state(self, state: Mapping[str, Any]) -> None:
         for bucket, arm, seconds in state.get("took", ()):
             if (key := Strategy(*arm)) in self.strategies:
-                self._took(Bucket(*bucket), key, seconds)
+                self._learn_seconds(Bucket(*bucket), key, seconds)
         drafters = {arm.drafter for arm in self.strategies}
         self.anywhere.load_state(state.get("anywhere", ()), drafters)
         self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen}
