@@ -42,7 +42,8 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
 
     def noted(self: Publication, worker: int, report: SpotReport) -> None:
         trained(self, worker, report)
-        micro_batches.append(report.seconds / report.micro_batches)
+        if report.micro_batches:
+            micro_batches.append(report.seconds / report.micro_batches)
 
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--cluster.workers", str(workers), "--train.steps", str(steps), "--run.folder", folder + "/run"]

@@ -122,6 +122,9 @@ class TestPool:
             call.done, call.error = True, WorkerLost()
         return call.handle
 
+    def come_back(self, index: int, number: float) -> None:
+        self.workers[index].come_back(number)
+
     def put(self, value: Any) -> Handle:
         call = Call(-1, "put", (), Handle_(len(self.calls)), copy.deepcopy(value), done=True)
         self.calls[call.handle] = call

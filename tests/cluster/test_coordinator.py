@@ -187,6 +187,35 @@ def test_work_is_shared_and_groups_stay_together(home: Path) -> None:
     assert [len(set(p)) for p in prompts] == [1, 1]
 
 
+def test_those_who_train_are_called_back(home: Path) -> None:
+    """When the next rollout or the update begins, and when rows of a lost worker are there: a call that trains goes no
+    further, and later ones do."""
+    config = config_of(
+        home,
+        2,
+        rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
+        speculation={"drafter": "adaptive"},
+        drafter={"micro_batch_tokens": 8},
+    )
+    turn, decodes, spot = count(), count(), ThreadWorker.spot
+    expected = train(config, lambda n: next(turn))[:2]
+    trained: list[tuple[bool, int]] = []  # whether it was wanted, and micro-batches
+
+    def training(self: ThreadWorker, seconds: float, number: float) -> Any:
+        report = spot(self, seconds, number)
+        trained.append((self._wanted >= number, report.micro_batches if report else 0))
+        return report
+
+    def dies(worker: int, method: str) -> str:
+        return "after" if method == "decode" and next(decodes) == 40 else ""
+
+    with patch.object(ThreadWorker, "spot", training):
+        assert train(config, lambda n: next(turn), dies)[:2] == expected
+    assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}
+    assert sum(micro_batches for wanted, micro_batches in trained if not wanted) > STEPS
+    assert [wanted for wanted, _ in trained].index(True) < len(trained) - 1
+
+
 def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
     """It is given them after one more round of the other's, and does not train while it waits."""
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}

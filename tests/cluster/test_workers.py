@@ -28,6 +28,7 @@ from tlt.cluster.sweeper import marked
 from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.display import Display
+from tlt.metrics import read_metrics
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
 
@@ -41,7 +42,7 @@ def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any])
     run = {"folder": str(home / folder), "seed": 1} | sections.pop("run", {})
     train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
     train |= sections.pop("train", {})
-    cluster = {"workers": workers, "slice_seconds": 0.01}
+    cluster = {"workers": workers, "slice_seconds": 0.01} | sections.pop("cluster", {})
     return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
 
 
@@ -102,6 +103,16 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert not Path(killer.folder).exists()
     assert marked(killer.folder) == []
     assert shm() == set()
+
+
+def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
+    """Each call would take a minute."""
+    config = config_of(home, 2, "run", cluster={"slice_seconds": 60.0}, speculation={"drafter": "adaptive"})
+    began = time.monotonic()
+    run_module.train(config, False, quiet())
+    assert time.monotonic() - began < 50
+    steps = read_metrics(Path(config.run.folder))
+    assert sum(worker.get("SPOT", 0.0) for step in steps for worker in step["workers"]) > 0
 
 
 def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpoint(home: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from itertools import count
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def test_it_is_over_after_the_micro_batch_under_way(model: Model, items: list[Ha
     assert report.tokens <= report.micro_batches * CONFIG.micro_batch_tokens
     assert 0.2 <= report.seconds <= spent
     assert report.seconds < 0.2 + 20 * report.seconds / report.micro_batches
+
+
+def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, items: list[Harvest]) -> None:
+    """Wherever that reaches it: in each column's pass forward, and backward."""
+    spot = make_spot(model, items)
+    spot.train(0)
+    looks = count()
+    assert spot.train(0, lambda: next(looks) < 0).micro_batches == 1
+    before = spot.replica()
+    for reached in range(last := next(looks)):
+        looks = count()
+        report = spot.train(60.0, lambda at=reached, looks=looks: next(looks) == at)
+        assert (report.micro_batches, report.tokens, next(looks)) == (0, 0, reached + 1)
+        assert same(before, spot.replica())
+    assert last >= 2 * spot.trainer.columns
+    spot.train(0)
+    assert not same(before, spot.replica())
 
 
 def test_without_harvest_nothing_is_trained(model: Model) -> None:

@@ -112,7 +112,7 @@ def test_every_column_is_what_sequential_drafting_gives(
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(kind=kind, unroll=steps))
     batch = pack(items, CPU)
     with torch.no_grad():
-        columns = unroll(layer, model.decoder.embedding, made.cos_sin, batch, steps)
+        columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, batch, steps))
         want = drafted(model, layer, items, steps)
     offsets = [sum(len(item.tokens) for item in items[:row]) for row in range(len(items))]
     assert len(want) == sum(n - t for n in (17, 9, 1, 21, 4) for t in range(steps) if n > t)
@@ -126,7 +126,7 @@ def test_positions_beyond_the_targets_last_one_are_drafted_as_they_are_trained(m
     layer, item = make_layer(model.decoder, "eagle3", 8), harvest("eagle3", 500, 12)
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=4))
     with torch.no_grad():
-        columns = unroll(layer, model.decoder.embedding, made.cos_sin, pack([item], CPU), 4)
+        columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack([item], CPU), 4))
         want = drafted(model, layer, [item], 4)
     assert max(entry + column for _, entry, column in want) == 11
     for (_, entry, column), law in want.items():
@@ -216,7 +216,7 @@ def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name
     layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.7
     config = DrafterTrainConfig(unroll=4, decay=decay, loss=name)
     made = DrafterTrainer(layer, model.decoder, config)
-    columns = unroll(layer, model.decoder.embedding, made.cos_sin, pack(items, CPU), 4)
+    columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack(items, CPU), 4))
     loss, overlaps = made.loss(pack(items, CPU))
     total, weight = 0.0, 0.0
     for t, column in enumerate(columns):

@@ -23,7 +23,6 @@ from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 
 _ATTEMPTS = 5  # at an update from which workers are lost
-_SPOT_SECONDS = 0.0  # of a call that trains: one micro-batch, so that a worker is back within one
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
 _HANGS = 30.0  # seconds after which one that trains is given up
 
@@ -52,7 +51,7 @@ class Coordinator:
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self._enter(IDLE)
-        self._number = 0
+        self._number = self._spots = 0  # of the last rollout, and of the last call that trains
         self._meeting: tuple[str, int] | None = None
         self.publication = Publication(crew, config)
         self.trains_when_idle = config.drafter.idle_training
@@ -67,6 +66,7 @@ class Coordinator:
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
     ) -> tuple[list[Response], RolloutStats]:
         self._number += 1
+        self._call_back()
         self.publication.next_rollout()
         self.shares = [Share() for _ in range(self.crew.size)]
         self.queue = deque(
@@ -143,7 +143,14 @@ class Coordinator:
             return
         if self.shares[index].trains and self.publication.worth.should_train():
             self.tracers[index].enter(SPOT)
-            self.crew.call(index, "spot", _SPOT_SECONDS)
+            self._spots += 1
+            self.crew.call(index, "spot", self.config.cluster.slice_seconds, self._spots)
+
+    def _call_back(self) -> None:
+        """Those who train are wanted."""
+        for index in range(self.crew.size):
+            if "spot" in self.crew.pending(index):
+                self.crew.pool.come_back(index, self._spots)
 
     def _asks_for_work(self, index: int) -> bool:
         """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. Until
@@ -182,7 +189,11 @@ class Coordinator:
         if helper is not None and helper in self.crew.sound:
             self.shares[helper].promised += rows
         elif rows:
-            self.queue.appendleft(rows)
+            self._requeue(rows)
+
+    def _requeue(self, rows: list[Row]) -> None:
+        self.queue.appendleft(rows)
+        self._call_back()
 
     def _learn(self, before: Slice | None, now: Slice) -> None:
         had, has = before.stats if before else RolloutStats(), now.stats
@@ -197,9 +208,8 @@ class Coordinator:
         """The worker was lost: others decode what it had, with the same tokens."""
         lost, self.shares[index] = self.shares[index], Share()
         self.tracers[index].enter(IDLE)
-        rows = [*lost.rows.values(), *lost.promised]
-        if rows:
-            self.queue.appendleft(rows)
+        if rows := [*lost.rows.values(), *lost.promised]:
+            self._requeue(rows)
         if lost.last:
             self._gone = self._gone + lost.last.stats
 
@@ -225,6 +235,7 @@ class Coordinator:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._enter(UPDATE)
+        self._call_back()
         self.crew.call_back(("spot", *METHODS), _HANGS)
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):

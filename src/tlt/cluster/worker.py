@@ -2,11 +2,13 @@
 
 A call takes a bounded time and returns what was done in it; the worker has no thread and no queue of its own. So who
 calls sees at once that it is idle, has it back at the end of a call, and notices a lost one by the call that fails.
+Only `come_back` is called beside another call.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +94,7 @@ class Worker:
         self._rollout = -1
         self._group: tuple[Any, Group] | None = None
         self._before: State | None = None  # the update under way
+        self._wanted = 0.0  # calls of `spot` up to this number are to end
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
@@ -114,12 +117,17 @@ class Worker:
 
     # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
 
-    def spot(self, seconds: float) -> SpotReport | None:
-        """Train it until the micro-batch under way when the time is up is done; None where it cannot be."""
+    def spot(self, seconds: float, number: float = math.inf) -> SpotReport | None:
+        """Train it until the micro-batch under way when the time is up is done; None where it cannot be. Calls that may
+        be broken off have a number above 0 and above those before."""
         if self.spot_trainer is None or not self.spot_trainer.ready:
             return None
         with self.tracer.span("spot"):
-            return self._guarded(lambda trainer: trainer.train(seconds))
+            return self._guarded(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number))
+
+    def come_back(self, number: float) -> None:
+        """From another thread: a `spot` of this number or one before ends amid its micro-batch, or does not begin."""
+        self._wanted = number
 
     def replica(self) -> Replica | None:
         return self._guarded(lambda trainer: trainer.replica())

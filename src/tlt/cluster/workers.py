@@ -25,6 +25,7 @@ from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
 
 _STORE_BYTES = 128 * 2**20
+_BESIDE = "beside"  # calls that do not wait for the one under way
 _LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and the system allows 107
 
 
@@ -40,6 +41,11 @@ class Actor:
         if self._worker is None:
             self._worker = self._build()
         return getattr(self._worker, method)(*arguments)
+
+    def come_back(self, number: float) -> None:
+        """In a thread of its own."""
+        if self._worker is not None:
+            self._worker.come_back(number)
 
     def _build(self) -> Any:
         logging.basicConfig(handlers=[logging.FileHandler(self._log_file, delay=True)])
@@ -113,7 +119,7 @@ class RayPool:
         cores = [] if self._config.cluster.address else share_of_cores(index, self.size)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
         # calls are many and short: Ray's record of each took a tenth of the processor from those who decode
-        actor = self._ray.remote(**options, enable_task_events=False)(Actor)
+        actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_BESIDE: 1})(Actor)
         log_file = Path(self._config.run.folder).resolve() / f"worker_{index}.log"
         return actor.remote(self._config, index, policy_folder, cores, str(log_file))
 
@@ -121,6 +127,9 @@ class RayPool:
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
         return self._actors[index].call.remote(method, *arguments)
+
+    def come_back(self, index: int, number: float) -> None:
+        self._actors[index].come_back.options(concurrency_group=_BESIDE).remote(number)
 
     def put(self, value: Any) -> Handle:
         return self._ray.put(value)

@@ -1,4 +1,4 @@
-"""Training the drafter in the gaps of a rollout: short calls, each over after the micro-batch under way.
+"""Training the drafter in the gaps of a rollout: short calls, which can be broken off amid a micro-batch.
 
 One per worker. What workers share goes by value: `replica` out, `adopt` in, and the sums of `judge` added up.
 """
@@ -9,7 +9,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from tlt.config import DrafterTrainConfig
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, HarvestBuffer
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.trainer import DrafterTrainer, bundles, pack
+from tlt.draft.trainer import DrafterTrainer, Interrupted, bundles, pack
 from tlt.models.decoder import Decoder
 
 _HELD = 4  # micro-batches of harvest held back: a judgement takes about as long as one and a half of training
@@ -79,13 +79,17 @@ class SpotTrainer:
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def train(self, seconds: float) -> SpotReport:
-        """Micro-batches until the time is up: at least one, none where nothing is `ready`."""
+    def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
+        """Micro-batches until the time is up: at least one, none where nothing is `ready`; or until `stop` says so,
+        which leaves the one under way undone."""
         began, report, overlaps = time.perf_counter(), SpotReport(), [0.0]
         while self.ready and (report.micro_batches == 0 or report.seconds < seconds):
             self.trainer.rate_scale = max(_LEAST_RATE, 1 / (1 + self.trainer.steps / _COOLING) if self.cold else 0.0)
             batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
-            overlaps.append(self.trainer.step(batch)[0])
+            try:
+                overlaps.append(self.trainer.step(batch, stop)[0])
+            except Interrupted:
+                break
             self._follow()
             spent = time.perf_counter() - began
             report = SpotReport(report.micro_batches + 1, report.tokens + len(batch.tokens), spent)

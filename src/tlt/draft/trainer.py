@@ -34,6 +34,10 @@ _LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
 _LATELY = 10  # steps that `reach` is a mean of, about
 
 
+class Interrupted(Exception):
+    """A step was asked to stop amid its work; it changed nothing."""
+
+
 class Pack(NamedTuple):
     tokens: Tensor
     """[T] the token that follows each entry"""
@@ -128,7 +132,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def unroll(
     layer: EagleLayer, embedding: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Pack, steps: int
-) -> list[Tensor]:
+) -> Iterator[Tensor]:
     """Columns 0 .. steps - 1: what the head takes at every entry, [T, D] each. Entry i of column t predicts the token
     t + 2 behind token i; at the end of a sequence its input is some other token, and its output means nothing.
 
@@ -140,7 +144,6 @@ def unroll(
     g = layer.fuse(batch.features)
     keys: list[Tensor] = []  # of each column, [K, T, E]
     values: list[Tensor] = []
-    out = []
     for t in range(steps):
         x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t), embedding), g)
         at = (batch.positions + t).clamp(max=len(cos_sin[0]) - 1)
@@ -150,8 +153,7 @@ def unroll(
         query = query.view(T, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
         mixed = torch.cat([_attend(query, keys, values, block) for block in blocks], dim=2)
         g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).reshape(T, -1)))
-        out.append(layer.finish(g))
-    return out
+        yield layer.finish(g)
 
 
 class _Block(NamedTuple):
@@ -251,11 +253,20 @@ class DrafterTrainer:
         use yet and cost as much; up to `unroll`."""
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
-    def loss(self, batch: Pack) -> tuple[Tensor, list[float]]:
-        """The mean loss over the columns, weighted by `decay`; and the mean of 1 - TV of each column."""
+    def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
+        """The mean loss over the columns, weighted by `decay`; and the mean of 1 - TV of each column. Raises
+        Interrupted here, or in `backward`, where `stop` says so at the next column."""
+
+        def look(gradient: Tensor | None = None) -> None:
+            if stop():
+                raise Interrupted
+
         total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=batch.tokens.device), 0.0, []
         columns, teacher = self._columns(self.layer, batch, self.columns)
         for t, out in enumerate(columns):
+            look()
+            if out.requires_grad:
+                out.register_hook(look)
             ahead = 1 + t
             inside = batch.segments[ahead:] == batch.segments[:-ahead]
             where = (inside & batch.counted[t : len(batch.counted) - 1]).nonzero().squeeze(1)
@@ -286,7 +297,7 @@ class DrafterTrainer:
         reached = torch.stack(overlaps).cumprod(0)
         return len(where) + reached.sum().item(), reached[0].sum().item(), len(where)
 
-    def _columns(self, layer: EagleLayer, batch: Pack, steps: int) -> tuple[list[Tensor], Tensor]:
+    def _columns(self, layer: EagleLayer, batch: Pack, steps: int) -> tuple[Iterable[Tensor], Tensor]:
         """What the head takes, [T, D]: of the drafter in each column, and of the target."""
         batch = batch._replace(features=batch.features.to(self.dtype))
         columns = unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps)
@@ -311,19 +322,19 @@ class DrafterTrainer:
         loss, overlap = (torch.cat(x) for x in zip(*parts, strict=True))
         return loss, overlap
 
-    def step(self, batch: Pack) -> list[float]:
+    def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
         """One optimizer step, none where the gradient is not finite; returns the mean of 1 - TV of each column, before
-        it."""
+        it. Raises Interrupted within a column's time where `stop` says so."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        loss, overlaps = self.loss(batch)
+        loss, overlaps = self.loss(batch, stop)
         if all(math.isnan(overlap) for overlap in overlaps):
             return overlaps
+        loss.backward()
         right = sum(accumulate((x for x in overlaps if not math.isnan(x)), mul))
         self.reach += (right - self.reach) / _LATELY
-        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.layer.parameters(), self.config.max_grad_norm)
         if norm.isfinite():  # one bad batch must not end the drafter
             self.optimizer.step()
