@@ -40,9 +40,9 @@ def record(recipe: Path, out: Path, steps: int) -> None:
     config = load_config(recipe)
     _, prompts, target, params = open_workplace(config)
     each = config.rollout.prompts_per_step
-    names = [drafter.name for drafter in make_drafters(config.speculation, target)[0]]
+    known = {drafter.name: drafter.published for drafter in make_drafters(config.speculation, target)[0]}
     tables = []
-    for arm in strategies(names):
+    for arm in strategies(known):
         drafters, layout = make_drafters(config.speculation, target)
         tuner = Recorder(arm)
         engine = Engine(target, config.engine, drafters if arm != PLAIN else [], tuner, layout=layout)
@@ -64,7 +64,7 @@ def record(recipe: Path, out: Path, steps: int) -> None:
             texts.append(list(lengths.values()))
         print(f"{arm.name}: {sum(response[-1] for text in texts for response in text):,} tokens", flush=True)
         tables.append({"strategy": list(arm), "rounds": tuner.rounds, "texts": texts})
-    write_json(out, {"tables": tables, **provenance()})
+    write_json(out, {"chances": known, "tables": tables, **provenance()})
 
 
 class Recorder(Fixed):
@@ -87,6 +87,8 @@ class World(NamedTuple):
     """of the rounds of so many rows"""
     right: dict[Kind, list[list[list[bool]]]]
     """[step][response][position] whether a guess of this kind was"""
+    chances: dict[str, float]
+    """of each drafter's first guess, as known before"""
 
     def typical(self, arm: Strategy, rows: int) -> float:
         return interpolate({at: statistics.median(taken) for at, taken in self.seconds[arm].items()}, rows)
@@ -101,7 +103,8 @@ class World(NamedTuple):
 def read(path: Path) -> World:
     """The deepest arm of a kind says what its guesses are worth: one that is wrong ends a round. What follows a guess
     that was right at the very end of a chain is the target's own token: it is held to have been right too."""
-    tables = {Strategy(*t["strategy"]): t for t in json.loads(path.read_text(encoding="utf-8"))["tables"]}
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    tables = {Strategy(*t["strategy"]): t for t in recorded["tables"]}
     seconds: dict[Strategy, dict[int, list[float]]] = {}
     for arm, table in tables.items():
         by_rows: dict[int, list[float]] = {}
@@ -116,7 +119,7 @@ def read(path: Path) -> World:
         for kind, arm in deepest.items()
         if arm != PLAIN
     }
-    return World(seconds, right)
+    return World(seconds, right, {name: chance for name, chance in recorded["chances"].items() if chance is not None})
 
 
 def _right(lengths: Sequence[int], depth: int) -> list[bool]:
@@ -176,7 +179,7 @@ def tuned(world: World, seed: int) -> float:
         rows: {arm: world.typical(arm, rows) * rng.uniform(0.93, 1.07) for arm in world.seconds}
         for rows in (1, 2, 4, 8, 16, 32, 64)
     }
-    bandit = Bandit(world.seconds, profile, seed=seed)
+    bandit = Bandit(world.seconds, profile, world.chances, seed)
     drafters = {arm.drafter for arm in world.seconds}
     return spent(
         play(
