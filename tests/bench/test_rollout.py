@@ -107,9 +107,10 @@ def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch:
     seeds: dict[str, list[frozenset[int]]] = {}
     decode = rollout._Bench._decode
 
-    def observed(self: Any, contender: Any, batch: int, requests: Any, timed: bool) -> Any:
-        seeds.setdefault(contender.name, []).append(frozenset(r.seed for r in requests))
-        return decode(self, contender, batch, requests, timed)
+    def observed(self: Any, contenders: Any, batch: int, requests: Any, timed: bool) -> Any:
+        for contender in contenders:
+            seeds.setdefault(contender.name, []).append(frozenset(r.seed for r in requests))
+        return decode(self, contenders, batch, requests, timed)
 
     monkeypatch.setattr(rollout._Bench, "_decode", observed)
     monkeypatch.setattr(rollout, "_HALF_WIDTH", -1.0)  # never narrow enough: as many repeats as are allowed
@@ -140,9 +141,9 @@ def test_all_have_as_many_threads_as_plain_decoding_is_fastest_with(home: Path) 
     _, prompts, target, params = open_workplace(config)
     speeds = {1: 5.0, 2: 3.0}
 
-    def decode(self: Any, contender: Any, *arguments: Any, timed: bool) -> dict[int, list[int]]:
-        contender.speeds.append(speeds[torch.get_num_threads()])
-        return {}
+    def decode(self: Any, contenders: Any, *arguments: Any, timed: bool) -> None:
+        for contender in contenders:
+            contender.speeds.append(speeds[torch.get_num_threads()])
 
     before = torch.get_num_threads()
     bench = rollout._Bench(config, target, prompts, params, threads=2)

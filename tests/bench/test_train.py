@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -18,10 +22,11 @@ from tiny import tiny_config
 from tlt import run as run_module
 from tlt.bench import forks, one_run
 from tlt.bench import train as bench
-from tlt.bench.turns import BenchError, Process
+from tlt.bench.turns import BenchError, Pausing, Process
 from tlt.cli import main
 from tlt.cluster.local import make_target
 from tlt.cluster.remote import join
+from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
@@ -252,3 +257,29 @@ def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == (
         "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, unpublished, serial\n"
     )
+
+
+def test_a_run_stands_still_between_its_turns() -> None:
+    """And goes on when whoever gives the turns is gone."""
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "/tmp/of_this_test"}) as ray:
+        states: list[str] = []
+
+        def state() -> str:
+            time.sleep(0.1)
+            return Path(f"/proc/{ray.pid}/stat").read_text().rsplit(") ", 1)[1][0]
+
+        def turn(report: dict[str, float]) -> int:
+            states.append(state())
+            if len(states) > 1:
+                sys.exit("gone")
+            return 7
+
+        pausing = Pausing(turn)
+        pausing.folder = "/tmp/of_this_test"
+        assert pausing({}) == 7
+        states.append(state())
+        with pytest.raises(SystemExit, match="gone"):
+            pausing({})
+        states.append(state())
+        ray.kill()
+    assert states == ["T", "S", "T", "S"]

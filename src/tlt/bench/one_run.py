@@ -10,9 +10,11 @@ import torch
 
 from tlt.bench import forks
 from tlt.bench.serial import serially, unpublished
-from tlt.bench.turns import TakingTurns, Turn, over_pipes
+from tlt.bench.turns import Pausing, TakingTurns, Turn, over_pipes
+from tlt.cluster.remote import ClusterRollout
+from tlt.cluster.workers import RayPool
 from tlt.config import parse_config
-from tlt.loop import StepResult
+from tlt.loop import Rollout, StepResult
 from tlt.run import train
 from tlt.stopping import Stopped
 
@@ -29,9 +31,16 @@ def main(config_file: str, threads: int, mode: str, turn: Turn) -> None:
     torch.set_num_threads(threads)
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
     given: list[int] = []  # drafter tokens, by step
-    wrap = {"serial": serially(given), "unpublished": unpublished}.get(mode)
+    change = {"serial": serially(given), "unpublished": unpublished}.get(mode)
+    pausing = Pausing(turn)
+
+    def wrap(rollout: Rollout) -> Rollout:
+        if isinstance(rollout, ClusterRollout) and isinstance(rollout.crew.pool, RayPool):
+            pausing.folder = rollout.crew.pool.folder
+        return change(rollout) if change else rollout
+
     try:
-        train(config, resume=False, display=Recording(turn, given), wrap=wrap)
+        train(config, resume=False, display=Recording(pausing, given), wrap=wrap)
     except (ValueError, OSError) as error:
         sys.exit(f"tlt: {' '.join(str(error).split())}")
     except Stopped as stopped:

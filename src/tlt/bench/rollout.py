@@ -1,6 +1,7 @@
 """`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and beside the peers.
 
-All strategies decode the same requests to the same tokens (checked), in turn, so a ratio compares the very same work.
+All strategies decode the same requests to the same tokens (checked), a tenth of a second each in turn, so a ratio
+compares the very same work, and what else the machine does falls on all of them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from tlt.types import Prompt, Request, SamplingParams
 _PEER_PROMPT, _PEER_TOKENS = 64, 128
 _HALF_WIDTH = 0.02  # repeats go on until the interval of adaptive's ratio to plain is this narrow, or twice as many
 _TRIALS = 3
+_TURN = 0.1  # seconds
 _FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # responses that rounding may turn, a repeat
 _SHAPES = {
     "suffix": ((6, 2, 8, 0.5),),
@@ -77,6 +80,30 @@ class _Contender:
     calibration: Calibration | None = None
     speeds: list[float] = field(default_factory=list)
     accept_length: float = 1.0
+
+
+class _Run:
+    """A contender's engine, with the requests of one repeat."""
+
+    def __init__(self, contender: _Contender, engine: Engine, requests: Sequence[Request]) -> None:
+        self.contender, self.engine = contender, engine
+        self.seconds = 0.0
+        self.tokens: dict[int, list[int]] = {}
+        with self._timed():
+            engine.start(requests)
+
+    def turn(self) -> None:
+        with self._timed() as began:
+            while self.engine.busy and time.perf_counter() - began < _TURN:
+                self.tokens |= {id(response.request): response.token_ids for response in self.engine.round()}
+
+    @contextmanager
+    def _timed(self) -> Iterator[float]:
+        _synchronize(self.engine.target.device)
+        began = time.perf_counter()
+        yield began
+        _synchronize(self.engine.target.device)
+        self.seconds += time.perf_counter() - began
 
 
 @dataclass
@@ -123,12 +150,10 @@ class _Bench:
         for repeat in range(-1, 2 * repeats):  # the first one warms up
             note(f"repeat {max(0, repeat + 1)}")
             requests = self.requests(count, max(0, repeat + 1))
-            expected: dict[int, list[int]] | None = None
-            for contender in contenders if repeat % 2 else contenders[::-1]:
-                tokens = self._decode(contender, batch, requests, timed=repeat >= 0)
-                expected = expected or tokens
-                different = sum(tokens[key] != ids for key, ids in expected.items())
-                assert different <= _FORKS[self.config.model.dtype], f"{contender.name}: other tokens"
+            runs = self._decode(contenders if repeat % 2 else contenders[::-1], batch, requests, timed=repeat >= 0)
+            for run in runs:
+                different = sum(run.tokens[key] != ids for key, ids in runs[0].tokens.items())
+                assert different <= _FORKS[self.config.model.dtype], f"{run.contender.name}: other tokens"
             if repeat + 1 >= repeats and self._settled(contenders):
                 break
         return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
@@ -140,14 +165,30 @@ class _Bench:
             for threads, contender in trials.items():
                 note(f"plain with {threads} threads")
                 torch.set_num_threads(threads)
-                self._decode(contender, batch, self.requests(count, 0), timed=True)
+                self._decode([contender], batch, self.requests(count, 0), timed=True)
         best = max(trials, key=lambda threads: statistics.median(trials[threads].speeds or [0.0]))
         torch.set_num_threads(best)
         return best
 
     def _decode(
-        self, contender: _Contender, batch: int, requests: Sequence[Request], timed: bool
-    ) -> dict[int, list[int]]:
+        self, contenders: Sequence[_Contender], batch: int, requests: Sequence[Request], timed: bool
+    ) -> list[_Run]:
+        """Who has fewest tokens is next; on a GPU, whose memory is not for all at once, they decode one by one."""
+        apart = self.target.device.type != "cpu"
+        done: list[_Run] = []
+        for heat in [[contender] for contender in contenders] if apart else [contenders]:
+            runs = [_Run(contender, self._engine(contender, batch), requests) for contender in heat]
+            while going := [run for run in runs if run.engine.busy]:
+                min(going, key=lambda run: run.engine.stats.tokens).turn()
+            for run in runs:
+                run.engine.cache.release()
+            done += runs
+        for run in done if timed else ():
+            run.contender.speeds.append(run.engine.stats.tokens / run.seconds)
+            run.contender.accept_length = run.engine.stats.accept_length
+        return done
+
+    def _engine(self, contender: _Contender, batch: int) -> Engine:
         drafters, layout = make_drafters(self.config.speculation, self.target)  # fresh: no history of these requests
         if contender.tuner.strategies == (PLAIN,):
             drafters, layout = [], layout if contender.harvest else None
@@ -161,14 +202,7 @@ class _Bench:
             on_harvest=buffer.add if contender.harvest else None,
         )
         engine.calibration = contender.calibration = contender.calibration or engine.calibration
-        _synchronize(self.target.device)
-        start = time.perf_counter()
-        tokens = {id(response.request): response.token_ids for response in engine.generate(requests)}
-        _synchronize(self.target.device)
-        if timed:
-            contender.speeds.append(engine.stats.tokens / (time.perf_counter() - start))
-            contender.accept_length = engine.stats.accept_length
-        return tokens
+        return engine
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:
         plain = contenders[0].speeds
