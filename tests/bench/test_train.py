@@ -26,7 +26,7 @@ from tlt.bench.turns import BenchError, Pausing, Process
 from tlt.cli import main
 from tlt.cluster.local import make_target
 from tlt.cluster.remote import join
-from tlt.cluster.sweeper import MARK
+from tlt.cluster.sweeper import MARK, marked
 from tlt.config import Config, ConfigError
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
@@ -274,6 +274,8 @@ def test_a_run_stands_still_between_its_turns() -> None:
                 sys.exit("gone")
             return 7
 
+        while ray.pid not in marked("/tmp/of_this_test"):
+            time.sleep(0.01)
         pausing = Pausing(turn)
         pausing.folder = "/tmp/of_this_test"
         assert pausing({}) == 7

@@ -178,6 +178,37 @@ def test_what_others_lend_counts_where_its_target_is_known(model: Model, items: 
     assert spot.judge(None, [lent._replace(target_version=99)]) == (total, count), "that version's head is gone"
 
 
+def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_more(
+    model: Model, items: list[Harvest]
+) -> None:
+    spot = make_spot(model, items)
+    evidence = spot.evidence()
+    assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.evidence()]
+    assert sum(len(item.tokens) for item in evidence) <= 4 * CONFIG.micro_batch_tokens
+    assert all(item.drafted and len(item.tokens) <= 64 for item in evidence)
+    assert len({item.prompt_id for item in evidence}) > 2
+    before = spot.judge(None)
+    spot.target.version += 1
+    spot.target_moved()
+    assert spot.judge(None) != before, "another part of it"
+    spot.target.version -= 1
+
+
+def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, items: list[Harvest]) -> None:
+    layer = fresh_layer(model)
+    layer.published = 0.9
+    good = make_spot(model, items, layer=layer)
+    assert make_spot(model, items).ready
+    assert not good.ready
+    for _ in range(3):
+        for item in items:
+            good.harvest(item)
+    assert good.ready
+    config = CONFIG.model_copy(update={"buffer_tokens": 4 * 100})
+    small = SpotTrainer(layer, model.decoder, config)
+    assert small.enough == 100, "there is room for so much"
+
+
 def test_there_is_something_to_judge_by_after_steps_that_held_nothing_back(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
     for _ in range(9):

@@ -146,7 +146,7 @@ class Worker:
             return self._guarded(act)
 
     def held_back(self) -> list[Harvest] | None:
-        return self._guarded(lambda trainer: list(trainer.held_back.items))
+        return self._guarded(lambda trainer: trainer.evidence())
 
     def adopt(self, common: Replica) -> None:
         """Train on from there."""

@@ -106,6 +106,16 @@ class HarvestBuffer:
                 break
         return drawn
 
+    def pieces(self, tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
+        """Up to `tokens` entries of as many items, so at most `longest` of one; by target version."""
+        drawn: list[Harvest] = []
+        for item in _weighted(self.items, rng):
+            if len(item.tokens) > longest:
+                item = item.cut(rng.randrange(len(item.tokens) - longest + 1), longest)
+            if item.drafted and len(item.tokens) + sum(len(other.tokens) for other in drawn) <= tokens:
+                drawn.append(item)
+        return sorted(drawn, key=lambda item: item.target_version)
+
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
     """In random order, each next one drawn by its reach (Efraimidis and Spirakis 2006)."""

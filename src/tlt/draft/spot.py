@@ -22,14 +22,17 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.trainer import DrafterTrainer, Interrupted, bundles, pack
 from tlt.models.decoder import Decoder
 
-_HELD = 4  # micro-batches of harvest held back: a judgement takes about as long as one and a half of training
+_HELD = 32  # micro-batches of harvest held back ...
+_JUDGED = 4  # ... so many of which are judged by: a judgement takes about as long as one and a half of training
+_PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
-_READY = 2  # micro-batches of harvest before training starts
+_READY, _ENOUGH = 2, 32  # micro-batches of harvest before training starts; of a drafter that was trained before, which
+# a few responses make worse on all others
 _MEMORY = 50  # micro-batches that the published weights are a mean of
 _COOLING = 1000  # micro-batches after which a drafter that began at random trains at half the rate
 _LEAST_RATE = 0.1  # of the configured one: what it falls to, and what a drafter that was trained before begins with
-_BETTER = 1.002  # a swap costs a pass over the windows of all live rows: less is not worth it
+_BETTER = 1.02  # a judgement errs by about that, and a swap costs a pass over the windows of all live rows
 
 
 class SpotReport(NamedTuple):
@@ -54,10 +57,12 @@ class SpotTrainer:
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes)))
-        self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens)
+        self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens, self.buffer.before.maxlen or 1)
         self.rng = random.Random(seed)
         self.tokens = 0  # since the last replica
         self.cold = not layer.published
+        wanted = (_READY if self.cold else _ENOUGH) * config.micro_batch_tokens
+        self.enough = min(wanted, config.buffer_tokens // 4)
 
     # -- the harvest ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +80,7 @@ class SpotTrainer:
     @property
     def ready(self) -> bool:
         """Whether there is harvest enough to train on."""
-        return self.buffer.tokens >= _READY * self.config.micro_batch_tokens
+        return self.buffer.tokens >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -120,14 +125,19 @@ class SpotTrainer:
     # -- publication ---------------------------------------------------------------------------------------------------
 
     def judge(self, candidate: Mapping[str, Tensor] | None, lent: Sequence[Harvest] = ()) -> tuple[float, int]:
-        """What a chain of `unroll` guesses would commit per pass on this worker's held-back harvest and on what is
-        lent, summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use. What
-        is lent of a target version whose head is no longer here is left out."""
+        """What a chain of `unroll` guesses would commit per pass on this worker's `evidence` and on what is lent,
+        summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use. What is
+        lent of a target version whose head is no longer here is left out."""
         total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged), lent)
         return total, count
 
+    def evidence(self) -> list[Harvest]:
+        """Of what is held back; another part at every step."""
+        rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
+        return self.held_back.pieces(_JUDGED * self.config.micro_batch_tokens, _PIECE, rng)
+
     def _judge(self, layer: EagleLayer, lent: Sequence[Harvest] = ()) -> tuple[float, float, int]:
-        known = [item for item in (*self.held_back.items, *lent) if item.target_version in self.trainer.heads]
+        known = [item for item in (*self.evidence(), *lent) if item.target_version in self.trainer.heads]
         parts = [
             self.trainer.judge(layer, pack(items, self.target.device))
             for items in bundles(known, self.config.micro_batch_tokens)

@@ -1,0 +1,140 @@
+"""What a worker that decodes loses to its neighbour, which is idle, runs an empty loop, or trains the drafter.
+
+    python bench/beside.py [recipes/longtail.toml] [--repeats 40] [--json FILE] [--section.key value ...]
+
+It decodes the same long responses in every turn, one at a time as at the end of a rollout, with a fixed strategy. The
+empty loop shows what the machine itself takes from one processor when the other one is busy, with anything; what
+training costs beyond that is its own doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from tlt.bench.rollout import ratio
+from tlt.cluster.local import open_workplace
+from tlt.cluster.worker import Slice, Work
+from tlt.cluster.workers import RayPool, share_of_cores
+from tlt.config import Config, load_config
+from tlt.metrics import provenance, write_json
+from tlt.sampling import request_seed
+from tlt.types import Request
+
+FIXED = {"drafter": "eagle", "depth": "8", "branching": "1", "verify_tokens": "9", "min_chance": "0"}
+PROMPTS = 16  # of each worker
+LONGEST = 4  # responses that are decoded in each turn
+SLICE = 1.0  # seconds of a call, as for a last row
+LOOP = "import os, sys\nos.sched_setaffinity(0, map(int, sys.argv[1:]))\nwhile True: pass"
+
+
+class Pair:
+    """Worker 0 decodes, worker 1 is its neighbour."""
+
+    def __init__(self, config: Config) -> None:
+        self.pool, self.config = RayPool(config, config.model.path), config
+        self.rollouts = self.spots = 0
+
+    def decode(self, worker: int, requests: Sequence[Request], train: bool = False) -> list[Slice]:
+        """Calls until all of them have ended; meanwhile worker 1 trains, if it shall."""
+        self.rollouts += 1
+        calls, slices = {"decode": self._decode(worker, requests)}, []
+        while "decode" in calls:
+            if train and "spot" not in calls:
+                self.spots += 1
+                calls["spot"] = self.pool.submit(1, "spot", self.config.cluster.slice_seconds, self.spots)
+            for handle in self.pool.wait(list(calls.values())):
+                name = next(name for name, call in calls.items() if call == handle)
+                result = self.pool.result(calls.pop(name))
+                if name == "spot":
+                    assert result, "there is harvest to train on"
+                else:
+                    slices.append(result)
+                    if result.live or result.waiting:
+                        calls["decode"] = self._decode(worker)
+        if "spot" in calls:
+            self.pool.come_back(1, self.spots)
+            self.pool.wait([calls["spot"]])
+        return slices
+
+    def _decode(self, worker: int, requests: Sequence[Request] = ()) -> Any:
+        return self.pool.submit(worker, "decode", Work(self.rollouts, requests), SLICE)
+
+
+@contextmanager
+def empty_loop(cores: Sequence[int]) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", LOOP, *map(str, cores)])
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(config: Config, repeats: int) -> dict[str, Any]:
+    _, prompts, _, params = open_workplace(config)
+    requests = [
+        Request(prompt, i, 0, request_seed(0, "beside", prompt.prompt_id, 0, i), params)
+        for prompt in prompts[: 2 * PROMPTS]
+        for i in range(8)
+    ]
+    pair = Pair(config)
+    try:
+        pair.decode(1, requests[PROMPTS * 8 :])  # its harvest
+        answers = [response for done in pair.decode(0, requests[: PROMPTS * 8]) for response in done.responses]
+        longest = sorted(answers, key=lambda response: -len(response.token_ids))[:LONGEST]
+        neighbours = {
+            "idle": (nullcontext, False),
+            "empty loop": (lambda: empty_loop(share_of_cores(1, 2)), False),
+            "training": (nullcontext, True),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in neighbours}
+        for repeat in range(repeats):
+            for name in sorted(neighbours, reverse=repeat % 2 == 1):
+                beside, train = neighbours[name]
+                with beside():
+                    began = time.perf_counter()
+                    for response in longest:
+                        pair.decode(0, [response.request], train)
+                    seconds[name].append(time.perf_counter() - began)
+    finally:
+        pair.pool.close()
+    return {
+        "tokens": sum(len(response.token_ids) for response in longest),
+        "repeats": repeats,
+        "seconds": seconds,
+        "median_seconds": {name: statistics.median(taken) for name, taken in seconds.items()},
+        "empty_loop_to_idle": ratio(seconds["empty loop"], seconds["idle"]),
+        "training_to_idle": ratio(seconds["training"], seconds["idle"]),
+        "training_to_empty_loop": ratio(seconds["training"], seconds["empty loop"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/longtail.toml"))
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    arguments, overrides = parser.parse_known_args()
+    fixed = [part for name, value in FIXED.items() for part in (f"--speculation.{name}", value)]
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--cluster.workers", "2", "--run.folder", folder]
+        found = measure(load_config(arguments.recipe, [*overrides, *fixed, *own]), arguments.repeats)
+    for name, value in found.items():
+        if name != "seconds":
+            print(name, value)
+    if arguments.json:
+        write_json(arguments.json, {**found, **provenance()})
+
+
+if __name__ == "__main__":
+    main()
