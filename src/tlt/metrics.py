@@ -161,6 +161,7 @@ def provenance() -> dict[str, Any]:
             continue
     machine = {
         "cpu": _cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "decode_path": "pytorch",

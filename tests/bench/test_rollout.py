@@ -121,6 +121,27 @@ def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch:
     assert len(set(one[1:4])) == 3
 
 
+def test_strategies_take_turns(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has fewest tokens is next: so what all have at least never falls while they decode."""
+    before: list[list[int]] = []
+    decode, turn = rollout._Bench._decode, rollout._Run.turn
+
+    def observed(*arguments: Any, **named: Any) -> Any:
+        before.append([])
+        return decode(*arguments, **named)
+
+    def counted(self: Any) -> None:
+        before[-1].append(self.engine.stats.tokens)
+        turn(self)
+
+    monkeypatch.setattr(rollout._Bench, "_decode", observed)
+    monkeypatch.setattr(rollout._Run, "turn", counted)
+    monkeypatch.setattr(rollout, "_TURN", 1e-4)
+    bench(home, tmp_path / "bench.json")
+    assert all(tokens == sorted(tokens) for tokens in before)
+    assert max(len(tokens) for tokens in before) > 20
+
+
 def test_strategies_that_decode_other_tokens_are_not_compared(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

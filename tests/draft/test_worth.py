@@ -96,7 +96,7 @@ def test_from_a_cold_start_it_learns_on_until_it_is_of_use() -> None:
 def test_a_candidate_that_is_nan_gains_nothing() -> None:
     worth = Worth(UNROLL)
     worth.fresh(4.0)
-    for _ in range(8):
+    for _ in range(4):
         assert worth.should_train()
         worth.gained(4.0, float("nan"), 1.0)
     assert not worth.should_train()
@@ -107,7 +107,7 @@ def test_time_that_is_not_idle_is_spent_where_it_comes_back(gain: float, rollout
     """By hand: 5 % in 2 s, over 20 rollouts of 10 s: 0.025 * 200 = 5 s saved by a second. 0.5 %: half a second."""
     worth = Worth(UNROLL)
     worth.fresh(3.0)
-    for _ in range(8):
+    for _ in range(4):
         assert worth.pays_back(rollout), "till the slope is known"
         worth.gained(3.0, 3.0 * (1 + gain), 2.0)
     assert worth.pays_back(rollout) == pays

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 STRETCH = 32  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
-_TRIES = 8  # judgements that a slope is taken over
+_TRIES = 4  # judgements that a slope is taken over
 _LEAST = 0.01  # relative gain of a judged stretch: it slows those who decode beside it, and less does not pay that back
 _USEFUL = 0.4  # of a chain's guesses right: a drafter below that learns on, from harvest that is to come
 _LEVEL = 8  # steps that the accept length at rest is a mean of
