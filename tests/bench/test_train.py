@@ -48,6 +48,7 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
     speculation = {"drafter": "adaptive", "path": str(home / "drafter")} | sections.pop("speculation", {})
     drafter = {"micro_batch_tokens": 8, "window": 16} | sections.pop("drafter", {})
     rollout = {"stop_strings": list("abcdefghij ")}
+    sections = {"cluster": {"slice_seconds": 1e-9}} | sections  # a round: so that there is time to train beside it
     return tiny_config(home, speculation=speculation, drafter=drafter, reward=REWARD, rollout=rollout, **sections)
 
 
