@@ -25,12 +25,13 @@ from tlt import run as run_module
 from tlt.cluster import remote
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
+from tlt.cluster.worker import Work
 from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.display import Display
-from tlt.metrics import read_metrics
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
+from tlt.types import Prompt, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra")
 STEPS = 5
@@ -42,7 +43,7 @@ def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any])
     run = {"folder": str(home / folder), "seed": 1} | sections.pop("run", {})
     train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
     train |= sections.pop("train", {})
-    cluster = {"workers": workers, "slice_seconds": 0.01} | sections.pop("cluster", {})
+    cluster = {"workers": workers, "slice_seconds": 0.01}
     return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
 
 
@@ -107,13 +108,21 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
 
 
 def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
-    """Each call would take a minute."""
-    config = config_of(home, 2, "run", cluster={"slice_seconds": 60.0}, speculation={"drafter": "adaptive"})
-    began = time.monotonic()
-    run_module.train(config, False, quiet())
-    assert time.monotonic() - began < 50
-    steps = read_metrics(Path(config.run.folder))
-    assert sum(worker.get("SPOT", 0.0) for step in steps for worker in step["workers"]) > 0
+    sections = {"speculation": {"drafter": "adaptive"}, "drafter": {"micro_batch_tokens": 8}}
+    config = config_of(home, 2, "run", **sections)
+    params = SamplingParams(max_new_tokens=24)
+    work = Work(1, [Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(8)])
+    pool = RayPool(config, config.model.path)
+    try:
+        pool.wait([harvest := pool.submit(1, "decode", work, 60.0)])
+        assert len(pool.result(harvest).responses) == 8
+        training = pool.submit(1, "spot", 600.0, 1)
+        assert not pool.wait([training], 1.0)
+        pool.come_back(1, 1)
+        assert pool.wait([training], 30.0) == [training]
+        assert pool.result(training).micro_batches > 0
+    finally:
+        pool.close()
 
 
 def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpoint(home: Path) -> None:
