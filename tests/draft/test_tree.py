@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,9 +15,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tlt.draft.calibration import _EDGES, Calibration
-from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.drafter import Candidates, Drafter, Level, Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
-from tlt.draft.tree import DraftTree, NoiseOf, Roots, _cut, _Grown, grow, stack
+from tlt.draft.tree import DraftTree, NoiseOf, Roots, _cut, _grow_trees, _Grown, grow, stack
 from tlt.engine.runner import law_of
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -154,6 +156,23 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
     assert beside[0] == alone
 
 
+@given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: bool, garbage: bool) -> None:
+    """What is quicker for chains alone gives what grows trees, also where the drafter goes on at nodes that are dead."""
+
+    class Eager(TableDrafter):
+        def predict(self, level: Level) -> Candidates:
+            return super().predict(level._replace(alive=np.ones_like(level.alive)))
+
+    strategy = strategy._replace(branching=1)
+    stop = replace(request().sampling, stop_token_ids=(3, 5))
+    rows = [(request(), [4]), (request(3), []), (replace(request(), sampling=stop), [2])]
+    chains = trees_of(Eager(seed, listed, garbage), rows, strategy)
+    with patch("tlt.draft.tree._grow_chains", _grow_trees):
+        assert trees_of(Eager(seed, listed, garbage), rows, strategy) == chains
+
+
 def test_a_listing_and_the_whole_vocabulary_give_the_same_tree() -> None:
     class Listing(TableDrafter):
         def propose(self, nodes: Sequence[Node]) -> Offer:
@@ -172,13 +191,14 @@ def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepes
     assert max(tree.depths) == deepest
 
 
+@pytest.mark.parametrize("branching", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float) -> None:
+def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float, branching: int) -> None:
     class Garbage(TableDrafter):
         def propose(self, nodes: Sequence[Node]) -> Offer:
             return Offer(None, torch.full((len(nodes), VOCAB), bad))
 
-    (tree,) = trees_of(Garbage(0, False), [(request(), [5])], Strategy("table", 3, 2, 8))
+    (tree,) = trees_of(Garbage(0, False), [(request(), [5])], Strategy("table", 3, branching, 8))
     assert tree == DraftTree([5])
 
 

@@ -40,7 +40,7 @@ _TURN = 0.1  # seconds
 _FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # responses that rounding may turn, a repeat
 _SHAPES = {
     "suffix": ((6, 2, 8, 0.5),),
-    "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (6, 1, 7, 0.0), (6, 2, 12, 0.1)),
+    "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (8, 1, 9, 0.0), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
     "mixed": ((6, 2, 12, 0.1),),
 }
 

@@ -41,9 +41,8 @@ class Calibration:
         """Cells [B, W, k] of the children with the best noisy `scores` [B, W, k or k + 1], best first, k = branching
         at most."""
         k = min(branching, scores.shape[-1])
-        with np.errstate(invalid="ignore"):  # infinities come from what may not be drafted, or was not offered
-            lead = scores[..., :k] - scores[..., :1]
-            lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
+        lead = scores[..., :k] - scores[..., :1]  # infinities come from what may not be drafted, or was not offered
+        lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
         cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
         return cell if kinds is None else cell + kinds[..., None] * (_DEPTHS * _PLACES * _LEADS)
 

@@ -40,21 +40,32 @@ class EagleDrafter:
 
     @torch.no_grad()
     def load(self, layer: EagleLayer) -> None:
-        """Take the weights: fused and transposed copies, attention's scale folded in. `begin` follows."""
+        """Take the weights, as few and flat products of them: fused, transposed, with attention's scale and the weights
+        of norms folded in. `begin` follows."""
         o, target = self.options, self.target
-        state = {name: t.detach().to(target.device, target.dtype) for name, t in layer.state_dict().items()}
-        q, k = (_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
-        qkv = torch.cat([q * o.head_dim**-0.5, k, state["v_proj.weight"]]).t().contiguous()
-        fc = state["fc.weight"].t().contiguous()
-        # what the embedding and the features [D, ...] contribute to the first product of the layer, apart
-        self.from_embedding, self.from_features = (qkv if o.kind == "eagle3" else fc).split(o.hidden_size)
-        self.qkv, self.fc = qkv, fc
-        self.out = state["o_proj.weight"].t().contiguous()
-        self.gate_up = torch.cat([state["gate_proj.weight"], state["up_proj.weight"]]).t().contiguous()
-        self.down = state["down_proj.weight"].t().contiguous()
-        self.bias_dtype = np.float64 if target.dtype == torch.float64 else np.float32
+        wide = torch.float64 if target.dtype == torch.float64 else torch.float32
+        state = {name: t.detach().to(target.device, wide) for name, t in layer.state_dict().items()}
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")
         self.norms = {n: RMSNorm(state[n + ".weight"], o.rms_norm_eps) for n in norms if n + ".weight" in state}
+
+        def normed(name: str, weight: Tensor) -> Tensor:
+            """[D, ...]: what takes the norm's `unit` as `weight` would take all of it."""
+            return self.norms[name].weight[:, None] * weight
+
+        q, k = (_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
+        qkv, fc = torch.cat([q * o.head_dim**-0.5, k, state["v_proj.weight"]]).t(), state["fc.weight"].t()
+        # what the embedding and the features contribute to the layer's first product: [residual of eagle1 | q | k | v]
+        if o.kind == "eagle3":
+            embedding, features = qkv.split(o.hidden_size)
+            parts = normed("input_layernorm", embedding), normed("hidden_norm", features)
+        else:
+            parts = torch.cat([fc, fc @ qkv], dim=1).split(o.hidden_size)
+        gate_up = torch.cat([state["gate_proj.weight"], state["up_proj.weight"]]).t()
+        matrices = (*parts, fc, state["o_proj.weight"].t(), normed("post_attention_layernorm", gate_up))
+        self.from_embedding, self.from_features, self.fc, self.out, self.gate_up, self.down = (
+            weight.to(target.dtype).contiguous() for weight in (*matrices, state["down_proj.weight"].t())
+        )
+        self.bias_dtype = np.float64 if target.dtype == torch.float64 else np.float32
 
     @torch.no_grad()
     def begin(self, window: FeatureWindow | None) -> None:
@@ -134,18 +145,20 @@ class EagleDrafter:
         return (((both * held + rows[:, None, None]) * heads + head) * size + _GUESSES + places[:, None, None]).ravel()
 
     def _see(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """How much of the ring is attended, and what of it each row may see: `seen` [B, 1, C], 0 at its entries and
-        -inf elsewhere; None where every row sees all."""
-        capacity, longest = self.window.capacity, max(lengths)
-        self.ring_used, self.guesses = min(capacity, longest), 0
-        self.seen = None
+        """What of the cache is attended: its first `end` entries, less the room for guesses to come; and what of that
+        each row may see: `bias` [B, 1, end], 0 or -inf, None where every row sees all."""
+        B, capacity, longest = len(lengths), self.window.capacity, max(lengths)
+        self.free, self.end = _GUESSES, _GUESSES + min(capacity, longest)
+        self.live = self.kv[:, :B]
+        self.keys, self.values = self.live.flatten(1, 2)[:, :, : self.end]  # [B * K, end, E]
+        self.bias = self.bias_there = None
         if max(starts) > 0 or min(lengths) < longest:
             low, high = np.array(starts), np.array(lengths)
-            place = np.arange(self.ring_used)
+            place = np.arange(self.end - _GUESSES)
             entry = place + (high[:, None] - 1 - place) // capacity * capacity  # the newest that lies at each place
-            inside = (entry >= low[:, None]) & (entry < high[:, None])
-            self.seen = np.where(inside, 0.0, -np.inf).astype(self.bias_dtype)[:, None]
-        self.bias = self.seen
+            bias = np.zeros((B, 1, self.end), dtype=self.bias_dtype)
+            bias[:, 0, _GUESSES:][(entry < low[:, None]) | (entry >= high[:, None])] = -np.inf
+            self._show(bias)
         depths = torch.arange(1, _GUESSES + 1, device=self.target.device)
         last = self._tensor(np.array(lengths) - 1)[:, None]
         self.cis = self.target.cis((last + depths).clamp_(max=self.options.max_positions - 1))  # [B, depth, 1, E/2]
@@ -154,31 +167,30 @@ class EagleDrafter:
 
     def _deeper(self, level: Level) -> Tensor:
         B, n = level.tokens.shape
-        assert self.guesses + n <= _GUESSES, "the configuration keeps trees within the cache"
+        assert n <= self.free, "the configuration keeps trees within the cache"
         g, cis = self.hidden, self.cis[:, level.depth - 1]
         if n > 1 or len(g) > B:
             g = g[self._tensor((level.parents + np.arange(B)[:, None] * (len(g) // B)).ravel())]
             cis = cis.repeat_interleave(n, dim=0)
         q, kv, residual = self._project(self._tensor(level.tokens.ravel()), g, cis)
-        # the newest guesses stand first, so that all of them and the ring are one slice
-        columns = slice(_GUESSES - self.guesses - n, _GUESSES - self.guesses)
-        self.kv[:, :B, :, columns] = kv.view(B, n, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
-        self._guess(level.parents)
+        self.free -= n  # the newest guesses stand first, so that all of them and the ring are one slice
+        self.live.narrow(3, self.free, n).copy_(kv.view(B, n, *kv.shape[1:]).permute(2, 0, 3, 1, 4))
+        if n > 1 or (self.bias is not None and self.bias.shape[1] > 1):
+            self._branch(level.parents)
         return self._attend(q, residual, n)
 
-    def _guess(self, parents: np.ndarray) -> None:
-        """A level of n more guesses a row: each sees itself and what its parent sees."""
-        (B, n), before = parents.shape, self.guesses
-        self.guesses += n
-        if n == 1 and self.bias is None:
-            return
-        bias = np.zeros((B, n, self.guesses + self.ring_used), dtype=self.bias_dtype)
-        bias[:, :, :n] = np.where(np.eye(n, dtype=bool), 0.0, -np.inf)
+    def _branch(self, parents: np.ndarray) -> None:
+        """The newest n guesses of a row [B, n] each see themselves and what their parent sees; in a chain, all before
+        them."""
+        B, n = parents.shape
+        bias = np.zeros((B, n, self.end), dtype=self.bias_dtype)
         if self.bias is not None:
-            bias[:, :, n : self.guesses] = self.bias[np.arange(B)[:, None], parents, :before]
-        if self.seen is not None:
-            bias[:, :, self.guesses :] = self.seen
-        self.bias = bias
+            bias[:] = self.bias[np.arange(B)[:, None], parents]
+        bias[:, :, self.free : self.free + n] = np.where(np.eye(n, dtype=bool), 0.0, -np.inf)
+        self._show(bias)
+
+    def _show(self, bias: np.ndarray) -> None:
+        self.bias, self.bias_there = bias, self._tensor(bias).to(self.target.dtype)[:, None, None]
 
     # -- the layer -----------------------------------------------------------------------------------------------------
 
@@ -186,44 +198,43 @@ class EagleDrafter:
         return torch.from_numpy(array).to(self.target.device)
 
     def _contribution(self, embedded: Tensor) -> Tensor:
-        normed = self.norms["input_layernorm"](embedded) if self.options.kind == "eagle3" else embedded
+        normed = self.norms["input_layernorm"].unit(embedded) if self.options.kind == "eagle3" else embedded
         return normed @ self.from_embedding
 
     def _project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """M tokens and the features before them -> queries [M, H, E], keys and values [M, 2, K, E], residual [M, D]."""
         o = self.options
         if self.table is not None:
-            embedded = self.table[tokens]
+            embedded = F.embedding(tokens, self.table)
         else:
             embedded = self._contribution(F.embedding(tokens, self.target.embedding))
         if o.kind == "eagle3":
-            residual, qkv = g, torch.addmm(embedded, self.norms["hidden_norm"](g), self.from_features)
+            residual, qkv = g, torch.addmm(embedded, self.norms["hidden_norm"].unit(g), self.from_features)
         else:
-            residual = torch.addmm(embedded, g, self.from_features)
-            qkv = residual @ self.qkv
-        qkv = qkv.view(len(tokens), -1, o.head_dim)
-        rotate_(qkv[:, : o.num_heads + o.num_kv_heads], cis)
-        return qkv[:, : o.num_heads], qkv[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
+            both = torch.addmm(embedded, g, self.from_features)
+            residual, qkv = both[:, : o.hidden_size], both[:, o.hidden_size :]
+        heads = qkv.view(len(g), -1, o.head_dim)
+        rotate_(heads[:, : o.num_heads + o.num_kv_heads], cis)
+        return heads[:, : o.num_heads], heads[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
 
     def _attend(self, query: Tensor, residual: Tensor, n: int) -> Tensor:
         """query [B * n, H, E] over all guesses and the ring, as `bias` allows -> the layer's output [B * n, D]."""
-        o, B, T = self.options, len(query) // n, self.guesses + self.ring_used
+        o, B = self.options, len(query) // n
         share = o.num_heads // o.num_kv_heads
         if n > 1:
             query = query.view(B, n, o.num_kv_heads, share, o.head_dim).permute(0, 2, 3, 1, 4)
         folded = query.reshape(B * o.num_kv_heads, share * n, o.head_dim)
-        first = _GUESSES - self.guesses
-        keys, values = self.kv[:, :B, :, first : first + T].flatten(1, 2)
+        keys, values = self.keys[:, self.free :], self.values[:, self.free :]
         scores = torch.bmm(folded, keys.transpose(1, 2))
-        if self.bias is not None:
-            by_node = scores.view(B, o.num_kv_heads, share, n, T)
-            by_node += self._tensor(self.bias).to(scores.dtype)[:, None, None]
+        if self.bias_there is not None:
+            by_node = scores.view(B, o.num_kv_heads, share, n, -1)
+            by_node += self.bias_there[..., self.free :]
         wide = torch.float32 if self.target.dtype == torch.bfloat16 else None
         mixed = torch.bmm(torch.softmax(scores, dim=-1, dtype=wide).to(values.dtype), values)
         if n > 1:
             mixed = mixed.view(B, o.num_kv_heads, share, n, o.head_dim).permute(0, 3, 1, 2, 4)
         x = torch.addmm(residual, mixed.reshape(B * n, -1), self.out)
-        gate, up = (self.norms["post_attention_layernorm"](x) @ self.gate_up).chunk(2, dim=-1)
+        gate, up = (self.norms["post_attention_layernorm"].unit(x) @ self.gate_up).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), self.down)
 
 

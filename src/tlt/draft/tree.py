@@ -75,6 +75,43 @@ def grow(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
     """Draft a tree for each row. Only laws and noise are large; once ranked, all goes on in NumPy on the host."""
+    with np.errstate(invalid="ignore"):  # -inf is what may not be drafted
+        how = _grow_chains if strategy.branching == 1 else _grow_trees
+        return how(drafter, roots, strategy, noise_of, vocab_size, calibration)
+
+
+def _grow_chains(
+    drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
+) -> list[DraftTree]:
+    """As `_grow_trees` does with one child a node, without what is for choosing among them: on a CPU, to start so many
+    operations takes as long as the drafter does."""
+    tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
+    reach, alive = np.ones(none.shape), roots.room[:, None] > 1
+    levels = [(tokens, reach, none - 1)]
+    for depth in range(min(strategy.depth, strategy.verify_tokens - 1)):
+        if not alive.any():
+            break
+        candidates = drafter.predict(Level(depth, tokens, none, alive, roots.law))
+        best = rank(candidates.log_q, noise_of(depth, candidates.ids), k=2)
+        tokens, cells, valid = _children(candidates, best, 1, depth, vocab_size, calibration)
+        tokens, cells = tokens[..., 0], cells[..., 0]
+        reach = reach * alive * valid[..., 0] * calibration.table[cells]
+        reach *= reach >= strategy.min_chance
+        levels.append((tokens, reach, cells))
+        alive = _go_on(tokens, reach, depth + 1, roots)
+    drafted, chance, cells = (np.concatenate(columns, axis=1) for columns in zip(*levels, strict=True))
+    order = list(range(len(levels)))
+    return [
+        DraftTree(row[:n], [max(0, i - 1) for i in order[:n]], order[:n], likely[:n], where[:n])
+        for row, likely, where, n in zip(
+            drafted.tolist(), chance.tolist(), cells.tolist(), (chance > 0).sum(1).tolist(), strict=True
+        )
+    ]
+
+
+def _grow_trees(
+    drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
+) -> list[DraftTree]:
     B, tokens = len(roots.tokens), roots.tokens[:, None]
     rows = np.arange(B)[:, None]
     chance, numbers, count = np.ones((B, 1)), np.zeros((B, 1), dtype=np.int64), 1
@@ -85,11 +122,9 @@ def grow(
             break
         candidates = drafter.predict(level)
         best = rank(candidates.log_q, noise_of(depth, candidates.ids), k=strategy.branching + 1)
-        scores, tokens, valid = _children(candidates, best, strategy.branching, vocab_size)
-        kinds = None if candidates.kinds is None else candidates.kinds.cpu().numpy()
-        cells = calibration.cells(kinds, depth, scores, strategy.branching)
-        reach = (chance * level.alive)[..., None] * calibration.table[cells]
-        reach[~valid | (reach < strategy.min_chance)] = 0.0
+        tokens, cells, valid = _children(candidates, best, strategy.branching, depth, vocab_size, calibration)
+        reach = (chance * level.alive)[..., None] * calibration.table[cells] * valid
+        reach *= reach >= strategy.min_chance
         k, tokens, chance, cells = cells.shape[-1], *(x.reshape(B, -1) for x in (tokens, reach, cells))
         grown.append(_Grown(tokens, np.repeat(numbers, k, axis=1), chance, cells, depth + 1))
         # of each row's new nodes the likeliest go on, if they can still be among the tokens to verify
@@ -106,18 +141,19 @@ def grow(
 
 
 def _children(
-    candidates: Candidates, best: Ranking, branching: int, vocab_size: int
+    candidates: Candidates, best: Ranking, branching: int, depth: int, vocab_size: int, calibration: Calibration
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Noisy scores [B, W, k or k + 1]; tokens [B, W, k] of each node's best candidates, and whether they may be its
+    """Of each node's best candidates [B, W, k]: tokens, the calibration's cells, and whether they may be its
     children."""
     ids = best.picks if candidates.ids is None else candidates.ids.gather(-1, best.picks)
     scores, tokens = best.scores.cpu().numpy(), ids[..., :branching].cpu().numpy()
+    kinds = None if candidates.kinds is None else candidates.kinds.cpu().numpy()
     valid = np.isfinite(scores[..., :branching])
     if candidates.ids is not None:
         valid &= (tokens >= 0) & (tokens < vocab_size)
         same = (tokens[..., :, None] == tokens[..., None, :]) & valid[..., None, :]
         valid &= ~np.tril(same, -1).any(-1)
-    return scores, tokens, valid
+    return tokens, calibration.cells(kinds, depth, scores, branching), valid
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:

@@ -35,9 +35,10 @@ _RENEWED = 0.1  # and how much better one must be than the drafter before was se
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 
 
-# depth, branching, tokens to verify, least chance of a node: what each drafter may be used with, from shy to bold
+# depth, branching, tokens to verify, least chance of a node: what each drafter may be used with, from shy to bold.
+# A level takes about as long as 0.4 tokens, so a chain ends where it is less likely than that to be right so far.
 _SHAPES = {
-    "eagle": ((2, 1, 3, 0.3), (4, 1, 5, 0.2), (6, 1, 7, 0.1), (8, 1, 9, 0.1), (6, 2, 12, 0.1)),
+    "eagle": ((2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
     "suffix": ((4, 1, 5, 0.5), (8, 2, 12, 0.3)),
     "mixed": ((4, 2, 8, 0.2), (6, 2, 12, 0.1)),
 }

@@ -39,11 +39,16 @@ class RMSNorm:
         self.floor = torch.tensor((size * eps) ** 0.5, dtype=wide.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        narrow = x.dtype == torch.bfloat16
-        wide = x.float() if narrow else x
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self.floor)
-        scaled = (wide / length).mul_(self.weight)
-        return scaled.to(x.dtype) if narrow else scaled
+        scaled = self._unit(x).mul_(self.weight)
+        return scaled.to(x.dtype) if x.dtype == torch.bfloat16 else scaled
+
+    def unit(self, x: Tensor) -> Tensor:
+        """Without its `weight` [size], for one who has that in the next matrix."""
+        return self._unit(x).to(x.dtype)
+
+    def _unit(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        return wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self.floor)
 
 
 @dataclass
