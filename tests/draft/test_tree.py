@@ -159,7 +159,7 @@ def test_a_tree_does_not_depend_on_its_neighbours(seed: int, strategy: Strategy)
 @given(strategy=STRATEGIES, seed=st.integers(0, 10**6), listed=st.booleans(), garbage=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_chains_are_trees_of_one_branch(strategy: Strategy, seed: int, listed: bool, garbage: bool) -> None:
-    """What is quicker for chains alone gives what grows trees, also where the drafter goes on at nodes that are dead."""
+    """What is quicker for chains alone gives what grows trees, also where a drafter goes on at dead nodes."""
 
     class Eager(TableDrafter):
         def predict(self, level: Level) -> Candidates:

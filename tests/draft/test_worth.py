@@ -16,9 +16,11 @@ class Curve:
     """A drafter whose accept length goes from `start` towards `best` by training, and loses `drift` a step; fresh
     harvest differs from step to step by `noise`, a paired judgement by `paired`."""
 
-    def __init__(self, start: float, best: float, speed: float, noise: float = 0.0, paired: float = 0.0) -> None:
+    def __init__(
+        self, start: float, best: float, speed: float, noise: float = 0.0, paired: float = 0.0, trained: bool = False
+    ) -> None:
         self.now, self.best, self.speed, self.noise, self.paired = start, best, speed, noise, paired
-        self.worth, self.rng, self.trained = Worth(UNROLL), random.Random(0), []
+        self.worth, self.rng, self.trained = Worth(UNROLL, trained), random.Random(0), []
 
     def step(self, drift: float = 0.0) -> None:
         """One rollout with 2 s of idle time."""
@@ -64,6 +66,19 @@ def test_one_that_goes_stale_is_trained_again(noise: float) -> None:
     assert curve.now > 3.5, "left alone it were 0.9"
     curve.run(30)
     assert curve.run(100) < 0.1, "and once the target stands still, it rests"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_one_that_was_trained_before_starts_at_rest_until_it_goes_stale(noise: float) -> None:
+    curve = Curve(4.4, 4.4, 0.2, noise, noise / 10, trained=True)
+    assert curve.run(100) < 0.05
+    assert curve.run(150, drift=0.01) > 0.1
+    assert curve.now > 3.8
+
+
+def test_one_that_was_trained_before_but_is_of_little_use_learns_on() -> None:
+    curve = Curve(2.0, 4.4, 0.1, trained=True)
+    assert curve.run(20) == 1.0
 
 
 def test_a_slow_loss_is_seen_too() -> None:

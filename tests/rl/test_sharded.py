@@ -130,10 +130,10 @@ def passes(batch: TrainBatch, size: int) -> list[int]:
 @pytest.mark.parametrize(
     ("head", "size", "responses", "train"),
     [
-        ("tied", 2, 9, {}),
+        ("tied", 2, 7, {}),
         ("untied", 3, 6, {"updates_per_step": 2, "loss": "gspo"}),
         ("tied", 3, 2, {"updates_per_step": 2, "kl_weight": 0.1, "gradient_checkpointing": True}),
-        ("untied", 2, 9, {"loss": "dapo", "gradient_checkpointing": True}),
+        ("untied", 2, 7, {"loss": "dapo", "gradient_checkpointing": True}),
     ],
 )
 def test_several_members_end_where_one_does(

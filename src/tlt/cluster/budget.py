@@ -25,12 +25,8 @@ class Budget:
     """Trains `layer`, which the engine drafts with; saves what is published in the run's folder."""
 
     def __init__(self, engine: Engine, layer: EagleLayer, config: Config) -> None:
-        self.engine, self.share, self.worth, self.version = (
-            engine,
-            config.drafter.budget,
-            Worth(config.drafter.unroll),
-            0,
-        )
+        self.engine, self.share, self.version = engine, config.drafter.budget, 0
+        self.worth = Worth(config.drafter.unroll, trained=bool(layer.published))
         self.folder = Path(config.run.folder) / "drafter"
         self.trainer: SpotTrainer | None = SpotTrainer(layer, engine.target, config.drafter, config.run.seed)
         self.saver = DrafterSaver(self.folder, layer.options)

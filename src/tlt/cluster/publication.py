@@ -36,9 +36,10 @@ class Publication:
     """What is published is saved in the run's folder."""
 
     def __init__(self, crew: Crew, config: Config) -> None:
-        self.crew, self.worth = crew, Worth(config.drafter.unroll)
+        self.crew = crew
         self.options = decoder_options(read_config(config.model.path))
         layer = starting_drafter(config, self.options)
+        self.worth = Worth(config.drafter.unroll, trained=bool(layer and layer.published))
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self.goes_live = True

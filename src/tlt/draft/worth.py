@@ -3,7 +3,8 @@
 Two things are known of a drafter: what each judged stretch of training gained (the candidate against the one in use,
 on the same held-back harvest), and its accept length on fresh harvest, step after step, while the target moves. So it
 trains while that gains; then it rests; and it trains again once its accept length has fallen, by more than it varies
-from step to step by itself.
+from step to step by itself. One that was trained before, and is of use, starts at rest: what it could gain from the
+target it was made for it has.
 """
 
 from __future__ import annotations
@@ -28,24 +29,27 @@ _HORIZON = 20.0  # rollouts that a gain lasts
 class Worth:
     """Accept lengths are means of `SpotTrainer.judge`, of chains of `unroll` guesses."""
 
-    def __init__(self, unroll: int) -> None:
+    def __init__(self, unroll: int, trained: bool = False) -> None:
         self.useful = 1 + _USEFUL * unroll
         self.gains: deque[tuple[float, float]] = deque(maxlen=_TRIES)  # relative, and the seconds of training
         self.level: deque[float] = deque(maxlen=_LEVEL)  # accept lengths before it came to rest, or the first ones then
         self.lately: deque[float] = deque(maxlen=_LATELY)  # since
-        self.resting = False
+        self.resting = trained
 
     def fresh(self, accept_length: float) -> None:
         """Once a step: of the drafter in use, on harvest of the present target."""
         if not self.resting or len(self.level) < _LEVEL:
             self.level.append(accept_length)
-            return
-        self.lately.append(accept_length)
-        if len(self.lately) == _LATELY and self._fallen():
+        else:
+            self.lately.append(accept_length)
+        if self.resting and ((len(self.lately) == _LATELY and self._fallen()) or not self._is_useful()):
             self.resting = False
             self.gains.clear()
             self.level.clear()
             self.lately.clear()
+
+    def _is_useful(self) -> bool:
+        return statistics.fmean(self.level) >= self.useful
 
     def _fallen(self) -> bool:
         level, now = statistics.fmean(self.level), statistics.fmean(self.lately)
@@ -57,7 +61,7 @@ class Worth:
         judgement before. A candidate that is not finite gained nothing."""
         gain = candidate / in_use - 1
         self.gains.append((gain if math.isfinite(gain) else 0.0, seconds))
-        if len(self.gains) == _TRIES and statistics.fmean(self.level) >= self.useful and self._gains_nothing():
+        if len(self.gains) == _TRIES and self._is_useful() and self._gains_nothing():
             self.resting = True
 
     def _gains_nothing(self) -> bool:

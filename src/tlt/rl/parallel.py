@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -54,15 +53,16 @@ class Alone:
     def leave(self) -> None: ...
 
 
-def shard(members: Sequence[int], tokens: Sequence[int], group: Group) -> Sequence[int]:
-    """This rank's share of an optimizer step's responses, each of so many `tokens`: contiguous, in prompt order, about
-    as much work as the others' (a response is whose its middle falls to); it may be empty."""
-    ends = list(accumulate(tokens))
-
-    def border(rank: int) -> int:
-        return sum((2 * end - own) * group.size < 2 * ends[-1] * rank for end, own in zip(ends, tokens, strict=True))
-
-    return members[border(group.rank) : border(group.rank + 1)]
+def shard(members: Sequence[int], tokens: Sequence[int], group: Group) -> list[int]:
+    """This rank's share of an optimizer step's responses, each of so many `tokens`, in prompt order; it may be empty.
+    The longest is dealt out first, each to whom has least (LPT: Graham, 1969), so that all have about as much work."""
+    shares: list[list[int]] = [[] for _ in range(group.size)]
+    loads = [0] * group.size
+    for place in sorted(range(len(members)), key=lambda k: (-tokens[k], k)):
+        rank = loads.index(min(loads))
+        loads[rank] += tokens[place]
+        shares[rank].append(place)
+    return [members[place] for place in sorted(shares[group.rank])]
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:

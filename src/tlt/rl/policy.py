@@ -30,6 +30,8 @@ class Policy:
     `kl_weight` is on, the frozen `reference` that training started from, 4 bytes more.
     """
 
+    fused = True  # AdamW in one pass over each tensor
+
     def __init__(
         self,
         folder: str | Path,
@@ -63,6 +65,7 @@ class Policy:
             lr=self.config.learning_rate,
             weight_decay=self.config.weight_decay,
             betas=(0.9, 0.95),
+            fused=self.fused,
         )
 
     # -- update -------------------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Policy:
             found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
 
-    def _own(self, batch: TrainBatch, members: Sequence[int], group: Group) -> Sequence[int]:
+    def _own(self, batch: TrainBatch, members: Sequence[int], group: Group) -> list[int]:
         """This member's share of those that have a gradient."""
         taught = [i for i in members if batch.advantages[i] or self.reference]
         return shard(taught, batch.lengths(taught), group)
@@ -219,7 +222,7 @@ class Policy:
         self.optimizer.state.clear()
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
-            place = torch.device("cpu") if moment == "step" else self.device
+            place = torch.device("cpu") if moment == "step" and not self.fused else self.device
             self.optimizer.state[parameters[name]][moment] = value.to(place, copy=True)
 
     def load_optimizer(self, folder: Path) -> None:

@@ -32,6 +32,7 @@ class ShardedPolicy(Policy):
     2 bytes a parameter, unless `gradient_checkpointing` is on.
     """
 
+    fused = False  # which cannot be where some tensors are in shards and some are not
     group: Group = Alone()  # until `spread`: the policy is whole
 
     def _home(self) -> torch.device:
