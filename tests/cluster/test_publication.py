@@ -25,6 +25,7 @@ from tlt.draft import buffer
 from tlt.draft.saving import load_latest
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
+from tlt.draft.worth import Worth
 from tlt.engine.tuner import Fixed
 
 
@@ -116,6 +117,34 @@ def test_those_who_decode_are_left_alone(home: Path) -> None:
     for worker, method in pool.log:
         assert method != "replica" or worker in trained
         trained = trained | {worker} if method == "spot" else trained - {worker} if method == "replica" else trained
+
+
+def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(home: Path) -> None:
+    """Nothing is learned from it, nobody is asked for more, and a later rollout's look is done."""
+    looks: list[tuple[bool, bool]] = []  # whether it was wanted, and broken off
+    learned: list[float] = []
+    judge = ThreadWorker.judge
+
+    def looking(self: ThreadWorker, candidate: Any, lent: Any, number: float) -> Any:
+        assert candidate is None
+        judged = judge(self, candidate, lent, number)
+        assert judged is not None
+        looks.append((self._wanted >= number, judged.broken_off))
+        return judged
+
+    config = config_of(home, "adaptive")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 12})})
+    worth = Worth(config.drafter.unroll, trained=True)
+    with (
+        patch.object(ThreadWorker, "judge", looking),
+        patch.object(publication, "Worth", lambda *arguments, **named: worth),
+        patch.object(worth, "fresh", learned.append),
+    ):
+        _, published, pool = train(config)
+    assert published.tokens == published.version == 0
+    assert set(looks) == {(True, True), (False, False)}
+    assert 0 < len(learned) <= sum(not broken for _, broken in looks)
+    assert not any(method in ("spot", "replica") for _, method in pool.log)
 
 
 def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:

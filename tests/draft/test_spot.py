@@ -16,7 +16,7 @@ from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.spot import SpotTrainer, beats
-from tlt.draft.trainer import DrafterTrainer, pack, total_variation
+from tlt.draft.trainer import DrafterTrainer, Interrupted, pack, total_variation
 from tlt.engine.engine import Engine
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -192,6 +192,19 @@ def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_mor
     spot.target_moved()
     assert spot.judge(None) != before, "another part of it"
     spot.target.version -= 1
+
+
+def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    looks = count()
+    whole = spot.judge(None, (), lambda: next(looks) < 0)
+    for reached in range(last := next(looks)):
+        looks = count()
+        with pytest.raises(Interrupted):
+            spot.judge(None, (), lambda at=reached, looks=looks: next(looks) == at)
+        assert next(looks) == reached + 1
+    assert last >= 2 * CONFIG.unroll
+    assert spot.judge(None) == whole
 
 
 def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, items: list[Harvest]) -> None:

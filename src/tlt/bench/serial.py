@@ -8,6 +8,7 @@ from typing import Any
 
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import ClusterRollout
+from tlt.cluster.worker import summed
 from tlt.draft.average import average
 from tlt.draft.spot import beats
 from tlt.loop import Rollout
@@ -60,9 +61,7 @@ class SerialRollout(ClusterRollout):
     def _publish(self) -> None:
         """The average of all replicas, if it is better than the drafter in use."""
         common = self.crew.pool.put(average([replica for replica in self.crew.everyone("replica") if replica]))
-        sums = [judged for judged in self.crew.everyone("judge", common) if judged]
-        candidate, in_use = ([sum(column) for column in zip(*side, strict=True)] for side in zip(*sums, strict=True))
-        better = beats((candidate[0], candidate[1]), (in_use[0], in_use[1]))
-        if better:
+        judged = [judgement for judgement in self.crew.everyone("judge", common) if judgement]
+        if beats(*summed(judged)):
             self.crew.everyone("take_drafter", common, self.crew.someone("publish", common))
         self.crew.everyone("adopt", common)

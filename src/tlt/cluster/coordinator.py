@@ -51,7 +51,7 @@ class Coordinator:
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self._enter(IDLE)
-        self._number = self._spots = 0  # of the last rollout, and of the last call that trains
+        self._number = 0  # of the last rollout
         self._meeting: tuple[str, int] | None = None
         self.publication = Publication(crew, config)
         self.trains_when_idle = config.drafter.idle_training
@@ -66,7 +66,7 @@ class Coordinator:
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
     ) -> tuple[list[Response], RolloutStats]:
         self._number += 1
-        self._call_back()
+        self.crew.break_off()
         self.publication.next_rollout()
         self.shares = [Share() for _ in range(self.crew.size)]
         self.queue = deque(
@@ -143,14 +143,7 @@ class Coordinator:
             return
         if self.shares[index].trains and self.publication.worth.should_train():
             self.tracers[index].enter(SPOT)
-            self._spots += 1
-            self.crew.call(index, "spot", self.config.cluster.slice_seconds, self._spots)
-
-    def _call_back(self) -> None:
-        """Those who train are wanted."""
-        for index in range(self.crew.size):
-            if "spot" in self.crew.pending(index):
-                self.crew.pool.come_back(index, self._spots)
+            self.crew.call_idle(index, "spot", self.config.cluster.slice_seconds)
 
     def _asks_for_work(self, index: int) -> bool:
         """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. Until
@@ -193,7 +186,7 @@ class Coordinator:
 
     def _requeue(self, rows: list[Row]) -> None:
         self.queue.appendleft(rows)
-        self._call_back()
+        self.crew.break_off()
 
     def _learn(self, before: Slice | None, now: Slice) -> None:
         had, has = before.stats if before else RolloutStats(), now.stats
@@ -235,7 +228,7 @@ class Coordinator:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._enter(UPDATE)
-        self._call_back()
+        self.crew.break_off()
         self.crew.call_back(("spot", *METHODS), _HANGS)
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):

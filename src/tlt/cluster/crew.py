@@ -14,6 +14,7 @@ from tlt.rl.parallel import GroupBroken
 log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
+BREAKABLE = ("spot", "judge")  # they take the call's number last
 _IN_A_ROW = 3  # times that a worker may be lost before it has answered once
 
 
@@ -39,10 +40,21 @@ class Crew:
         self._sources: dict[int, tuple[int, Handle]] = {}  # of those that are new: whose state, and the call for it
         self._calls: dict[Handle, tuple[int, str]] = {}
         self._kept: list[Done] = []  # came back while another call was waited for
+        self._number = 0  # of the last call that may be broken off
 
     def call(self, index: int, method: str, *arguments: Any) -> None:
         """Its end comes out of `done`."""
         self._calls[self.pool.submit(index, method, *arguments)] = index, method
+
+    def call_idle(self, index: int, method: str, *arguments: Any) -> None:
+        """A call that may be broken off: one of `BREAKABLE`."""
+        self._number += 1
+        self.call(index, method, *arguments, self._number)
+
+    def break_off(self) -> None:
+        """Those who do what may be broken off are wanted: they end it amid a micro-batch, or do not begin."""
+        for index in {i for i, method in self._calls.values() if method in BREAKABLE}:
+            self.pool.come_back(index, self._number)
 
     def pending(self, index: int) -> list[str]:
         """Methods under way, in their order."""

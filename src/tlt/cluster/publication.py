@@ -16,20 +16,18 @@ from typing import Any
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.local import starting_drafter
 from tlt.cluster.pool import Handle
+from tlt.cluster.worker import Judgement, summed
 from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.saving import DrafterSaver, load_latest
-from tlt.draft.spot import SpotReport, beats
+from tlt.draft.spot import SpotReport, Sums, beats
 from tlt.draft.worth import STRETCH, Worth
 from tlt.models.families import decoder_options, read_config
 
 log = logging.getLogger(__name__)
 
 METHODS = ("replica", "judge", "held_back", "publish")
-
-Sums = tuple[float, int]
-"""of a judgement: accept lengths, and of how many entries"""
 
 
 class Publication:
@@ -60,7 +58,7 @@ class Publication:
         self._replicas: dict[int, Replica] = {}
         self._common: Replica | None = None
         self._given: Handle | None = None  # the same, where workers can take it from
-        self._judged: list[tuple[Sums, Sums]] = []  # the candidate, and the one in use
+        self._judged: list[Judgement] = []
         self._lent: list[Harvest] = []  # by workers that decode, where the idle ones hold nothing back
         self._left = 0  # calls that this link of the chain waits for
         self._looked = False
@@ -88,7 +86,9 @@ class Publication:
             self._ask(sorted(self._ahead), "replica")
         else:
             self._common = None
-            self._ask(idle, "judge", None)
+            self._left = len(idle)
+            for index in idle:
+                self.crew.call_idle(index, "judge", None, ())
         return True
 
     def catch_up(self, idle: int) -> bool:
@@ -129,6 +129,9 @@ class Publication:
         if done.result:
             if done.method == "replica":
                 self._replicas[done.worker] = done.result
+            elif done.method == "judge" and done.result.broken_off:
+                self._left = 0  # it was a look alone: another rollout will have time for it
+                return
             elif done.method == "judge":
                 self._judged.append(done.result)
             elif done.method == "held_back":
@@ -156,10 +159,10 @@ class Publication:
 
     def _decide(self, done: Done) -> None:
         others = [index for index in range(self.crew.size) if index not in self._idle]
-        if others and not self._lent and not any(in_use[1] for _, in_use in self._judged):
+        if others and not self._lent and not any(judged.in_use[1] for judged in self._judged):
             self._ask(others, "held_back")
             return
-        candidate, in_use = (_sum([sums[side] for sums in self._judged]) for side in (0, 1))
+        candidate, in_use = summed(self._judged)
         if in_use[1]:
             self._learn(candidate, in_use)
         if self._common is None:
@@ -224,7 +227,3 @@ class Publication:
     def close(self) -> None:
         if self.saver:
             self.saver.wait()
-
-
-def _sum(sums: Sequence[Sums]) -> Sums:
-    return sum(total for total, _ in sums), sum(count for _, count in sums)

@@ -22,7 +22,8 @@ from tlt.config import Config
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.spot import SpotReport, SpotTrainer
+from tlt.draft.spot import SpotReport, SpotTrainer, Sums
+from tlt.draft.trainer import Interrupted
 from tlt.engine.scheduler import Sequence as Row
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
@@ -60,6 +61,23 @@ class Slice(NamedTuple):
     waiting: list[int]
     """seeds"""
     seconds: float
+
+
+class Judgement(NamedTuple):
+    """Sums for `beats`."""
+
+    candidate: Sums = (0.0, 0)
+    in_use: Sums = (0.0, 0)
+    broken_off: bool = False
+
+
+def summed(judgements: Sequence[Judgement]) -> tuple[Sums, Sums]:
+    """Of several workers: of the candidate, and of the drafter in use."""
+    candidate, in_use = Judgement()[:2]
+    for judged in judgements:
+        candidate = candidate[0] + judged.candidate[0], candidate[1] + judged.candidate[1]
+        in_use = in_use[0] + judged.in_use[0], in_use[1] + judged.in_use[1]
+    return candidate, in_use
 
 
 class State(NamedTuple):
@@ -126,21 +144,28 @@ class Worker:
             return self._guarded(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number))
 
     def come_back(self, number: float) -> None:
-        """From another thread: a `spot` of this number or one before ends amid its micro-batch, or does not begin."""
+        """From another thread: a `spot` or `judge` of this number or one before ends amid its micro-batch, or does not
+        begin."""
         self._wanted = number
 
     def replica(self) -> Replica | None:
         return self._guarded(lambda trainer: trainer.replica())
 
     def judge(
-        self, candidate: Replica | None, lent: Sequence[Harvest] = ()
-    ) -> tuple[tuple[float, int], tuple[float, int]] | None:
-        """Sums for `beats`: of the candidate, if there is one, and of the drafter in use; on what this worker held
-        back, and on what others did and lent."""
+        self, candidate: Replica | None, lent: Sequence[Harvest] = (), number: float = math.inf
+    ) -> Judgement | None:
+        """Of the candidate, if there is one, and of the drafter in use; on what this worker held back, and on what
+        others did and lent. None where it cannot be."""
 
-        def act(trainer: SpotTrainer) -> tuple[tuple[float, int], tuple[float, int]]:
-            judged = trainer.judge(candidate.tensors, lent) if candidate else (0.0, 0)
-            return judged, trainer.judge(None, lent)
+        def act(trainer: SpotTrainer) -> Judgement:
+            try:
+                judged = trainer.judge(candidate.tensors, lent, stop) if candidate else (0.0, 0)
+                return Judgement(judged, trainer.judge(None, lent, stop))
+            except Interrupted:
+                return Judgement(broken_off=True)
+
+        def stop() -> bool:
+            return self._wanted >= number
 
         with self.tracer.span("judge"):
             return self._guarded(act)

@@ -35,6 +35,10 @@ _LEAST_RATE = 0.1  # of the configured one: what it falls to, and what a drafter
 _BETTER = 1.02  # a judgement errs by about that, and a swap costs a pass over the windows of all live rows
 
 
+Sums = tuple[float, int]
+"""of a judgement: accept lengths, and of how many entries"""
+
+
 class SpotReport(NamedTuple):
     micro_batches: int = 0
     tokens: int = 0
@@ -124,11 +128,16 @@ class SpotTrainer:
 
     # -- publication ---------------------------------------------------------------------------------------------------
 
-    def judge(self, candidate: Mapping[str, Tensor] | None, lent: Sequence[Harvest] = ()) -> tuple[float, int]:
+    def judge(
+        self,
+        candidate: Mapping[str, Tensor] | None,
+        lent: Sequence[Harvest] = (),
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Sums:
         """What a chain of `unroll` guesses would commit per pass on this worker's `evidence` and on what is lent,
         summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use. What is
-        lent of a target version whose head is no longer here is left out."""
-        total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged), lent)
+        lent of a target version whose head is no longer here is left out. Raises Interrupted where `stop` says so."""
+        total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged), lent, stop)
         return total, count
 
     def evidence(self) -> list[Harvest]:
@@ -136,10 +145,12 @@ class SpotTrainer:
         rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
         return self.held_back.pieces(_JUDGED * self.config.micro_batch_tokens, _PIECE, rng)
 
-    def _judge(self, layer: EagleLayer, lent: Sequence[Harvest] = ()) -> tuple[float, float, int]:
+    def _judge(
+        self, layer: EagleLayer, lent: Sequence[Harvest] = (), stop: Callable[[], bool] = lambda: False
+    ) -> tuple[float, float, int]:
         known = [item for item in (*self.evidence(), *lent) if item.target_version in self.trainer.heads]
         parts = [
-            self.trainer.judge(layer, pack(items, self.target.device))
+            self.trainer.judge(layer, pack(items, self.target.device), stop)
             for items in bundles(known, self.config.micro_batch_tokens)
         ]
         total, first, count = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0)
@@ -164,7 +175,7 @@ def _put(candidate: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
     return layer
 
 
-def beats(candidate: tuple[float, int], in_use: tuple[float, int]) -> bool:
+def beats(candidate: Sums, in_use: Sums) -> bool:
     """Whether a candidate goes live: by the sums of `judge` over all workers. Never one that is NaN, or was not
     judged."""
     (mine, count), (theirs, other) = candidate, in_use

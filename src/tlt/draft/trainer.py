@@ -280,20 +280,25 @@ class DrafterTrainer:
         return total / max(weight, 1e-9), overlaps
 
     @torch.no_grad()
-    def judge(self, layer: EagleLayer, batch: Pack) -> tuple[float, float, int]:
+    def judge(
+        self, layer: EagleLayer, batch: Pack, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[float, float, int]:
         """What a chain of `unroll` guesses from an entry commits, and how often its first guess is right, summed over
         entries; and how many there are: those whose whole chain is within their sequence.
 
         1 - TV is about the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88), and a guess
-        counts only behind right ones: so speculation lives on the products along the columns.
+        counts only behind right ones: so speculation lives on the products along the columns. Raises Interrupted where
+        `stop` says so at the next column.
         """
         deepest = self.config.unroll
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
         columns, teacher = self._columns(layer, batch, deepest)
-        overlaps = [
-            self._chunked(out[where], teacher[where + 1 + t], batch.version)[1] for t, out in enumerate(columns)
-        ]
+        overlaps = []
+        for t, out in enumerate(columns):
+            if stop():
+                raise Interrupted
+            overlaps.append(self._chunked(out[where], teacher[where + 1 + t], batch.version)[1])
         reached = torch.stack(overlaps).cumprod(0)
         return len(where) + reached.sum().item(), reached[0].sum().item(), len(where)
 
