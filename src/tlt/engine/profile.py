@@ -19,8 +19,9 @@ from tlt.engine.tuner import Fixed, interpolate
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
-_PROMPT, _REPEATS, _DEPTH = 96, 5, 4
-_ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 16)
+_PROMPT, _REPEATS = 96, 5
+_SHORT, _LONG = 1, 5  # levels of the drafts that are timed: the first one costs more than those below
+_ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 17)
 
 
 def profile(
@@ -51,12 +52,12 @@ def _profile_rows(
     engine.round()  # prefill
     engine.make_room(widest)
     trees = {n: [_chain(n)] * len(engine.scheduler.live) for n in _NODES}
-    drafts = {(s.drafter, s.branching) for s in strategies if s != PLAIN}
+    drafts = {(s.drafter, depth, s.branching) for s in strategies if s != PLAIN for depth in (_SHORT, _LONG)}
     least = _least_seconds(
         {
             PLAIN: engine.round,
             **{n: partial(engine.verify, trees[n]) for n in _NODES},
-            **{d: partial(engine.draft, Strategy(d[0], _DEPTH, d[1], widest.verify_tokens)) for d in drafts},
+            **{d: partial(engine.draft, Strategy(*d, widest.verify_tokens)) for d in drafts},
         },
         target.device,
     )
@@ -64,7 +65,8 @@ def _profile_rows(
     costs = {PLAIN: least[PLAIN]}
     for s in strategies:
         if s != PLAIN:
-            drafting = s.depth * least[s.drafter, s.branching] / _DEPTH
+            short, long = (least[s.drafter, depth, s.branching] for depth in (_SHORT, _LONG))
+            drafting = short + (s.depth - _SHORT) * (long - short) / (_LONG - _SHORT)
             costs[s] = least[PLAIN] + interpolate(verify, s.verify_tokens) + drafting
     return costs
 
