@@ -47,6 +47,7 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
 
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--cluster.workers", str(workers), "--train.steps", str(steps), "--run.folder", folder + "/run"]
+        fixed += ["--speculation.path", ""]  # random: one that was trained before would rest
         config = load_config(recipe, [*overrides, *fixed])
         with patch.object(Crew, "call_back", timed_call_back), patch.object(Publication, "trained", noted):
             train(config, False, Display(Console(quiet=True)))
