@@ -36,8 +36,8 @@ _MARGIN = 0.02  # an arm gives way only to one that is better by this
 
 
 # depth, branching, tokens to verify, least chance of a node: what each drafter may be used with, from shy to bold.
-# A chain ends where the chance that all of it is right falls below what another level costs, in tokens: measured, 0.2 to
-# 0.4 were alike at batch 1 and 4, and 0.5 was worse.
+# A chain ends where the chance that all of it is right falls below what another level costs, in tokens: measured, 0.2
+# to 0.4 were alike at batch 1 and 4, and 0.5 was worse.
 _SHAPES = {
     "eagle": ((2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
     "suffix": ((4, 1, 5, 0.5), (8, 2, 12, 0.3)),
