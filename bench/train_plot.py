@@ -16,7 +16,6 @@ COLOURS = {
     "suffix": "#f28e2b",
     "frozen": "#4e79a7",
     "adaptive": "#59a14f",
-    "unpublished": "#b07aa1",
     "serial": "#e15759",
 }
 PANELS = (("accept_length", "accept length"), ("seconds_by_step", "seconds a step"))

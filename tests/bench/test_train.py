@@ -108,7 +108,7 @@ def result(home: Path) -> dict[str, Any]:
 
 
 def test_the_result_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "adaptive", "unpublished", "serial"]
+    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "adaptive", "serial"]
     assert {"runs", "repeats", "machine", "versions", "commit"} <= set(result)
     for row in result["runs"]:
         assert row["step_seconds"] > 0
@@ -131,12 +131,6 @@ def test_only_adaptive_and_serial_train_and_as_many_tokens(home: Path, result: d
     given = InThread.given["serial"][:STEPS]
     assert given == [line["rollout"]["drafter_tokens"] for line in lines]
     assert sum(given) > 0
-
-
-def test_what_is_unpublished_is_trained_and_not_drafted_with(result: dict[str, Any]) -> None:
-    rows = {row["name"]: row for row in result["runs"]}
-    assert rows["unpublished"]["seconds"]["spot"] > 0
-    assert max(rows["unpublished"]["drafter_version"]) == 0
 
 
 def test_checkpoints_and_responses_are_cleared_away_and_traces_are_kept(home: Path, result: dict[str, Any]) -> None:
@@ -256,7 +250,7 @@ def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
         main(["bench", "train", "recipes/longtail.toml", "--modes", "plain,plane"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err == (
-        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, unpublished, serial\n"
+        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, serial\n"
     )
 
 

@@ -85,21 +85,6 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
         assert drafter.published > 0  # it was 0; the very last publication may not be everywhere yet
 
 
-def test_what_shall_not_go_live_is_trained_and_judged_and_never_drafts(home: Path, plain: str) -> None:
-    init = Publication.__init__
-
-    def closed(self: Publication, *arguments: Any) -> None:
-        init(self, *arguments)
-        self.goes_live = False
-
-    with patch.object(Publication, "__init__", closed):
-        digest, published, pool = train(config_of(home, "adaptive"))
-    assert digest == plain
-    assert published.version == 0 < published.tokens
-    assert sum(m == "judge" for _, m in pool.log) > 0
-    assert all(worker.engine.drafters.usable["eagle"].published == 0 for worker in pool.workers)
-
-
 def test_those_who_decode_are_left_alone(home: Path) -> None:
     """Replicas are asked for of workers that trained since theirs was taken, judgements of those that are idle."""
     busy: list[bool] = []

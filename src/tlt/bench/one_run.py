@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tlt.bench import forks
-from tlt.bench.serial import serially, unpublished
+from tlt.bench.serial import serially
 from tlt.bench.turns import Pausing, TakingTurns, Turn, over_pipes
 from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.workers import RayPool
@@ -31,13 +31,12 @@ def main(config_file: str, threads: int, mode: str, turn: Turn) -> None:
     torch.set_num_threads(threads)
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
     given: list[int] = []  # drafter tokens, by step
-    change = {"serial": serially(given), "unpublished": unpublished}.get(mode)
     pausing = Pausing(turn)
 
     def wrap(rollout: Rollout) -> Rollout:
         if isinstance(rollout, ClusterRollout) and isinstance(rollout.crew.pool, RayPool):
             pausing.folder = rollout.crew.pool.folder
-        return change(rollout) if change else rollout
+        return serially(given)(rollout) if mode == "serial" else rollout
 
     try:
         train(config, resume=False, display=Recording(pausing, given), wrap=wrap)

@@ -1,5 +1,4 @@
-"""What spot training is compared with: training between two steps, as others do it, given as many drafter tokens; and
-spot training for nothing, which shows what it costs."""
+"""What spot training is compared with: training between two steps, as others do it, given as many drafter tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +23,6 @@ def serially(tokens: Sequence[int]) -> Callable[[Rollout], Rollout]:
         return SerialRollout(rollout.coordinator, tokens)
 
     return wrap
-
-
-def unpublished(rollout: Rollout) -> Rollout:
-    """For `tlt.run.train`: workers train when they are idle, and go on drafting with what they began with."""
-    assert isinstance(rollout, ClusterRollout), "trained by the workers of a cluster"
-    rollout.coordinator.publication.goes_live = False
-    return rollout
 
 
 class SerialRollout(ClusterRollout):

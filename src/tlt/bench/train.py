@@ -34,10 +34,9 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "suffix": {"speculation": {"path": None}, "drafter": {"idle_training": False}},
     "frozen": {"drafter": {"idle_training": False}},
     "adaptive": {"drafter": {"idle_training": True}},
-    "unpublished": {"drafter": {"idle_training": True}},
     "serial": {"drafter": {"idle_training": True}},
 }
-"""name -> what it changes of the recipe; `unpublished` trains as adaptive does and drafts with what it began with"""
+"""name -> what it changes of the recipe"""
 _PROBE = 5  # steps by which the better shape of plain decoding is told
 _NOT_A_STEP = ("total", "save", "eval")
 

@@ -47,7 +47,8 @@ class Crew:
         self._calls[self.pool.submit(index, method, *arguments)] = index, method
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """A call that may be broken off: one of `BREAKABLE`."""
+        """A call that may be broken off."""
+        assert method in BREAKABLE, "its worker would not hear that it is wanted"
         self._number += 1
         self.call(index, method, *arguments, self._number)
 

@@ -40,8 +40,6 @@ class Publication:
         self.worth = Worth(config.drafter.unroll, trained=bool(layer and layer.published))
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
-        self.goes_live = True
-        """what is better; without it, training is done for nothing, which shows what it costs"""
         self.version = 0
         """of the drafter: one more per publication"""
         self.in_use: tuple[Replica, float | None] | None = None
@@ -169,7 +167,7 @@ class Publication:
             return
         self._micro_batches, self._seconds = 0, 0.0
         self._train_on_from(self._given, of=list(self._replicas))
-        if self.goes_live and beats(candidate, in_use):  # the first one says whether that works
+        if beats(candidate, in_use):  # the first one says whether that works
             self._ask(self._idle[:1], "publish", self._given)
         else:
             self._common = None
