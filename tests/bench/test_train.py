@@ -114,6 +114,8 @@ def test_the_result_has_the_promised_keys(result: dict[str, Any]) -> None:
         assert row["step_seconds"] > 0
         assert {"rollout", "update", "spot", "idle"} <= set(row["seconds"])
         assert len(row["accept_length"]) == STEPS
+        assert sum(row["spot_seconds_by_step"]) == pytest.approx(row["seconds"]["spot"], abs=1e-3)
+        assert row["name"] in ("plain", "suffix") or None not in row["first_guess_right"]
         assert sum(row["seconds_by_step"]) == pytest.approx(
             sum(spent for name, spent in row["seconds"].items() if name not in ("spot", "idle"))
         )
