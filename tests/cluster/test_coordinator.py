@@ -248,3 +248,24 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
     for worker in range(2):
         calls = [method for index, method in pool.log if index == worker]
         assert ("asks", "spot") not in pairwise(calls)
+
+
+@pytest.mark.parametrize(("training", "helps"), [(2.0, False), (0.5, True)])
+def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training: float, helps: bool) -> None:
+    """Help is predicted to save a second, training to save so much in the rollouts to come."""
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
+    drafter = {"speculation": {"drafter": "adaptive"}, "drafter": {"micro_batch_tokens": 8}}
+    taken: list[int] = []
+    turn = count()
+    decode = ThreadWorker.decode
+
+    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
+        taken.extend(work.give_up)
+        return decode(self, work, seconds)
+
+    gains = patch("tlt.cluster.balance.Forecast.helping", lambda *arguments: 1.0)
+    saves = patch("tlt.draft.worth.Worth.saves", lambda *arguments: training)
+    with gains, saves, patch.object(ThreadWorker, "decode", decoding):
+        _, _, pool = train(config_of(home, 2, rollout=rollout, **drafter), choose=lambda n: next(turn))
+    assert bool(taken) == helps
+    assert "spot" in {method for _, method in pool.log}

@@ -124,8 +124,11 @@ def test_time_that_is_not_idle_is_spent_where_it_comes_back(gain: float, rollout
     worth.fresh(3.0)
     for _ in range(4):
         assert worth.pays_back(rollout), "till the slope is known"
+        assert worth.saves(1.0, rollout) == 0.0
         worth.gained(3.0, 3.0 * (1 + gain), 2.0)
     assert worth.pays_back(rollout) == pays
+    assert worth.saves(1.0, rollout) == pytest.approx(gain / 2 * 20 * rollout)
+    assert worth.saves(0.5, rollout) == pytest.approx(gain / 4 * 20 * rollout)
     assert worth.should_train()
 
 

@@ -37,8 +37,7 @@ class RoundTime:
 
 
 class Forecast:
-    """What is known of lengths and speed; `helping` and `training` are the two predictions of what an idle worker would
-    gain."""
+    """What is known of lengths and speed, and what an idle worker would gain by helping."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -53,20 +52,25 @@ class Forecast:
         longer = [length for length in self.lengths if length > tokens]
         return (fmean(longer) if longer else min(self.longest, 2 * tokens + 1)) - tokens
 
+    def rounds(self, live: Mapping[int, int], accept_length: float) -> float:
+        """Until the last of a worker's rows (seed -> tokens so far) is expected to end."""
+        return max((self.remaining(tokens) for tokens in live.values()), default=0.0) / max(1.0, accept_length)
+
+    def seconds_left(self, live: Mapping[int, int], accept_length: float) -> float:
+        """Until then, if nobody helps."""
+        return self.rounds(live, accept_length) * self.round_time(len(live))
+
     def helping(self, live: Mapping[int, int], take: Sequence[int], accept_length: float) -> float:
-        """Seconds by which the rollout ends earlier if these of a worker's rows (seed -> tokens so far) go elsewhere:
-        remaining rounds x (t(rows) - t(rows left)), less the prefill of what they have."""
-        rounds = max((self.remaining(tokens) for tokens in live.values()), default=0.0) / max(1.0, accept_length)
+        """Seconds by which the rollout ends earlier if these of a worker's rows go elsewhere: remaining rounds x
+        (t(rows) - t(rows left)), less the prefill of what they have."""
         saved = self.round_time(len(live)) - self.round_time(max(len(take), len(live) - len(take)))
-        return rounds * saved - self.prefill_seconds * sum(live[seed] for seed in take)
+        return self.rounds(live, accept_length) * saved - self.prefill_seconds * sum(live[seed] for seed in take)
 
-    @staticmethod
-    def training() -> float:
-        """Seconds by which this rollout ends earlier if the worker trains instead: none. It pays in the next ones."""
-        return 0.0
-
-    def is_worth_helping(self, live: Mapping[int, int], take: Sequence[int], accept_length: float) -> bool:
-        return self.helping(live, take, accept_length) > self.training() + _LEAST_SAVING
+    def is_worth_helping(
+        self, live: Mapping[int, int], take: Sequence[int], accept_length: float, training: float
+    ) -> bool:
+        """`training`: seconds that training for so long instead is predicted to save in the rollouts to come."""
+        return self.helping(live, take, accept_length) > max(training, _LEAST_SAVING)
 
 
 def half_of(live: Mapping[int, int]) -> list[int]:

@@ -7,6 +7,7 @@ once more from its start or from wherever another one stopped.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class Coordinator:
         self.tracers = [Tracer() for _ in range(crew.size)]
         self._enter(IDLE)
         self._number = 0  # of the last rollout
+        self._rollout_seconds = 0.0  # of the one before
         self._meeting: tuple[str, int] | None = None
         self.publication = Publication(crew, config)
         self.trains_when_idle = config.drafter.idle_training
@@ -65,6 +67,7 @@ class Coordinator:
     def rollout(
         self, requests: Sequence[Request], on_response: Callable[[Response], None]
     ) -> tuple[list[Response], RolloutStats]:
+        began = time.monotonic()
         self._number += 1
         self.crew.break_off()
         self.publication.next_rollout()
@@ -91,8 +94,8 @@ class Coordinator:
                         responses.append(response)
                         on_response(response)
                 self._heard(done)
-        for tracer in self.tracers:
-            tracer.enter(IDLE)
+        self._enter(IDLE)
+        self._rollout_seconds = time.monotonic() - began
         return responses, self._stats(responses)
 
     def _heard(self, done: Done) -> None:
@@ -156,8 +159,12 @@ class Coordinator:
         if most.last.waiting:
             wanted = most.last.waiting[1::2] or most.last.waiting
         else:
-            wanted = half_of(most.last.live)
-            if not self.forecast.is_worth_helping(most.last.live, wanted, most.last.stats.accept_length):
+            live, accept_length = most.last.live, most.last.stats.accept_length
+            wanted = half_of(live)
+            trains = self.trains_when_idle and self.shares[index].trains
+            seconds = self.forecast.seconds_left(live, accept_length) if trains else 0.0
+            training = self.publication.worth.saves(seconds, self._rollout_seconds)
+            if not self.forecast.is_worth_helping(live, wanted, accept_length, training):
                 return False
         most.asked, most.helper = list(wanted), index
         return True

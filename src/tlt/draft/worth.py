@@ -74,13 +74,20 @@ class Worth:
         stale."""
         return not self.resting
 
+    def saves(self, seconds: float, rollout_seconds: float) -> float:
+        """Seconds that so much training is predicted to save in the rollouts to come, each of so many seconds: as
+        accept length grows, they shrink. 0 as long as the slope is not measured."""
+        if self.resting or len(self.gains) < _TRIES:
+            return 0.0
+        gain, spent = (sum(column) for column in zip(*self.gains, strict=True))
+        return max(0.0, gain / max(spent, 1e-9)) * seconds * rollout_seconds * _HORIZON
+
     def pays_back(self, rollout_seconds: float) -> bool:
-        """Whether a second of training that is *not* idle time saves more than that of the rollouts to come, each of so
-        many seconds: as accept length grows, rollouts shrink. The slope must be measured first."""
+        """Whether a second of training that is *not* idle time saves more than that. Until the slope is measured, it
+        is tried."""
         if self.resting or len(self.gains) < _TRIES:
             return not self.resting
-        gain, seconds = (sum(column) for column in zip(*self.gains, strict=True))
-        return gain / max(seconds, 1e-9) * rollout_seconds * _HORIZON > 1
+        return self.saves(1.0, rollout_seconds) > 1.0
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
