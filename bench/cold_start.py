@@ -28,7 +28,7 @@ def of_step(metrics: dict[str, Any]) -> dict[str, float]:
         "step": metrics["step"],
         "accept_length": metrics["accept_length"],
         "tokens_per_second": metrics["tokens_per_second"],
-        "drafter_version": rollout["drafter_version"],
+        "drafter_version": rollout["spot"].get("version", 0),
         "drafter_tokens": rollout["drafter_tokens"],
         "learned_share_of_rounds": learned / sum(rounds.values()),
     }

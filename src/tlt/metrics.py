@@ -135,7 +135,7 @@ def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """What a plot over the steps needs. The target version is the one that decoded the step."""
     return {
         "target_version": [line["step"] for line in lines],
-        "drafter_version": [line["rollout"].get("drafter_version", 0) for line in lines],
+        "drafter_version": [line["rollout"]["spot"].get("version", 0) for line in lines],
         "accept_length": [line["accept_length"] for line in lines],
         "tokens_per_second": [line["tokens_per_second"] for line in lines],
     }
@@ -164,7 +164,6 @@ def provenance() -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "decode_path": "pytorch",
     }
     return {"machine": machine, "versions": {"python": platform.python_version(), **packages}, "commit": _commit()}
 

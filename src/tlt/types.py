@@ -83,8 +83,6 @@ class RolloutStats:
     accepted: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
-    drafter_version: int = 0
-    """at the end; one more per published drafter"""
     drafter_tokens: int = 0
     """that the drafter was trained on meanwhile"""
     strategies: dict[str, int] = field(default_factory=dict)
@@ -103,11 +101,11 @@ class RolloutStats:
         return self.tokens / self.row_passes if self.row_passes else 1.0
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
-        """Two rollouts as one; of what is not a sum (agreement, alarms, version) the later one's."""
+        """Two rollouts as one; of what is not a sum (agreement, alarms) the later one's."""
         mine, theirs = vars(self), vars(other)
         counts = {name: mine[name] + theirs[name] for name in mine if isinstance(mine[name], int)}
         return RolloutStats(
-            **counts | {"drafter_version": other.drafter_version},
+            **counts,
             strategies=_sum_by_key(self.strategies, other.strategies),
             seconds=_sum_by_key(self.seconds, other.seconds),
             agreement=other.agreement,

@@ -269,3 +269,22 @@ def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training
         _, _, pool = train(config_of(home, 2, rollout=rollout, **drafter), choose=lambda n: next(turn))
     assert bool(taken) == helps
     assert "spot" in {method for _, method in pool.log}
+
+
+def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
+    """An alarm of the first one shows; agreements are their mean."""
+    decode = ThreadWorker.decode
+
+    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
+        done = decode(self, work, seconds)
+        done.stats.agreement = {"suffix": [0.2, 0.8][self.index]}
+        done.stats.alarms = {"suffix": 0.2} if self.index == 0 else {}
+        return done
+
+    config = config_of(home, 2)
+    turn = count()
+    with patch.object(ThreadWorker, "decode", decoding):
+        train(config, choose=lambda n: next(turn))
+    for line in read_metrics(Path(config.run.folder)):
+        assert line["rollout"]["agreement"] == {"suffix": 0.5}
+        assert line["rollout"]["alarms"] == {"suffix": 0.2}

@@ -98,6 +98,10 @@ def test_those_who_decode_are_left_alone(home: Path) -> None:
         _, _, pool = train(config_of(home, "adaptive"))
     assert busy
     assert not any(busy)
+    for worker in range(2):
+        calls = [method for index, method in pool.log if index == worker]
+        begins = [calls[i + 1 :] for i, method in enumerate(calls) if method == "sync"]
+        assert all(next(m for m in rest if m in ("decode", "judge", "sha256")) != "judge" for rest in begins)
     trained: set[int] = set()
     for worker, method in pool.log:
         assert method != "replica" or worker in trained
@@ -147,7 +151,7 @@ def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "when"), [("spot", "before"), ("replica", "after"), ("judge", "before"), ("publish", "after")]
+    ("method", "when"), [("spot", "before"), ("replica", "after"), ("judge", "before"), ("take_drafter", "after")]
 )
 def test_a_worker_lost_amid_training_or_publication(
     home: Path, plain: str, method: str, when: str, monkeypatch: pytest.MonkeyPatch
@@ -174,19 +178,77 @@ def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: 
     with patch.object(SpotTrainer, method, fail):
         digest, published, _ = train(config_of(home, "adaptive"))
     assert digest == plain
-    assert published.version == 0
+    assert published.version == (method == "publish"), "that is the last one"
 
 
 def test_a_drafter_that_turns_nan_is_never_published(home: Path, plain: str) -> None:
     real = SpotTrainer.train
 
-    def spoil(self: SpotTrainer, seconds: float) -> Any:
-        report = real(self, seconds)
+    def spoil(self: SpotTrainer, *arguments: Any) -> Any:
+        report = real(self, *arguments)
         for tensor in self.mean:
             tensor.fill_(float("nan"))
         return report
 
     with patch.object(SpotTrainer, "train", spoil):
-        digest, published, _ = train(config_of(home, "adaptive"))
+        digest, published, pool = train(config_of(home, "adaptive"))
     assert digest == plain
     assert published.version == 0
+    assert published.tokens > 0
+    assert sum(method == "replica" for _, method in pool.log) > 1, "training goes on"
+    assert all(worker.spot_trainer for worker in pool.workers)
+
+
+def test_what_is_held_back_by_those_who_decode_is_lent(home: Path, plain: str) -> None:
+    """The idle worker holds nothing back: it judges by what the other one lends, and both draft with what is better."""
+    evidence, judge = SpotTrainer.evidence, ThreadWorker.judge
+    lent: list[bool] = []
+
+    def of_the_second(self: SpotTrainer) -> Any:
+        return evidence(self) if self in seconds else []
+
+    def judging(self: ThreadWorker, candidate: Any, items: Any, number: float) -> Any:
+        lent.append(bool(items))
+        return judge(self, candidate, items, number)
+
+    seconds: set[SpotTrainer] = set()
+    start = ThreadWorker.__init__
+
+    def begin(self: ThreadWorker, config: Config, index: int, folder: str | Path) -> None:
+        start(self, config, index, folder)
+        if index == 1 and self.spot_trainer:
+            seconds.add(self.spot_trainer)
+
+    with (
+        patch.object(ThreadWorker, "__init__", begin),
+        patch.object(SpotTrainer, "evidence", of_the_second),
+        patch.object(ThreadWorker, "judge", judging),
+        patch("tlt.draft.spot._BETTER", 1.0),  # much is published
+    ):
+        digest, published, pool = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert any(lent)
+    assert not all(lent)
+    assert published.version > 0
+    taken = [worker for worker, method in pool.log if method == "take_drafter"]
+    assert taken.count(0) == published.version
+    assert abs(taken.count(1) - taken.count(0)) <= 1, "the last one may be on its way"
+
+
+def test_a_judgement_that_is_broken_off_is_gone_on_with(home: Path, plain: str) -> None:
+    """Whoever is idle next, be it in another rollout; never by one who has something to decode."""
+    judge = ThreadWorker.judge
+    broken: list[bool] = []
+
+    def impatient(self: ThreadWorker, candidate: Any, lent: Any, number: float) -> Any:
+        if candidate and len(broken) % 3 < 2:
+            self.come_back(number)
+        judged = judge(self, candidate, lent, number)
+        broken.append(bool(judged and judged.broken_off))
+        return judged
+
+    with patch.object(ThreadWorker, "judge", impatient), patch("tlt.draft.spot._BETTER", 1.0):
+        digest, published, _ = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert published.version > 0
+    assert {*broken} == {True, False}

@@ -43,7 +43,7 @@ def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any])
     run = {"folder": str(home / folder), "seed": 1} | sections.pop("run", {})
     train = {"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 64}
     train |= sections.pop("train", {})
-    cluster = {"workers": workers, "slice_seconds": 0.01}
+    cluster = {"workers": workers, "slice_seconds": 0.01} | sections.pop("cluster", {})
     return tiny_config(home, reward=reward, rollout=rollout, cluster=cluster, train=train, run=run, **sections)
 
 
@@ -55,9 +55,9 @@ def workers_of(folder: str) -> list[int]:
 class Killer(Display):
     """Ends a worker at the beginning of some phases, or a moment later."""
 
-    def __init__(self, moments: dict[tuple[int, str], float]) -> None:
+    def __init__(self, moments: dict[tuple[int, str], float], how: signal.Signals = signal.SIGKILL) -> None:
         super().__init__(Console(quiet=True))
-        self.moments, self.killed = moments, 0
+        self.moments, self.how, self.killed = moments, how, 0
         self.folder = ""
 
     def phase(self, step: int, name: str, total: int) -> None:
@@ -66,7 +66,7 @@ class Killer(Display):
             threading.Timer(self.moments[step, name], self.kill).start()
 
     def kill(self) -> None:
-        os.kill(sorted(workers_of(self.folder))[self.killed % 2], signal.SIGKILL)
+        os.kill(sorted(workers_of(self.folder))[self.killed % 2], self.how)
         self.killed += 1
 
 
@@ -105,6 +105,22 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert not Path(killer.folder).exists()
     assert marked(killer.folder) == []
     assert shm() == set()
+
+
+def test_one_that_does_not_answer_is_replaced(home: Path) -> None:
+    """Its process is stopped, not dead: no call to it fails."""
+    killer, real = Killer({(1, "rollout"): 0.0}, signal.SIGSTOP), remote.join
+
+    def join(pool: Any, config: Config) -> Any:
+        killer.folder = pool.folder
+        return real(pool, config)
+
+    with patch.object(remote, "join", join):
+        config = config_of(home, 2, "disturbed", cluster={"patience": 5.0})
+        disturbed = run_module.train(config, False, killer)
+    assert killer.killed == 1
+    assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
+    assert marked(killer.folder) == []
 
 
 def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
@@ -207,6 +223,43 @@ def test_cores_are_shared_evenly() -> None:
         assert [share_of_cores(index, 3) for index in range(3)] == [[3], [5], [6]]
     with patch("os.sched_getaffinity", lambda pid: {4}):
         assert [share_of_cores(index, 2) for index in (0, 1)] == [[4], [4]]
+
+
+JOINS = """
+import sys
+from pathlib import Path
+from test_workers import config_of, quiet
+from tlt import run
+home, workers, address, folder = sys.argv[1:]
+config = config_of(Path(home), int(workers), folder, cluster={"address": address}, train={"steps": 1})
+print(run.train(config, False, quiet())["policy_sha256"])
+"""
+
+
+def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None:
+    """It is left as it was; one with too few CPUs is named, rather than waited for."""
+    import ray
+
+    own = RayPool(config_of(home, 2, "own"), home)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        paths = os.pathsep.join(str(Path(__file__).parents[i]) for i in (0, 1))
+        environment = os.environ | {"RAY_AUTH_MODE": "token", "PYTHONPATH": paths}
+
+        def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-c", JOINS, str(home), str(workers), address, folder]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+        for actor in own._actors:
+            ray.kill(actor)
+        expected = in_this_process(config_of(home, 2, "undisturbed", train={"steps": 1}))
+        ran = joined(2, "joined")
+        assert ran.stdout.strip() == expected, ran.stderr[-2000:]
+        refused = joined(3, "too many")
+        assert "cluster.workers = 3, but there are 2 CPUs" in refused.stderr
+        assert len(ray.nodes()) == 1
+    finally:
+        own.close()
 
 
 def test_without_ray_there_is_one_sentence(home: Path) -> None:

@@ -36,15 +36,3 @@ def test_of_one_replica_nothing_changes() -> None:
 
 def test_where_nobody_trained_the_start_is_kept() -> None:
     assert average([replica(0, 0), replica(1, 0)]).tensors["weight.a"].equal(replica(0, 0).tensors["weight.a"])
-
-
-@pytest.mark.parametrize("name", ["mean.a", "weight.b", "exp_avg_sq.a", "steps"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_replica_that_is_not_finite_is_left_out(name: str, value: float) -> None:
-    bad, good = replica(0, 100), replica(1, 50)
-    bad.tensors[name].view(-1)[-1] = value
-    mean = average([bad, good])
-    assert mean.tokens == 50
-    assert all(torch.equal(tensor, good.tensors[n]) for n, tensor in mean.tensors.items())
-    with pytest.raises(ValueError, match="finite"):
-        average([bad])

@@ -164,11 +164,12 @@ def test_the_caller_does_not_wait_and_only_the_newest_is_written(
     assert written == [1, 4]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("No space left in memory")])
 def test_a_disk_that_fails_costs_the_save_alone(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     saver = DrafterSaver(tmp_path, options(model))
     with monkeypatch.context() as patch:

@@ -15,8 +15,8 @@ from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.draft.spot import SpotTrainer, beats
-from tlt.draft.trainer import DrafterTrainer, Interrupted, pack, total_variation
+from tlt.draft.spot import Judgement, SpotTrainer, summed
+from tlt.draft.trainer import DrafterTrainer, pack, total_variation
 from tlt.engine.engine import Engine
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -52,6 +52,12 @@ def make_spot(model: Model, items: list[Harvest], seed: int = 0, layer: EagleLay
     for item in items:
         spot.harvest(item)
     return spot
+
+
+def replica_of(spot: SpotTrainer) -> Replica:
+    replica = spot.replica()
+    assert replica
+    return replica
 
 
 def same(one: Replica, other: Replica) -> bool:
@@ -99,24 +105,24 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     spot.train(0)
     looks = count()
     assert spot.train(0, lambda: next(looks) < 0).micro_batches == 1
-    before = spot.replica()
+    before = replica_of(spot)
     for reached in range(last := next(looks)):
         looks = count()
         report = spot.train(60.0, lambda at=reached, looks=looks: next(looks) == at)
         assert (report.micro_batches, report.tokens, next(looks)) == (0, 0, reached + 1)
-        assert same(before, spot.replica())
+        assert same(before, replica_of(spot))
     assert last >= 2 * spot.trainer.columns
     spot.train(0)
-    assert not same(before, spot.replica())
+    assert not same(before, replica_of(spot))
 
 
 def test_without_harvest_nothing_is_trained(model: Model) -> None:
     spot = make_spot(model, [])
-    before = spot.replica()
+    before = replica_of(spot)
     assert not spot.ready
     assert spot.train(1.0).micro_batches == 0
-    assert same(before, spot.replica())
-    assert spot.judge(None) == (0.0, 0)
+    assert same(before, replica_of(spot))
+    assert spot.judge(None) == Judgement()
 
 
 def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest]) -> None:
@@ -124,7 +130,7 @@ def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest
     spot = make_spot(model, items, layer=layer)
     spot.train(0)
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
-    replica = spot.replica()
+    replica = replica_of(spot)
     kept = {name: tensor.clone() for name, tensor in replica.tensors.items()}
     spot.train(0)
     assert same(replica, Replica(kept, 0)), "nor is a replica, once given away"
@@ -132,9 +138,9 @@ def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest
 
 def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, [item._replace(features=item.features * math.nan) for item in items])
-    before = spot.replica()
+    before = replica_of(spot)
     spot.train(0)
-    assert same(before, spot.replica())
+    assert same(before, replica_of(spot))
 
 
 # -- several workers ---------------------------------------------------------------------------------------------------
@@ -147,22 +153,22 @@ def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Ha
     held_back = [item for item in items if item.held_back]
     shards = [[item for item in trained if item.prompt_id % 4 == k] + held_back for k in range(4)]
     workers, alone = ([make_spot(model, shard, seed=k) for k, shard in enumerate(shards)] for _ in range(2))
-    mean = workers[0].replica()
+    mean = replica_of(workers[0])
     for turn in range(4):
         for worker in (*workers, *alone):
             while worker.tokens < 400 * (1 if worker in workers else turn + 1):
                 worker.train(0)
         trained_on = sum(worker.tokens for worker in workers)
-        mean = average([worker.replica() for worker in workers])
+        mean = average([replica_of(worker) for worker in workers])
         assert mean.tokens == trained_on
         for worker in workers:
             worker.adopt(mean)
             assert worker.tokens == 0
-    singles = [worker.judge(worker.replica().tensors)[0] for worker in alone]
-    got = workers[0].judge(mean.tensors)[0]
+    singles = [worker.judge(replica_of(worker).tensors).candidate for worker in alone]
+    got = workers[0].judge(mean.tensors).candidate
     assert got > sum(singles) / 4
     assert got > 0.99 * max(singles)
-    assert same(Replica(workers[0].replica().tensors, 0), workers[3].replica()), "all go on from one state"
+    assert same(Replica(replica_of(workers[0]).tensors, 0), replica_of(workers[3])), "all go on from one state"
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
@@ -170,12 +176,12 @@ def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Ha
 
 def test_what_others_lend_counts_where_its_target_is_known(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
-    total, count = spot.judge(None)
+    own = spot.judge(None)
     lent = next(item for item in items if not item.held_back)
-    more, longer = spot.judge(None, [lent])
-    assert longer > count
-    assert more > total
-    assert spot.judge(None, [lent._replace(target_version=99)]) == (total, count), "that version's head is gone"
+    more = spot.judge(None, [lent])
+    assert more.entries > own.entries
+    assert more.in_use > own.in_use
+    assert spot.judge(None, [lent._replace(target_version=99)]) == own, "that version's head is gone"
 
 
 def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_more(
@@ -195,16 +201,31 @@ def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_mor
 
 
 def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
+    """It is worth the parts that both drafters were judged on by then."""
     spot = make_spot(model, items)
+    candidate = replica_of(make_spot(model, items, layer=fresh_layer(model, 1))).tensors
     looks = count()
-    whole = spot.judge(None, (), lambda: next(looks) < 0)
+    whole = spot.judge(candidate, (), lambda: next(looks) < 0)
+    seen: list[Judgement] = []
     for reached in range(last := next(looks)):
         looks = count()
-        with pytest.raises(Interrupted):
-            spot.judge(None, (), lambda at=reached, looks=looks: next(looks) == at)
+        seen.append(spot.judge(candidate, (), lambda at=reached, looks=looks: next(looks) == at))
         assert next(looks) == reached + 1
-    assert last >= 2 * CONFIG.unroll
-    assert spot.judge(None) == whole
+        assert seen[-1].broken_off
+    assert last >= 4 * CONFIG.unroll, "of two drafters and two parts"
+    assert seen[0] == seen[2 * CONFIG.unroll - 1] == Judgement(broken_off=True)
+    assert 0 < seen[-1].entries < whole.entries
+    assert seen[-1].entries <= min(seen[-1].in_use, seen[-1].candidate)
+    assert [one.entries for one in seen] == sorted(one.entries for one in seen)
+    assert spot.judge(candidate) == whole
+    assert not whole.broken_off
+
+
+def test_judgements_add_up() -> None:
+    parts = [Judgement(10, 20.0, 30.0, 4.0), Judgement(1, 2.0, 3.0, 0.5, broken_off=True), Judgement(5, 6.0, 7.0, 1.0)]
+    assert summed(parts) == Judgement(16, 28.0, 40.0, 5.5, broken_off=True)
+    assert summed(parts[::2]) == Judgement(15, 26.0, 37.0, 5.0)
+    assert summed([]) == Judgement()
 
 
 def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, items: list[Harvest]) -> None:
@@ -227,7 +248,7 @@ def test_there_is_something_to_judge_by_after_steps_that_held_nothing_back(model
     for _ in range(9):
         spot.target_moved()
     assert not spot.ready, "what is trained on is of nine steps at most"
-    assert spot.judge(None)[1] > 0
+    assert spot.judge(None).entries > 0
 
 
 def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
@@ -254,32 +275,57 @@ def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]
 
 def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
-    in_use = spot.judge(None)
-    assert in_use == spot.judge(spot.replica().tensors)
-    assert not beats(spot.judge(spot.replica().tensors), in_use), "not the very same one"
+    first = spot.judge(replica_of(spot).tensors)
+    assert first.candidate == first.in_use
+    assert not first.is_better, "not the very same one"
     while spot.trainer.steps < 60:
         spot.train(0)
-    candidate = spot.replica().tensors
-    assert beats(spot.judge(candidate), in_use)
-    assert spot.judge(None) == in_use, "to judge is not to publish"
-    layer = spot.publish(candidate)
-    assert spot.judge(None) == spot.judge(candidate)
-    assert layer.published is not None
-    assert 0 < layer.published < 1
+    candidate = replica_of(spot).tensors
+    judged = spot.judge(candidate)
+    assert judged.is_better
+    assert 0 < judged.first < judged.entries
+    assert judged.entries + judged.first < judged.candidate
+    assert spot.judge(None).in_use == first.in_use, "to judge is not to publish"
+    layer = spot.publish(candidate, 0.5)
+    assert spot.judge(None).in_use == judged.candidate
+    assert layer.published == 0.5
     assert all(torch.equal(p, candidate[f"mean.{name}"]) for name, p in layer.named_parameters())
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 
 
 def test_candidates_that_never_pass(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, items)
-    in_use, candidate = spot.judge(None), spot.replica().tensors
+    candidate = replica_of(spot).tensors
     candidate["mean.fc.weight"][0, 0] = math.nan
-    assert not beats(spot.judge(candidate), in_use)
-    assert not beats((math.nan, 10), (1.0, 10))
-    assert not beats((math.inf, 10), (1.0, 10))
-    assert not beats((0.0, 0), (0.0, 0))
-    assert not beats((20.0, 10), (0.0, 0))
-    assert beats((20.0, 10), (19.0, 10))
+    judged = spot.judge(candidate)
+    assert judged.entries > 0
+    assert math.isnan(judged.candidate)
+    assert not judged.is_better
+    assert not Judgement(10, 10.0, math.inf).is_better
+    assert not Judgement().is_better
+    assert not Judgement(10, 20.0, 20.2).is_better, "within the error of a judgement"
+    assert Judgement(10, 20.0, 21.0).is_better
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("part", ["weight", "moment", "mean"])
+def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
+    model: Model, items: list[Harvest], part: str, value: float
+) -> None:
+    spot = make_spot(model, items)
+    spot.train(0)
+    layer = spot.publish(replica_of(spot).tensors, 0.5)
+    spot.train(0)
+    weight = spot.trainer.layer.fc.weight
+    moment = spot.trainer.optimizer.state[weight]["exp_avg_sq"]
+    {"weight": weight.data, "moment": moment, "mean": spot.mean[0]}[part].view(-1)[-1] = value
+    assert spot.replica() is None
+    for parameter, mean, wanted in zip(spot.trainer.layer.parameters(), spot.mean, layer.parameters(), strict=True):
+        assert torch.equal(parameter, wanted)
+        assert torch.equal(mean, wanted)
+    assert spot.trainer.steps == spot.tokens == 0
+    spot.train(0)
+    assert replica_of(spot).tokens > 0
 
 
 def test_what_is_held_back_is_never_trained_on(model: Model, items: list[Harvest]) -> None:

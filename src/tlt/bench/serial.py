@@ -7,9 +7,8 @@ from typing import Any
 
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import ClusterRollout
-from tlt.cluster.worker import summed
 from tlt.draft.average import average
-from tlt.draft.spot import beats
+from tlt.draft.spot import summed
 from tlt.loop import Rollout
 from tlt.trace import IDLE, SPOT
 
@@ -52,8 +51,11 @@ class SerialRollout(ClusterRollout):
 
     def _publish(self) -> None:
         """The average of all replicas, if it is better than the drafter in use."""
-        common = self.crew.pool.put(average([replica for replica in self.crew.everyone("replica") if replica]))
-        judged = [judgement for judgement in self.crew.everyone("judge", common) if judgement]
-        if beats(*summed(judged)):
-            self.crew.everyone("take_drafter", common, self.crew.someone("publish", common))
+        replicas = [replica for replica in self.crew.everyone("replica") if replica]
+        if not replicas:
+            return
+        common = self.crew.pool.put(average(replicas))
+        judged = summed(judgement for judgement in self.crew.everyone("judge", common) if judgement)
+        if judged.is_better:
+            self.crew.everyone("take_drafter", common, judged.first / judged.entries)
         self.crew.everyone("adopt", common)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config import Config
+from tlt.draft.average import Replica
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.saving import DrafterSaver, load_latest
-from tlt.draft.spot import SpotTrainer, beats
+from tlt.draft.spot import SpotTrainer
 from tlt.draft.worth import STRETCH, Worth
 from tlt.engine.engine import Engine
 from tlt.types import RolloutStats
@@ -55,26 +56,24 @@ class Budget:
             self.seconds += report.seconds
             if self.micro_batches < STRETCH:
                 return facts
-        before, count = in_use = trainer.judge(None)
-        if count:
-            facts["accept_length"] = before / count
+        replica = trainer.replica() if self.micro_batches else None
+        judged = trainer.judge(replica.tensors if replica else None)
+        if judged.entries:
+            facts["accept_length"] = judged.in_use / judged.entries
             self.worth.fresh(facts["accept_length"])
-        if count and self.micro_batches:
-            facts |= self._offer(trainer, in_use)
-        return facts
+        if judged.entries and replica:
+            facts["candidate"] = judged.candidate / judged.entries
+            self.worth.gained(facts["accept_length"], facts["candidate"], self.seconds)
+            self.micro_batches, self.seconds = 0, 0.0
+        if judged.is_better and replica:
+            self._publish(trainer, replica, judged.first / judged.entries)
+        return facts | {"version": float(self.version)}
 
-    def _offer(self, trainer: SpotTrainer, in_use: tuple[float, int]) -> dict[str, float]:
-        """What was trained since the last time is judged, and published where it is better."""
-        replica = trainer.replica()
-        after, count = candidate = trainer.judge(replica.tensors)
-        self.worth.gained(in_use[0] / count, after / count, self.seconds)
-        self.micro_batches, self.seconds = 0, 0.0
-        if beats(candidate, in_use):
-            layer = trainer.publish(replica.tensors)
-            self.engine.swap(EagleDrafter(layer, self.engine.target))
-            self.version += 1
-            self.saver.save(self.version, replica, layer.published)
-        return {"candidate": after / count, "version": float(self.version)}
+    def _publish(self, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
+        layer = trainer.publish(replica.tensors, agreement)
+        self.engine.swap(EagleDrafter(layer, self.engine.target))
+        self.version += 1
+        self.saver.save(self.version, replica, agreement)
 
     def target_moved(self) -> None:
         if self.trainer:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import fmean
 
 from tlt.cluster.balance import Forecast, half_of, take
 from tlt.cluster.crew import Crew, Done
@@ -110,7 +111,7 @@ class Coordinator:
             else:
                 self.shares[done.worker].trains = False
         elif done.method in METHODS:
-            self.publication.went_on(done)
+            self.publication.answered(done)
 
     def _next(self, index: int) -> None:
         """The worker has nothing to do: more of its share, what waits, or what an idle one does."""
@@ -142,7 +143,8 @@ class Coordinator:
         if self._asks_for_work(index) or not self.trains_when_idle:
             return
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
-        if self.publication.begin(idle) or self.publication.catch_up(index):
+        self.publication.go_on(idle)
+        if self.crew.pending(index) or self.publication.catch_up(index):
             return
         if self.shares[index].trains and self.publication.worth.should_train():
             self.tracers[index].enter(SPOT)
@@ -215,10 +217,11 @@ class Coordinator:
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
         """All workers' counters; tokens are those of the responses, whatever was decoded twice."""
-        stats = self._gone
-        for share in self.shares:
-            if share.last:
-                stats = stats + share.last.stats
+        found = [share.last.stats for share in self.shares if share.last]
+        stats = sum(found, start=self._gone)
+        names = {name for one in found for name in one.agreement}
+        stats.agreement = {n: fmean(one.agreement[n] for one in found if n in one.agreement) for n in sorted(names)}
+        stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
         stats.spot = self.publication.facts
         stats.tokens = sum(len(response.token_ids) for response in responses)
         stats.drafter_tokens = self.publication.tokens - self._trained

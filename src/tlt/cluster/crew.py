@@ -14,7 +14,9 @@ from tlt.rl.parallel import GroupBroken
 log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
+_LOOK = 1.0  # seconds between two looks at who does not answer
 BREAKABLE = ("spot", "judge")  # they take the call's number last
+_SHORT = ("decode", *BREAKABLE, "replica", "evidence", "adopt", "take_drafter", "sync", "trace", "tuner_state")
 _IN_A_ROW = 3  # times that a worker may be lost before it has answered once
 
 
@@ -32,18 +34,22 @@ class Crew:
     """Calls that change what a run depends on are made of all workers, so that any one can stand in for another. Where
     the policy is in shards none can: the first loss ends the run."""
 
-    def __init__(self, pool: Pool, shards: bool = False) -> None:
-        self.pool, self.size, self.shards = pool, pool.size, shards
+    def __init__(self, pool: Pool, shards: bool = False, patience: float = math.inf) -> None:
+        """A worker that does not answer a short call for `patience` seconds hangs, and is lost."""
+        self.pool, self.size, self.shards, self.patience = pool, pool.size, shards, patience
         self.sound = set(range(pool.size))  # those that hold the run's state
         self.losses = 0
         self._in_a_row = [0] * pool.size
         self._sources: dict[int, tuple[int, Handle]] = {}  # of those that are new: whose state, and the call for it
         self._calls: dict[Handle, tuple[int, str]] = {}
+        self._since = [0.0] * pool.size  # when each began what it is at
         self._kept: list[Done] = []  # came back while another call was waited for
         self._number = 0  # of the last call that may be broken off
 
     def call(self, index: int, method: str, *arguments: Any) -> None:
         """Its end comes out of `done`."""
+        if not self.pending(index):
+            self._since[index] = time.monotonic()
         self._calls[self.pool.submit(index, method, *arguments)] = index, method
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
@@ -61,22 +67,36 @@ class Crew:
         """Methods under way, in their order."""
         return [method for i, method in self._calls.values() if i == index]
 
-    def done(self, timeout: float | None = None) -> list[Done]:
-        """Calls that came back: at least one, unless the time is up. Raises what a method raised, and ClusterError if
-        nobody is left to go on."""
-        return self.kept() or self._collect(timeout)
+    def done(self) -> list[Done]:
+        """Calls that came back: at least one. Raises what a method raised, and ClusterError if nobody is left to go
+        on."""
+        return self.kept() or self._collect()
 
     def kept(self) -> list[Done]:
         """What came back while other calls were waited for."""
         kept, self._kept = self._kept, []
         return kept
 
-    def _collect(self, timeout: float | None = None) -> list[Done]:
-        handles = self.pool.wait(list(self._calls), timeout)
-        return [self._outcome(handle) for handle in handles if handle in self._calls]
+    def _collect(self, timeout: float = math.inf) -> list[Done]:
+        """At least one, unless the time is up."""
+        until = time.monotonic() + timeout
+        while True:
+            handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
+            found = [self._outcome(handle) for handle in handles if handle in self._calls] or self._hung()
+            if found or time.monotonic() >= until:
+                return found
+
+    def _hung(self) -> list[Done]:
+        """Those who do not answer, and are lost."""
+        late = [i for i in range(self.size) if self._since[i] < time.monotonic() - self.patience]
+        amid = {index: methods[0] for index in late if (methods := self.pending(index)) and methods[0] in _SHORT}
+        for index, method in amid.items():
+            self.replace(index, f"{method}, without an answer for {self.patience:g} s,")
+        return [Done(index, method, None, lost=True) for index, method in amid.items()]
 
     def _outcome(self, handle: Handle) -> Done:
         index, method = self._calls.pop(handle)
+        self._since[index] = time.monotonic()
         try:
             result = self.pool.result(handle)
         except WorkerLost:
@@ -135,7 +155,7 @@ class Crew:
                 for index in waiting:
                     self.replace(index, method)
                 break
-            for done in self._collect(None if until == math.inf else 0.5):
+            for done in self._collect(math.inf if until == math.inf else 0.5):
                 if done.method != method or done.lost:
                     self._kept.append(done)
                 else:

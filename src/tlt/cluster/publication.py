@@ -1,33 +1,51 @@
 """From replicas that idle workers trained to a drafter that all use: averaged, judged, swapped in.
 
-A chain of calls that goes on as they come back: replicas of those who trained; their average, judged against the
-drafter in use by workers that are idle; published where it is better. Those who decode are asked for next to nothing:
-they take a published drafter between two rounds, and the common start of training once they are idle themselves.
-Where one is lost on the way, the next chain starts afresh.
+A chain of calls, of which each link begins where a worker is idle: replicas of those who trained; their average, judged
+against the drafter in use by those who are idle; swapped in where it is better. Those who decode are asked for next to
+nothing: they take a published drafter between two rounds, and the common start of training once they are idle
+themselves. A judgement that is broken off is gone on with when a worker is idle again. Where a worker is lost on the
+way, the next chain starts afresh.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tlt.cluster.crew import Crew, Done
+from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.local import starting_drafter
 from tlt.cluster.pool import Handle
-from tlt.cluster.worker import Judgement, summed
 from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.saving import DrafterSaver, load_latest
-from tlt.draft.spot import SpotReport, Sums, beats
+from tlt.draft.spot import JUDGED, Judgement, SpotReport, summed
 from tlt.draft.worth import STRETCH, Worth
 from tlt.models.families import decoder_options, read_config
 
 log = logging.getLogger(__name__)
 
-METHODS = ("replica", "judge", "held_back", "publish")
+METHODS = ("replica", "judge", "evidence")
+
+
+@dataclass
+class Chain:
+    link: Callable[[Chain, list[int]], None]
+    """what comes once all answers are there, with those who are idle by then"""
+    answers: dict[int, Any] = field(default_factory=dict)
+    """of the calls before it, by worker: those that are not None"""
+    of: list[int] = field(default_factory=list)
+    """whose replicas the candidate is made of"""
+    candidate: Replica | None = None
+    """None: the drafter in use is looked at, and that is all"""
+    given: Handle | None = None
+    """the candidate, where workers can take it from"""
+    judged: Judgement = Judgement()  # noqa: RUF009 - it cannot change
+    lent: list[Harvest] = field(default_factory=list)
+    """by workers that decode, where the idle ones hold nothing back"""
 
 
 class Publication:
@@ -52,14 +70,9 @@ class Publication:
         self._start: Handle | None = None  # that all train on from, once it is no longer the run's own
         self._behind: set[int] = set()  # workers that have not taken it
         self._ahead: set[int] = set()  # and those that have trained since
-        self._idle: list[int] = []
-        self._replicas: dict[int, Replica] = {}
-        self._common: Replica | None = None
-        self._given: Handle | None = None  # the same, where workers can take it from
-        self._judged: list[Judgement] = []
-        self._lent: list[Harvest] = []  # by workers that decode, where the idle ones hold nothing back
-        self._left = 0  # calls that this link of the chain waits for
-        self._looked = False
+        self._wanted = JUDGED * config.drafter.micro_batch_tokens  # entries of a judgement
+        self._chain: Chain | None = None
+        self._looked = False  # at the drafter in use, in this rollout
 
     # -- what the coordinator asks and says ----------------------------------------------------------------------------
 
@@ -73,21 +86,23 @@ class Publication:
         self._seconds += report.seconds
         self.tokens += report.tokens
 
-    def begin(self, idle: list[int]) -> bool:
-        """Start the chain if it is due: enough was trained; or nothing was in this rollout, as it would not pay, and
-        the drafter in use is to be looked at. Whether it was."""
-        due = self._micro_batches >= STRETCH and bool(self._ahead)
-        if self._under_way or not (due or (self.worth.resting and not self._looked)):
-            return False
-        self._idle, self._replicas, self._judged, self._lent, self._looked = idle, {}, [], [], True
-        if due:
-            self._ask(sorted(self._ahead), "replica")
-        else:
-            self._common = None
-            self._left = len(idle)
-            for index in idle:
-                self.crew.call_idle(index, "judge", None, ())
-        return True
+    def go_on(self, idle: list[int]) -> None:
+        """Whatever is due, with workers that are idle."""
+        if not self._chain and not self._under_way:
+            self._chain = self._due()
+        while self._chain and not self._under_way:
+            self._chain.link(self._chain, idle)
+
+    def _due(self) -> Chain | None:
+        """Replicas, if enough was trained; a look at the drafter in use where nothing is, as it would not pay."""
+        if self._micro_batches >= STRETCH and self._ahead:
+            chain = Chain(self._average, of=sorted(self._ahead))
+            self._ask(chain, chain.of, "replica")
+            return chain
+        if self.worth.resting and not self._looked:
+            self._looked = True
+            return Chain(self._judge)
+        return None
 
     def catch_up(self, idle: int) -> bool:
         """Before it trains, a worker takes the common start. Whether it must."""
@@ -99,10 +114,16 @@ class Publication:
 
     @property
     def _under_way(self) -> bool:
+        """Whether answers are awaited, be it those of a chain that was given up."""
         return any(method in METHODS for index in range(self.crew.size) for method in self.crew.pending(index))
 
+    def answered(self, done: Done) -> None:
+        """A call of the chain came back."""
+        if self._chain and done.result is not None:
+            self._chain.answers[done.worker] = done.result
+
     def lost(self, worker: int) -> None:
-        self._left, self._common = 0, None
+        self._chain = None
         self._ahead.discard(worker)
 
     def replaced(self, worker: int) -> None:
@@ -114,97 +135,73 @@ class Publication:
 
     # -- the chain -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, workers: Sequence[int], method: str, *arguments: object) -> None:
-        self._left = len(workers)
+    def _ask(self, chain: Chain, workers: Sequence[int], method: str, *arguments: object) -> None:
+        chain.answers = {}
         for index in workers:
-            self.crew.call(index, method, *arguments)
+            (self.crew.call_idle if method in BREAKABLE else self.crew.call)(index, method, *arguments)
 
-    def went_on(self, done: Done) -> None:
-        """A call of the chain came back."""
-        if self._left == 0:
-            return  # of a chain that was given up
-        self._left -= 1
-        if done.result:
-            if done.method == "replica":
-                self._replicas[done.worker] = done.result
-            elif done.method == "judge" and done.result.broken_off:
-                self._left = 0  # it was a look alone: another rollout will have time for it
-                return
-            elif done.method == "judge":
-                self._judged.append(done.result)
-            elif done.method == "held_back":
-                self._lent += done.result
-        if self._left == 0:
-            link = {
-                "replica": self._average,
-                "judge": self._decide,
-                "held_back": self._judge_lent,
-                "publish": self._publish,
-            }
-            link[done.method](done)
-
-    def _average(self, done: Done) -> None:
-        try:
-            self._common = average(list(self._replicas.values()))
-        except ValueError:
-            log.warning("no drafter in training is finite; going on from the one in use")
-            self._common, self._micro_batches, self._ahead = None, 0, set()
-            if self.in_use:
-                self._train_on_from(self.in_use[0], of=())
+    def _average(self, chain: Chain, idle: list[int]) -> None:
+        if not chain.answers:  # none is finite: they train again from the drafter in use
+            self._chain, self._micro_batches, self._ahead = None, 0, set()
             return
-        self._given = self.crew.pool.put(self._common)
-        self._ask(self._idle, "judge", self._given)
+        chain.candidate = average(list(chain.answers.values()))
+        chain.given = self.crew.pool.put(chain.candidate)
+        self._judge(chain, idle)
 
-    def _decide(self, done: Done) -> None:
-        others = [index for index in range(self.crew.size) if index not in self._idle]
-        if others and not self._lent and not any(judged.in_use[1] for judged in self._judged):
-            self._ask(others, "held_back")
-            return
-        candidate, in_use = summed(self._judged)
-        if in_use[1]:
-            self._learn(candidate, in_use)
-        if self._common is None:
+    def _judge(self, chain: Chain, idle: list[int]) -> None:
+        chain.link = self._weigh
+        self._ask(chain, idle[:1] if chain.lent else idle, "judge", chain.given, chain.lent)
+
+    def _weigh(self, chain: Chain, idle: list[int]) -> None:
+        """All that is known of the candidate by now: is it enough to go by?"""
+        now = summed(chain.answers.values())
+        chain.judged = summed([chain.judged, now])._replace(broken_off=False)
+        others = [index for index in range(self.crew.size) if index not in idle]
+        if now.broken_off and chain.judged.entries < self._wanted:
+            self._judge(chain, idle)
+        elif chain.judged.entries or chain.lent or not others:
+            self._decide(chain)
+        else:
+            chain.link = self._borrow
+            self._ask(chain, others, "evidence")
+
+    def _borrow(self, chain: Chain, idle: list[int]) -> None:
+        chain.lent = [item for items in chain.answers.values() for item in items]
+        (self._judge(chain, idle) if chain.lent else self._decide(chain))
+
+    def _decide(self, chain: Chain) -> None:
+        self._chain, judged = None, chain.judged
+        if judged.entries:
+            self._learn(judged, bool(chain.candidate))
+        if chain.candidate is None:
             return
         self._micro_batches, self._seconds = 0, 0.0
-        self._train_on_from(self._given, of=list(self._replicas))
-        if beats(candidate, in_use):  # the first one says whether that works
-            self._ask(self._idle[:1], "publish", self._given)
-        else:
-            self._common = None
-
-    def _judge_lent(self, done: Done) -> None:
-        if self._lent:
-            self._ask(self._idle[:1], "judge", self._common and self._given, self._lent)
-        else:
-            self._idle = list(range(self.crew.size))
-            self._decide(done)
+        self._train_on_from(chain.given, chain.of)
+        if judged.is_better:
+            self._publish(chain.candidate, chain.given, judged.first / judged.entries)
 
     def _train_on_from(self, start: Handle, of: Sequence[int]) -> None:
         """All go on from there; who has trained it all alone stands there, or further on."""
         self._start, self._ahead = start, set()
         self._behind = set(range(self.crew.size)) - (set(of) if len(of) == 1 else set())
 
-    def _learn(self, candidate: Sums, in_use: Sums) -> None:
-        now = in_use[0] / in_use[1]
+    def _learn(self, judged: Judgement, of_candidate: bool) -> None:
+        now = judged.in_use / judged.entries
         if "accept_length" not in self.facts:
             self.worth.fresh(now)
         self.facts["accept_length"] = now
-        if self._common and candidate[1]:
-            self.facts["candidate"] = candidate[0] / candidate[1]
+        if of_candidate:
+            self.facts["candidate"] = judged.candidate / judged.entries
             self.worth.gained(now, self.facts["candidate"], self._seconds)
 
-    def _publish(self, done: Done) -> None:
-        common, self._common = self._common, None
-        if common is None or done.result is None:
-            return  # it failed
+    def _publish(self, drafter: Replica, given: Handle, agreement: float) -> None:
         self.version += 1
         self.facts["version"] = float(self.version)
-        self.in_use = common, done.result
+        self.in_use = drafter, agreement
         for index in range(self.crew.size):
-            if index != done.worker:
-                self.crew.call(index, "take_drafter", self._given, done.result)
+            self.crew.call(index, "take_drafter", given, agreement)
         if self.saver:
-            self.saver.save(self.version, common, done.result)
+            self.saver.save(self.version, drafter, agreement)
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 

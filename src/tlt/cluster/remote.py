@@ -79,7 +79,7 @@ class ClusterPolicy:
 def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
     """The workers of a pool, once all are there and hold the same policy."""
     try:
-        coordinator = Coordinator(Crew(pool, config.train.shard), config)
+        coordinator = Coordinator(Crew(pool, config.train.shard, config.cluster.patience), config)
         policy = ClusterPolicy(coordinator)
         policy.sha256()  # when all are there: they wait for each other in no meeting for long
         if config.train.shard:

@@ -22,8 +22,7 @@ from tlt.config import Config
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.spot import SpotReport, SpotTrainer, Sums
-from tlt.draft.trainer import Interrupted
+from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
 from tlt.engine.scheduler import Sequence as Row
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
@@ -61,23 +60,6 @@ class Slice(NamedTuple):
     waiting: list[int]
     """seeds"""
     seconds: float
-
-
-class Judgement(NamedTuple):
-    """Sums for `beats`."""
-
-    candidate: Sums = (0.0, 0)
-    in_use: Sums = (0.0, 0)
-    broken_off: bool = False
-
-
-def summed(judgements: Sequence[Judgement]) -> tuple[Sums, Sums]:
-    """Of several workers: of the candidate, and of the drafter in use."""
-    candidate, in_use = Judgement()[:2]
-    for judged in judgements:
-        candidate = candidate[0] + judged.candidate[0], candidate[1] + judged.candidate[1]
-        in_use = in_use[0] + judged.in_use[0], in_use[1] + judged.in_use[1]
-    return candidate, in_use
 
 
 class State(NamedTuple):
@@ -156,42 +138,25 @@ class Worker:
     ) -> Judgement | None:
         """Of the candidate, if there is one, and of the drafter in use; on what this worker held back, and on what
         others did and lent. None where it cannot be."""
-
-        def act(trainer: SpotTrainer) -> Judgement:
-            try:
-                judged = trainer.judge(candidate.tensors, lent, stop) if candidate else (0.0, 0)
-                return Judgement(judged, trainer.judge(None, lent, stop))
-            except Interrupted:
-                return Judgement(broken_off=True)
-
-        def stop() -> bool:
-            return self._wanted >= number
-
+        tensors = candidate.tensors if candidate else None
         with self.tracer.span("judge"):
-            return self._guarded(act)
+            return self._guarded(lambda trainer: trainer.judge(tensors, lent, lambda: self._wanted >= number))
 
-    def held_back(self) -> list[Harvest] | None:
+    def evidence(self) -> list[Harvest] | None:
+        """What is held back here, to be lent."""
         return self._guarded(lambda trainer: trainer.evidence())
 
     def adopt(self, common: Replica) -> None:
         """Train on from there."""
         self._guarded(lambda trainer: trainer.adopt(common))
 
-    def publish(self, common: Replica) -> float | None:
-        """Draft with it from the next round on. Returns its agreement; None if that failed."""
-        return self._go_live(common, None)
-
     def take_drafter(self, common: Replica, agreement: float | None) -> None:
-        """Draft with what another one published."""
-        self._go_live(common, agreement)
+        """Draft with what was published, from the next round on."""
 
-    def _go_live(self, common: Replica, agreement: float | None) -> float | None:
-        def act(trainer: SpotTrainer) -> float | None:
-            layer = trainer.publish(common.tensors, agreement)
-            self.engine.swap(EagleDrafter(layer, self.target))
-            return layer.published
+        def act(trainer: SpotTrainer) -> None:
+            self.engine.swap(EagleDrafter(trainer.publish(common.tensors, agreement), self.target))
 
-        return self._guarded(act)
+        self._guarded(act)
 
     def _harvest(self, item: Harvest) -> None:
         self._guarded(lambda trainer: trainer.harvest(item))

@@ -113,9 +113,11 @@ class RayPool:
 
     def _actor(self, index: int, policy_folder: str) -> Any:
         device = self._config.model.device
-        gpus = self._ray.cluster_resources().get("GPU", 0) if device != "cpu" else 0
-        if gpus and gpus < self.size:
-            raise ConfigError(f"cluster.workers = {self.size}, but there are {gpus:g} CUDA devices: one each is needed")
+        there = self._ray.cluster_resources()
+        gpus = there.get("GPU", 0) if device != "cpu" else 0
+        for what, count in (("CUDA devices", gpus), ("CPUs in the Ray cluster", there.get("CPU", 0))):
+            if 0 < count < self.size:
+                raise ConfigError(f"cluster.workers = {self.size}, but there are {count:g} {what}: one each is needed")
         cores = [] if self._config.cluster.address else share_of_cores(index, self.size)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
         # calls are many and short: Ray's record of each took a tenth of the processor from those who decode

@@ -254,6 +254,8 @@ class ClusterConfig(Section):
     machine alone"""
     slice_seconds: float = Field(default=0.2, gt=0)
     """a worker decodes for so long before it reports and may be given other work"""
+    patience: float = Field(default=300.0, gt=0)
+    """seconds: a worker that decodes or trains its drafter and has not reported for so long hangs, and is replaced"""
 
 
 class RunConfig(Section):

@@ -6,7 +6,7 @@ its step count are averaged, so that the next start is one state again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,21 +28,13 @@ class Replica(NamedTuple):
 
 
 def average(replicas: Sequence[Replica]) -> Replica:
-    """The mean by tokens; replicas that are not finite are left out. Where none trained, the first. Raises ValueError
-    if none is finite."""
-    sound = [replica for replica in replicas if is_finite(replica.tensors)]
-    if not sound:
-        raise ValueError("no drafter replica is finite: go on from the drafter in use")
-    total = sum(replica.tokens for replica in sound)
-    trained = [replica for replica in sound if replica.tokens]
+    """The mean by tokens of one replica or more; where none trained, the first."""
+    total = sum(replica.tokens for replica in replicas)
+    trained = [replica for replica in replicas if replica.tokens]
     if len(trained) < 2:
-        return (trained or sound)[0]
+        return (trained or replicas)[0]
     parts = [(replica.tokens / total, replica.tensors) for replica in trained]
     mean: dict[str, Tensor] = {}
     for name in parts[0][1]:
         mean[name] = torch.stack([share * tensors[name] for share, tensors in parts]).sum(0)
     return Replica(mean, total)
-
-
-def is_finite(tensors: Mapping[str, Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())

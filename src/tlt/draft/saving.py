@@ -63,7 +63,7 @@ class DrafterSaver:
                     return
             try:
                 write(self.folder, self.options, *job, keep=self.keep)
-            except (OSError, SafetensorError) as error:
+            except Exception as error:  # whatever it is: with this thread alive but gone, nothing would be saved again
                 log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
 
 

@@ -6,10 +6,11 @@ One per worker. What workers share goes by value: `replica` out, `adopt` in, and
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,29 +23,51 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.trainer import DrafterTrainer, Interrupted, bundles, pack
 from tlt.models.decoder import Decoder
 
+log = logging.getLogger(__name__)
+
 _HELD = 32  # micro-batches of harvest held back ...
-_JUDGED = 4  # ... so many of which are judged by: a judgement takes about as long as one and a half of training
+JUDGED = 4  # ... so many of which are judged by: that takes about as long as three of training
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
-_READY, _ENOUGH = 2, 32  # micro-batches of harvest before training starts; of a drafter that was trained before, which
-# a few responses make worse on all others
+_READY = 2  # micro-batches of harvest before training starts
+_ENOUGH = 32  # likewise of a drafter that was trained before, which a few responses make worse on all others
 _MEMORY = 50  # micro-batches that the published weights are a mean of
 _COOLING = 1000  # micro-batches after which a drafter that began at random trains at half the rate
 _LEAST_RATE = 0.1  # of the configured one: what it falls to, and what a drafter that was trained before begins with
 _BETTER = 1.02  # a judgement errs by about that, and a swap costs a pass over the windows of all live rows
 
 
-Sums = tuple[float, int]
-"""of a judgement: accept lengths, and of how many entries"""
-
-
 class SpotReport(NamedTuple):
     micro_batches: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    overlap: float = 0.0
-    """mean of 1 - TV of the first guess, before each micro-batch was trained on"""
+
+
+class Judgement(NamedTuple):
+    """A candidate and the drafter in use on the same held-back harvest; sums over its entries."""
+
+    entries: int = 0
+    in_use: float = 0.0
+    """what a chain of `unroll` guesses of the drafter in use would commit per pass"""
+    candidate: float = 0.0
+    """likewise of the candidate, if there is one"""
+    first: float = 0.0
+    """how often the candidate's first guess is right"""
+    broken_off: bool = False
+    """these are the parts that were done by then"""
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the candidate is to go live: never one that is NaN, or was not judged."""
+        return math.isfinite(self.candidate) and self.candidate > _BETTER * self.in_use
+
+
+def summed(judgements: Iterable[Judgement]) -> Judgement:
+    """Of several parts, or workers."""
+    columns = list(zip(*judgements, strict=True)) or [()] * 5
+    entries, in_use, candidate, first = (sum(column) for column in columns[:4])
+    return Judgement(int(entries), in_use, candidate, first, any(columns[4]))
 
 
 class SpotTrainer:
@@ -91,19 +114,19 @@ class SpotTrainer:
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
         """Micro-batches until the time is up: at least one, none where nothing is `ready`; or until `stop` says so,
         which leaves the one under way undone."""
-        began, report, overlaps = time.perf_counter(), SpotReport(), [0.0]
+        began, report = time.perf_counter(), SpotReport()
         while self.ready and (report.micro_batches == 0 or report.seconds < seconds):
             self.trainer.rate_scale = max(_LEAST_RATE, 1 / (1 + self.trainer.steps / _COOLING) if self.cold else 0.0)
             batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
             try:
-                overlaps.append(self.trainer.step(batch, stop)[0])
+                self.trainer.step(batch, stop)
             except Interrupted:
                 break
             self._follow()
             spent = time.perf_counter() - began
             report = SpotReport(report.micro_batches + 1, report.tokens + len(batch.tokens), spent)
         self.tokens += report.tokens
-        return report._replace(overlap=sum(overlaps) / max(1, report.micro_batches))
+        return report
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -111,12 +134,23 @@ class SpotTrainer:
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, weight)
 
-    def replica(self) -> Replica:
-        """A copy of all that training changes, with the tokens since the last one; what follows is trained on top."""
+    def replica(self) -> Replica | None:
+        """A copy of all that training changes, with the tokens since the last one; what follows is trained on top. None
+        if something of it is no longer finite: training starts again, from the drafter in use."""
         tensors = {f"mean.{name}": tensor for name, tensor in zip(self.names, self.mean, strict=True)}
         tensors |= self.trainer.state()
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            log.warning("the drafter in training is not finite; it is trained again from the one in use")
+            self.adopt(self._start())
+            return None
         tokens, self.tokens = self.tokens, 0
         return Replica({name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}, tokens)
+
+    def _start(self) -> Replica:
+        """Of the drafter in use, as if nothing had been trained yet."""
+        trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
+        means = {f"mean.{name}": parameter for name, parameter in self.in_use.named_parameters()}
+        return Replica(means | trainer.state(), 0)
 
     @torch.no_grad()
     def adopt(self, replica: Replica) -> None:
@@ -133,37 +167,33 @@ class SpotTrainer:
         candidate: Mapping[str, Tensor] | None,
         lent: Sequence[Harvest] = (),
         stop: Callable[[], bool] = lambda: False,
-    ) -> Sums:
-        """What a chain of `unroll` guesses would commit per pass on this worker's `evidence` and on what is lent,
-        summed over entries, and their number; of a candidate (`Replica.tensors`), or of the drafter in use. What is
-        lent of a target version whose head is no longer here is left out. Raises Interrupted where `stop` says so."""
-        total, _, count = self._judge(self.in_use if candidate is None else _put(candidate, self.judged), lent, stop)
-        return total, count
+    ) -> Judgement:
+        """Of a candidate (`Replica.tensors`), if there is one, and the drafter in use: on this worker's `evidence` and
+        on what is lent. What is lent of a target version whose head is no longer here is left out. It is broken off
+        amid a micro-batch where `stop` says so."""
+        layer = None if candidate is None else _put(candidate, self.judged)
+        known = [item for item in (*self.evidence(), *lent) if item.target_version in self.trainer.heads]
+        done: list[Judgement] = []
+        for items in bundles(known, self.config.micro_batch_tokens):
+            batch = pack(items, self.target.device)
+            try:
+                in_use, _, entries = self.trainer.judge(self.in_use, batch, stop)
+                mine, first = self.trainer.judge(layer, batch, stop)[:2] if layer else (0.0, 0.0)
+            except Interrupted:
+                done.append(Judgement(broken_off=True))
+                break
+            done.append(Judgement(entries, in_use, mine, first))
+        return summed(done)
 
     def evidence(self) -> list[Harvest]:
         """Of what is held back; another part at every step."""
         rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
-        return self.held_back.pieces(_JUDGED * self.config.micro_batch_tokens, _PIECE, rng)
+        return self.held_back.pieces(JUDGED * self.config.micro_batch_tokens, _PIECE, rng)
 
-    def _judge(
-        self, layer: EagleLayer, lent: Sequence[Harvest] = (), stop: Callable[[], bool] = lambda: False
-    ) -> tuple[float, float, int]:
-        known = [item for item in (*self.evidence(), *lent) if item.target_version in self.trainer.heads]
-        parts = [
-            self.trainer.judge(layer, pack(items, self.target.device), stop)
-            for items in bundles(known, self.config.micro_batch_tokens)
-        ]
-        total, first, count = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0)
-        return total, first, int(count)
-
-    def publish(self, candidate: Mapping[str, Tensor], agreement: float | None = None) -> EagleLayer:
-        """The candidate (`Replica.tensors`) is now the drafter in use: a layer of its own for
-        `engine.swap(EagleDrafter(layer, target))`, its `published` agreement measured on the held-back harvest where
-        nobody has measured it before."""
+    def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
+        """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer
+        of its own for `engine.swap(EagleDrafter(layer, target))`."""
         _put(candidate, self.in_use)
-        if agreement is None:
-            _, first, count = self._judge(self.in_use)
-            agreement = first / count if count else None
         self.in_use.published = agreement
         return copy.deepcopy(self.in_use)
 
@@ -173,10 +203,3 @@ def _put(candidate: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
     for name, parameter in layer.named_parameters():
         parameter.copy_(candidate[f"mean.{name}"])
     return layer
-
-
-def beats(candidate: Sums, in_use: Sums) -> bool:
-    """Whether a candidate goes live: by the sums of `judge` over all workers. Never one that is NaN, or was not
-    judged."""
-    (mine, count), (theirs, other) = candidate, in_use
-    return count > 0 and other > 0 and math.isfinite(mine) and mine / count > _BETTER * theirs / other

@@ -1,7 +1,8 @@
 """Whether training the drafter pays: plain arithmetic on what the gate measured.
 
 Two things are known of a drafter: what each judged stretch of training gained (the candidate against the one in use,
-on the same held-back harvest), and its accept length on fresh harvest, step after step, while the target moves. So it
+on the same held-back harvest), and its accept length on fresh harvest, step after step, while the target moves. A round
+takes as long whatever its drafter has learned, so that accepted tokens per second go as accept length does. So it
 trains while that gains; then it rests; and it trains again once its accept length has fallen, by more than it varies
 from step to step by itself. One that was trained before, and is of use, starts at rest: what it could gain from the
 target it was made for it has.
@@ -15,9 +16,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-STRETCH = 32  # micro-batches, of all workers, that are judged together: a judgement takes as long as three
+STRETCH = 32  # micro-batches, of all workers, that are judged together, which takes as long as three
 _TRIES = 4  # judgements that a slope is taken over
-_LEAST = 0.01  # relative gain of a judged stretch: it slows those who decode beside it, and less does not pay that back
+_LEAST = 0.01  # relative gain of a judged stretch: training slows those who decode beside it, and less does not repay
 _USEFUL = 0.4  # of a chain's guesses right: a drafter below that learns on, from harvest that is to come
 _LEVEL = 8  # steps that the accept length at rest is a mean of
 _LATELY = 4  # and that it is compared with

@@ -50,7 +50,6 @@ class Drafters:
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.agreement = {name: Agreement(drafter.published) for name, drafter in self.usable.items()}
         self.failures = 0
-        self.version = 0  # one more per swap
 
     def begin(self, window: FeatureWindow | None) -> None:
         self.failures = 0
@@ -74,7 +73,6 @@ class Drafters:
             if (tell := getattr(other, "swapped", None)) and tell(drafter):  # one that is made of others
                 changed.append(other.name)
         self.usable[drafter.name] = drafter
-        self.version += 1
         self.agreement[drafter.name] = Agreement(drafter.published)
 
         def enter() -> None:

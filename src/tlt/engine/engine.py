@@ -149,7 +149,7 @@ class Engine:
         spent = time.perf_counter() - start
         tokens = [len(row.tokens) - had for row, had in before]
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
-        stats.drafter_failures, stats.drafter_version = self.drafters.failures, self.drafters.version
+        stats.drafter_failures = self.drafters.failures
         stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
         self.tuner.record(strategy, spent, tokens, scored=not prefilled and not preempted)
