@@ -84,10 +84,11 @@ class FeatureWindow:
     ) -> None:
         """Entries (rows[m], positions[m]), in the order of positions within a row; features [M, F], which must not
         change any more."""
-        places = [row * self.capacity + p % self.capacity for row, p in zip(rows, positions, strict=True)]
-        self._blocks.append((places, features, next_tokens))
+        places: list[int] = []
         for row, position in zip(rows, positions, strict=True):
+            places.append(row * self.capacity + position % self.capacity)
             self.length[row] = position + 1
+        self._blocks.append((places, features, next_tokens))
         if len(self._blocks) >= _LAZY:
             self._settle()
 

@@ -114,7 +114,7 @@ class Runner:
         taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps)
         hidden = self.target.forward(tokens, positions, attend, taps)
         tapped = [taps[layer].view_as(hidden) for layer in self.window.layout.taps]
-        return hidden, torch.cat([*tapped, hidden], dim=-1)
+        return hidden, torch.cat([*tapped, hidden], dim=-1) if tapped else hidden
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self.target.device)
