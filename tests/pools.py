@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt.cluster.pool import Handle, WorkerLost
 from tlt.cluster.worker import Worker
 from tlt.config import Config
-from tlt.rl.parallel import Group, GroupBroken
+from tlt.rl.parallel import GroupBroken, ProcessGroup
 
 Build = Callable[[int], Any]
 Choose = Callable[[int], int]
@@ -82,7 +82,7 @@ class ThreadWorker(Worker):
     def meeting(self) -> Any:
         return Table(self.config.cluster.workers)
 
-    def _sit(self, meeting: Any, rank: int, size: int, device: torch.device) -> Group:
+    def _sit(self, meeting: Any, rank: int, size: int, device: torch.device) -> ProcessGroup:
         return Thread(meeting, rank, size, self)
 
 

@@ -20,8 +20,8 @@ LAYERS = (
     ("loop", "evaluate"),
     ("cluster", "display"),
     ("run",),
-    ("generate", "fidelity_modes", "fidelity", "drafting", "bench", "simulate"),
-    ("cli", "report", "integrations", "__main__"),
+    ("generate", "fidelity_modes", "fidelity", "drafting", "bench"),
+    ("cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400

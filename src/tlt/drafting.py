@@ -79,7 +79,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         trainer = DrafterTrainer(layer, bench.target, config.drafter, config.run.seed)
         overlaps = _train(trainer, buffer, seconds, progress)
     results = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
-    layer.published = results[0]["agreement"][0]
+    layer.agreement = results[0]["agreement"][0]
     save_drafter(layer, folder)
     facts = {
         "harvest_tokens": buffer.tokens,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROLLOUT, IDLE, SPOT, UPDATE = STATES = ("ROLLOUT", "IDLE", "SPOT", "UPDATE")
-"""of a worker; all other names are work: prefill, plain, speculative, reward, spot, idle, update, sync, save, ..."""
+"""of a worker; all other names are work: prefill, plain, speculative, reward, spot, judge, update, sync, save, ..."""
 
 _JOINED = 0.005  # seconds between two spans that become one
 _MOST = 100_000  # spans kept where nobody drains them; the oldest are forgotten
@@ -54,12 +54,12 @@ class Tracer:
         self._spans.append(Span(name, start, end, facts))
 
     @contextmanager
-    def span(self, name: str, **facts: float) -> Iterator[None]:
+    def span(self, name: str) -> Iterator[None]:
         start = time.time()
         try:
             yield
         finally:
-            self.add(name, start, time.time(), **facts)
+            self.add(name, start, time.time())
 
     def enter(self, state: str) -> None:
         """The worker is in `state` from now on; the stay in the one before becomes a span."""

@@ -203,7 +203,9 @@ def test_a_run_that_ends_early_has_parted(pair: tuple[Path, Path, Config]) -> No
 
 def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculation\.path"):
-        bench.bench_train(config_of(home, speculation={"path": None}), 2, 1, ["plain"], None)
+        bench.bench_train(config_of(home, speculation={"path": None}), 2, 1, ["plain", "frozen"], None)
+    with pytest.raises(ConfigError, match="'adaptive'"):
+        bench.bench_train(config_of(home, speculation={"drafter": "suffix"}), 2, 1, ["plain"], None)
     for names, workers in ((["serial", "adaptive"], 2), (["adaptive", "serial"], 1)):
         with pytest.raises(ConfigError, match="put adaptive before it"):
             bench.bench_train(config_of(home), workers, 1, names, None)

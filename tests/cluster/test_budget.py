@@ -74,7 +74,7 @@ def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: p
     assert published[-1] > 0, "it learned something"
     assert trained.budget.trainer
     drafter = trained.engine.drafters.usable["eagle"]
-    assert drafter.published == trained.budget.trainer.in_use.published
+    assert drafter.agreement == trained.budget.trainer.in_use.agreement
 
 
 def test_without_a_budget_there_is_no_trainer(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
     assert published.in_use is not None
     for worker in pool.workers:
         drafter = worker.engine.drafters.usable["eagle"]
-        assert drafter.published > 0  # it was 0; the very last publication may not be everywhere yet
+        assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
 
 
 def test_those_who_decode_are_left_alone(home: Path) -> None:

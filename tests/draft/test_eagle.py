@@ -103,11 +103,11 @@ def test_the_file_holds_the_published_names_and_shapes(model: Model, tmp_path: P
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_saved_comes_back(model: Model, tmp_path: Path, kind: Kind) -> None:
     layer = make_layer(model.decoder, kind, 8).float()
-    layer.published = 0.71
+    layer.agreement = 0.71
     save_drafter(layer, tmp_path / "new" / "folder")
     back = load_drafter(tmp_path / "new" / "folder", model.decoder.options)
     assert back.options == layer.options
-    assert back.published == 0.71
+    assert back.agreement == 0.71
     assert back.state_dict().keys() == layer.state_dict().keys()
     for name, tensor in layer.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor)

@@ -25,7 +25,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
-from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.scheduler import Row
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.fidelity_modes import InTurn
 from tlt.types import Prompt, Request, SamplingParams

@@ -51,15 +51,15 @@ def options(model: Model) -> Any:
 
 def test_what_was_saved_comes_back(model: Model, tmp_path: Path) -> None:
     saver, replicas = DrafterSaver(tmp_path, options(model)), [replica(model, seed) for seed in range(2)]
-    saver.save(7, replicas[0], published=0.75)
+    saver.save(7, replicas[0], agreement=0.75)
     saver.wait()
     found = loaded(model, tmp_path)
     assert found.number == 7
-    assert found.layer.published == 0.75
+    assert found.layer.agreement == 0.75
     assert same(found.replica, replicas[0])
     assert not list(tmp_path.glob(".*"))
     layer = load_drafter(tmp_path / "drafter_00000007", model.decoder.options)
-    assert torch.equal(layer.fc.weight, replicas[0].published["fc.weight"]), "a drafter's folder as any other"
+    assert torch.equal(layer.fc.weight, replicas[0].weights["fc.weight"]), "a drafter's folder as any other"
 
 
 def test_training_goes_on_from_it(model: Model, tmp_path: Path) -> None:

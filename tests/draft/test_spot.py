@@ -230,7 +230,7 @@ def test_judgements_add_up() -> None:
 
 def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, items: list[Harvest]) -> None:
     layer = fresh_layer(model)
-    layer.published = 0.9
+    layer.agreement = 0.9
     good = make_spot(model, items, layer=layer)
     assert make_spot(model, items).ready
     assert not good.ready
@@ -288,7 +288,7 @@ def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Mode
     assert spot.judge(None).in_use == first.in_use, "to judge is not to publish"
     layer = spot.publish(candidate, 0.5)
     assert spot.judge(None).in_use == judged.candidate
-    assert layer.published == 0.5
+    assert layer.agreement == 0.5
     assert all(torch.equal(p, candidate[f"mean.{name}"]) for name, p in layer.named_parameters())
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 

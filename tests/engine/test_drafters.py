@@ -19,7 +19,7 @@ class Nothing(NodeDrafter):
     name = "nothing"
 
     def __init__(self, published: float | None = None) -> None:
-        self.published = published
+        self.agreement = published
 
     def propose(self, nodes: Sequence[Node]) -> Offer:
         return Offer(None, torch.zeros(len(nodes), 5))
@@ -80,7 +80,7 @@ def test_the_engine_raises_the_alarm_and_only_then(corrupt: bool) -> None:
     """A random drafter that is said to be right nine times in ten."""
     target = Target()
     drafter = learned(target)
-    drafter.published = 0.9 if corrupt else 0.0
+    drafter.agreement = 0.9 if corrupt else 0.0
     engine = build(target, drafter, Strategy("", 2, 1, 3))
     prompts = [Prompt(i, "", (i % 5, 2, i % 3)) for i in range(40)]
     for _ in engine.generate(make_requests(prompts, [SamplingParams(max_new_tokens=48)], group=1)):

@@ -26,7 +26,7 @@ from tlt.engine.attention import SlotStore
 from tlt.engine.engine import Engine
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.runner import Runner, Sampled
-from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.scheduler import Row
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law, gumbel_noise
 from tlt.types import Prompt, SamplingParams

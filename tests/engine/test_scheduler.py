@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny import decoder_options
 
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.scheduler import Scheduler
-from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.scheduler import Row, Scheduler
 from tlt.types import Prompt, Request, SamplingParams
 
 

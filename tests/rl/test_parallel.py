@@ -16,7 +16,7 @@ from tiny import random_batch, save_weights
 from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.rl.parallel import Alone, Group, GroupBroken, Meeting, Processes, shard, sum_gradients
+from tlt.rl.parallel import Alone, GroupBroken, Meeting, Processes, ProcessGroup, shard, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -74,7 +74,7 @@ def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.rl.parallel._BUCKET", 5)  # several buckets, one of which is too small for its only one
     shapes = [(2, 2), (3,), (4, 3), (1,)]
 
-    def act(group: Group) -> list[Tensor | None]:
+    def act(group: ProcessGroup) -> list[Tensor | None]:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         for number, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
@@ -106,7 +106,7 @@ def updated(
     rollout = RolloutConfig(max_new_tokens=12)
     policies = [Policy(folder, torch.float64, CPU, config, rollout) for _ in range(size)]  # not safe in threads
 
-    def act(group: Group) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def act(group: ProcessGroup) -> tuple[dict[str, float], dict[str, Tensor]]:
         policy = policies[group.rank]
         policy.update(batch, 0, group)
         metrics = policy.update(batch, 1, group)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import read_safetensors
 from tlt.rl.batching import plan
-from tlt.rl.parallel import Alone, Group, GroupBroken, Meeting, Processes, shard
+from tlt.rl.parallel import Alone, GroupBroken, Meeting, Processes, ProcessGroup, shard
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy
 from tlt.types import TrainBatch
@@ -85,7 +85,7 @@ def folder(folders: dict[str, Path]) -> Path:
     return folders["tied"]
 
 
-def make_policy(group: Group, folder: Path, train: dict[str, Any], dtype: torch.dtype = torch.float64) -> Policy:
+def make_policy(group: ProcessGroup, folder: Path, train: dict[str, Any], dtype: torch.dtype = torch.float64) -> Policy:
     """In shards where there are several members."""
     config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 24, "max_grad_norm": 0.1} | train)
     kind = Policy if group.size == 1 else ShardedPolicy
@@ -100,7 +100,7 @@ def all_of(policy: Policy) -> dict[str, np.ndarray]:
 
 
 def updated(
-    group: Group, folder: Path, batch: TrainBatch, train: dict[str, Any], dtype: torch.dtype = torch.float64
+    group: ProcessGroup, folder: Path, batch: TrainBatch, train: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, float], dict[str, np.ndarray], str]:
     """Metrics, weights and moments after two updates, and the digest."""
     policy = make_policy(group, folder, train, dtype)
@@ -164,7 +164,7 @@ def test_bfloat16_differs_by_its_rounding(folder: Path) -> None:
             assert found[name] == pytest.approx(metrics[name], rel=1e-2, abs=1e-3), name
 
 
-def without_a_step(group: Group, folder: Path, batch: TrainBatch) -> tuple[float, str, str]:
+def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[float, str, str]:
     policy = make_policy(group, folder, {})
     before = policy.sha256()
     return policy.update(batch, 0, group)["skipped"], before, policy.sha256()
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Pat
     assert together(2, without_a_step, folder, batch) == [(float(responses > 0), digest, digest)] * 2
 
 
-def twice(group: Group, folder: Path, batch: TrainBatch) -> dict[str, np.ndarray]:
+def twice(group: ProcessGroup, folder: Path, batch: TrainBatch) -> dict[str, np.ndarray]:
     policy = make_policy(group, folder, {})
     policy.update(batch, 0, group)
     policy.update(replace(batch, advantages=[0.0] * len(batch.advantages)), 1, group)
@@ -196,7 +196,7 @@ def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def held(group: Group, folder: Path, batch: TrainBatch) -> tuple[int, int, int]:
+def held(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[int, int, int]:
     """Numbers of this member's shards and of their moments, and all that is in memory, after an update."""
     policy = make_policy(group, folder, {"gradient_checkpointing": True})
 
@@ -229,7 +229,7 @@ def test_each_member_holds_its_part(folder: Path) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def save_between(group: Group, folder: Path, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
+def save_between(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
     """Two updates, a checkpoint after the first."""
     policy = make_policy(group, folder, {})
     policy.update(batch, 0, group)
@@ -245,7 +245,7 @@ def test_every_time_the_same_bits(folder: Path, tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def go_on(group: Group, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
+def go_on(group: ProcessGroup, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
     policy = make_policy(group, place / "policy", {})
     policy.load_optimizer(place)
     policy.update(batch, 1, group)
@@ -273,7 +273,7 @@ def test_checkpoints_are_the_same_and_either_goes_on_from_them(folder: Path, tmp
 # -- a member that is lost ---------------------------------------------------------------------------------------------
 
 
-def lost(group: Group, folder: Path, batch: TrainBatch) -> tuple[str, float]:
+def lost(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[str, float]:
     """The last member dies at its second pass; what the others say, and how soon."""
     policy = make_policy(group, folder, {"updates_per_step": 2})
     real, calls = policy._logprobs, 0
@@ -303,7 +303,7 @@ def test_a_lost_member_breaks_the_group_soon(folder: Path) -> None:
         assert seconds < 10
 
 
-def wrong(group: Group, folder: Path, batch: TrainBatch) -> str:
+def wrong(group: ProcessGroup, folder: Path, batch: TrainBatch) -> str:
     policy = make_policy(group, folder, {})
     policy._logprobs = lambda *arguments: torch.ones(2) @ torch.ones(3)
     try:

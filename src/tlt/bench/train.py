@@ -115,10 +115,12 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
 
 
 def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
-    if config.speculation.drafter != "adaptive" or config.speculation.path is None:
+    if config.speculation.drafter != "adaptive":
+        raise ConfigError("tlt bench train needs speculation.drafter = 'adaptive'")
+    if "frozen" in names and config.speculation.path is None:
         raise ConfigError(
-            "tlt bench train needs speculation.drafter = 'adaptive' and speculation.path, the drafter that all start "
-            "from: make one with tlt draft train"
+            "--modes: frozen needs speculation.path, a drafter to start from: make one with tlt draft train, or leave "
+            "frozen out, and all start from a random one"
         )
     if "serial" in names and ("adaptive" not in names[: names.index("serial")] or workers == 1):
         raise ConfigError(

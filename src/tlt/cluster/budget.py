@@ -27,7 +27,7 @@ class Budget:
 
     def __init__(self, engine: Engine, layer: EagleLayer, config: Config) -> None:
         self.engine, self.share, self.version = engine, config.drafter.budget, 0
-        self.worth = Worth(config.drafter.unroll, trained=bool(layer.published))
+        self.worth = Worth(config.drafter.unroll, trained=layer.trained)
         self.folder = Path(config.run.folder) / "drafter"
         self.trainer: SpotTrainer | None = SpotTrainer(layer, engine.target, config.drafter, config.run.seed)
         self.saver = DrafterSaver(self.folder, layer.options)
@@ -90,6 +90,6 @@ class Budget:
         if saved and self.trainer:
             self.version = saved.number
             self.trainer.adopt(saved.replica)
-            layer = self.trainer.publish(saved.replica.tensors, saved.layer.published)
+            layer = self.trainer.publish(saved.replica.tensors, saved.layer.agreement)
             self.engine.start(())
             self.engine.swap(EagleDrafter(layer, self.engine.target))

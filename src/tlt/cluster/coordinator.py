@@ -20,7 +20,7 @@ from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.scheduler import Row
 from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 

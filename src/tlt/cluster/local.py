@@ -103,7 +103,7 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         layer = EagleLayer(eagle_options(target, config.drafter.kind, config.drafter.window))
-    layer.published = 0.0  # its guesses are never right: the tuner need not find that out
+    layer.agreement = 0.0  # its guesses are never right: the tuner need not find that out
     return layer
 
 
@@ -135,7 +135,7 @@ def make_tuner(
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target, layer)
     arms = strategies([drafter.name for drafter in drafters])
-    known = {drafter.name: drafter.published for drafter in drafters if drafter.published is not None}
+    known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
     return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
 
 

@@ -55,7 +55,7 @@ class Publication:
         self.crew = crew
         self.options = decoder_options(read_config(config.model.path))
         layer = starting_drafter(config, self.options)
-        self.worth = Worth(config.drafter.unroll, trained=bool(layer and layer.published))
+        self.worth = Worth(config.drafter.unroll, trained=bool(layer and layer.trained))
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self.version = 0
@@ -214,9 +214,9 @@ class Publication:
         self.worth.load_state(state["worth"])
         saved = load_latest(self.folder, self.options) if self.saver else None
         if saved:
-            self.version, self.in_use = saved.number, (saved.replica, saved.layer.published)
+            self.version, self.in_use = saved.number, (saved.replica, saved.layer.agreement)
             given = self.crew.pool.put(saved.replica)
-            self.crew.everyone("take_drafter", given, saved.layer.published)
+            self.crew.everyone("take_drafter", given, saved.layer.agreement)
             self._train_on_from(given, of=())
 
     def close(self) -> None:

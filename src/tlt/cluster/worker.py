@@ -23,9 +23,9 @@ from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
-from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.scheduler import Row
 from tlt.models.weights import read_safetensors
-from tlt.rl.parallel import Group, GroupBroken, Meeting, Processes
+from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy
 from tlt.trace import Span, Tracer
@@ -33,7 +33,7 @@ from tlt.types import Request, Response, RolloutStats, TrainBatch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Join = Callable[[Any, int, int, torch.device], Group]
+Join = Callable[[Any, int, int, torch.device], ProcessGroup]
 """(where the members meet, rank, size, device) -> their group"""
 
 
@@ -92,7 +92,7 @@ class Worker:
             folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
         )
         self._rollout = -1
-        self._group: tuple[Any, Group] | None = None
+        self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the update under way
         self._wanted = 0.0  # calls of `spot` up to this number are to end
 
@@ -198,7 +198,7 @@ class Worker:
                 raise
             return None
 
-    def _group_at(self, meeting: Any, rank: int, size: int) -> Group:
+    def _group_at(self, meeting: Any, rank: int, size: int) -> ProcessGroup:
         if self._group is None or self._group[0] != meeting:
             self.leave()
             self._group = meeting, self._join(meeting, rank, size, self.device)

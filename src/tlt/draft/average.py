@@ -22,7 +22,7 @@ class Replica(NamedTuple):
     """trained on since the replica before, or the common start"""
 
     @property
-    def published(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The weights to be published, by the names that `EagleLayer` has for them."""
         return {name.removeprefix("mean."): t for name, t in self.tensors.items() if name.startswith("mean.")}
 

@@ -54,9 +54,9 @@ class Calibration:
                 self.seen[cells[node]] += 1.0
                 self.agreed[cells[node]] += node in reached
 
-    def agreement(self, depth: int, branching: int, kind: int = 0) -> list[float | None]:
+    def agreement(self, depth: int, branching: int) -> list[float | None]:
         """By depth, how often one of the `branching` best children was taken where their parent was reached."""
-        seen, agreed = (x.reshape(_SHAPE)[kind] for x in (self.seen, self.agreed))
+        seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
         places = min(branching, _PLACES)
         return [
             float(agreed[d, :places].sum() / seen[d, 0].sum()) if seen[d, 0].sum() else None

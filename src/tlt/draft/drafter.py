@@ -50,7 +50,7 @@ class Drafter(Protocol):
     time from the roots down."""
 
     name: str
-    published: float | None
+    agreement: float | None
     """how often its first guess was right when it was made, if that is known"""
 
     def begin(self, window: FeatureWindow | None) -> None:
@@ -100,7 +100,7 @@ class NodeDrafter(ABC):
     """Base of drafters in plain Python that look at one node at a time: they give `propose`."""
 
     name = "nodes"
-    published: float | None = None
+    agreement: float | None = None
 
     def begin(self, window: FeatureWindow | None) -> None:
         self.rows: list[tuple[Request, list[int]]] = []

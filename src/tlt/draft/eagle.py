@@ -82,7 +82,7 @@ class EagleLayer(nn.Module):
     def __init__(self, options: EagleOptions) -> None:
         super().__init__()
         self.options = o = options
-        self.published: float | None = None
+        self.agreement: float | None = None
         """how often its first guess was right on held-out prompts, once that was measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
@@ -98,6 +98,11 @@ class EagleLayer(nn.Module):
             self.input_layernorm = nn.RMSNorm(D, o.rms_norm_eps)
             self.hidden_norm = nn.RMSNorm(D, o.rms_norm_eps)
             self.norm = nn.RMSNorm(D, o.rms_norm_eps)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is known to be right at times."""
+        return bool(self.agreement)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [M, F], as kept by the engine -> [M, D]."""
@@ -123,7 +128,7 @@ class EagleLayer(nn.Module):
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def _published(name: str, kind: Kind) -> str:
+def _checkpoint_name(name: str, kind: Kind) -> str:
     """Module name -> name in a checkpoint."""
     if name.startswith(("fc.", "norm.")):
         return name
@@ -138,9 +143,10 @@ def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
     """model.safetensors with the published names, and config.json."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {_published(n, layer.options.kind): t.detach().contiguous().cpu() for n, t in layer.state_dict().items()}
+    state, kind = layer.state_dict(), layer.options.kind
+    tensors = {_checkpoint_name(name, kind): tensor.detach().contiguous().cpu() for name, tensor in state.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = {"tlt_drafter": asdict(layer.options), "agreement": layer.published}
+    config = {"tlt_drafter": asdict(layer.options), "agreement": layer.agreement}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -149,7 +155,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     path = Path(folder)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        raw, published = config["tlt_drafter"], config.get("agreement")
+        raw, agreement = config["tlt_drafter"], config.get("agreement")
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -168,7 +174,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     if max(options.taps, default=0) >= target.num_layers:
         raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
     layer = EagleLayer(options)
-    wanted = {_published(name, options.kind): name for name in layer.state_dict()}
+    wanted = {_checkpoint_name(name, options.kind): name for name in layer.state_dict()}
     if wanted.keys() != tensors.keys():
         odd = sorted(wanted.keys() ^ tensors.keys())[0]
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: see {odd}")
@@ -176,5 +182,5 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     except RuntimeError as error:
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {error}") from None
-    layer.published = published
+    layer.agreement = agreement
     return layer

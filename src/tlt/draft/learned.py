@@ -34,7 +34,7 @@ class EagleDrafter:
 
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         self.options = layer.options
-        self.published = layer.published
+        self.agreement = layer.agreement
         self.target = target  # its embedding and head are read at every use: they are always those of its version
         self.load(layer)
 

@@ -21,7 +21,7 @@ class MixedDrafter:
 
     def __init__(self, learned: Drafter, suffix: SuffixDrafter) -> None:
         self.learned, self.suffix = learned, suffix
-        self.published = learned.published
+        self.agreement = learned.agreement
 
     def swapped(self, drafter: Drafter) -> bool:
         """Called where `drafter` has taken the place of another one of the engine's; whether that changes this one."""

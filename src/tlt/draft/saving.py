@@ -24,6 +24,9 @@ from tlt.models.families import DecoderOptions
 log = logging.getLogger(__name__)
 
 
+_KEPT = 2
+
+
 class Saved(NamedTuple):
     number: int
     layer: EagleLayer
@@ -32,19 +35,19 @@ class Saved(NamedTuple):
 
 class DrafterSaver:
     """Writes into `folder` from one thread, which lives while there is something to write (and the process with it);
-    all but the newest `keep` go."""
+    all but the newest two go."""
 
-    def __init__(self, folder: Path, options: EagleOptions, keep: int = 2) -> None:
-        self.folder, self.options, self.keep = folder, options, keep
+    def __init__(self, folder: Path, options: EagleOptions) -> None:
+        self.folder, self.options = folder, options
         self._lock = threading.Lock()
         self._waiting: tuple[int, Replica, float | None] | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, number: int, replica: Replica, published: float | None = None) -> None:
+    def save(self, number: int, replica: Replica, agreement: float | None = None) -> None:
         """Returns at once; the replica's tensors must not change any more. Of several that wait, only the newest is
         written. A disk that is full or fails is logged, and costs the save alone."""
         with self._lock:
-            self._waiting = (number, replica, published)
+            self._waiting = (number, replica, agreement)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="drafter-saver")
                 self._thread.start()
@@ -62,14 +65,12 @@ class DrafterSaver:
                     self._thread = None
                     return
             try:
-                write(self.folder, self.options, *job, keep=self.keep)
+                write(self.folder, self.options, *job)
             except Exception as error:  # whatever it is: with this thread alive but gone, nothing would be saved again
                 log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
 
 
-def write(
-    folder: Path, options: EagleOptions, number: int, replica: Replica, published: float | None, keep: int = 2
-) -> None:
+def write(folder: Path, options: EagleOptions, number: int, replica: Replica, agreement: float | None) -> None:
     """At once, in this thread. Raises OSError or SafetensorError."""
     final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
     for left_over in folder.glob(".drafter_*.partial"):
@@ -77,8 +78,8 @@ def write(
     draft.mkdir(parents=True)
     with torch.device("meta"):  # its tensors are the replica's
         layer = EagleLayer(options)
-    layer.load_state_dict(replica.published, assign=True)
-    layer.published = published
+    layer.load_state_dict(replica.weights, assign=True)
+    layer.agreement = agreement
     save_drafter(layer, draft)
     rest = {name: tensor for name, tensor in replica.tensors.items() if not name.startswith("mean.")}
     save_file(rest, draft / "training.safetensors")
@@ -87,7 +88,7 @@ def write(
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
     flush(folder)
-    for old in _folders(folder)[:-keep]:
+    for old in _folders(folder)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
 
 

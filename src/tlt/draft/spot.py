@@ -87,7 +87,7 @@ class SpotTrainer:
         self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens, self.buffer.before.maxlen or 1)
         self.rng = random.Random(seed)
         self.tokens = 0  # since the last replica
-        self.cold = not layer.published
+        self.cold = not layer.trained
         wanted = (_READY if self.cold else _ENOUGH) * config.micro_batch_tokens
         self.enough = min(wanted, config.buffer_tokens // 4)
 
@@ -194,7 +194,7 @@ class SpotTrainer:
         """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer
         of its own for `engine.swap(EagleDrafter(layer, target))`."""
         _put(candidate, self.in_use)
-        self.in_use.published = agreement
+        self.in_use.agreement = agreement
         return copy.deepcopy(self.in_use)
 
 

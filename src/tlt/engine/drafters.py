@@ -48,7 +48,7 @@ class Drafters:
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.usable = {drafter.name: drafter for drafter in drafters}
-        self.agreement = {name: Agreement(drafter.published) for name, drafter in self.usable.items()}
+        self.agreement = {name: Agreement(drafter.agreement) for name, drafter in self.usable.items()}
         self.failures = 0
 
     def begin(self, window: FeatureWindow | None) -> None:
@@ -73,7 +73,7 @@ class Drafters:
             if (tell := getattr(other, "swapped", None)) and tell(drafter):  # one that is made of others
                 changed.append(other.name)
         self.usable[drafter.name] = drafter
-        self.agreement[drafter.name] = Agreement(drafter.published)
+        self.agreement[drafter.name] = Agreement(drafter.agreement)
 
         def enter() -> None:
             drafter.begin(window)

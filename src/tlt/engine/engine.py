@@ -25,8 +25,7 @@ from tlt.engine.drafters import Drafters
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.engine.runner import Runner, Sampled, law_of
-from tlt.engine.scheduler import Scheduler
-from tlt.engine.scheduler import Sequence as Row
+from tlt.engine.scheduler import Row, Scheduler
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
@@ -53,12 +52,12 @@ class Engine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         layout: FeatureLayout | None = None,
         on_harvest: Callable[[Harvest], None] | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
         self.target, self.config, self.detokenize = target, config, detokenize
         self.tuner = tuner or Fixed(PLAIN)
         self.drafters = Drafters(drafters)
-        self.layout, self.on_harvest, self.tracer = layout, on_harvest, tracer
+        self.layout, self.on_harvest = layout, on_harvest
+        self.tracer: Tracer | None = None
         self.cache = KVCache(target.options, target.dtype, target.device, config.kv_memory_mb)
         self.runner = Runner(target, self.cache, config.prefill_tokens)
         self.calibration = Calibration()
@@ -109,7 +108,7 @@ class Engine:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
         live = [(row.request, row.tokens) for row in self.scheduler.live]
         for name in self.drafters.swap(drafter, self.window, live):
-            self.tuner.renew(name, drafter.published)
+            self.tuner.renew(name, drafter.agreement)
 
     @property
     def busy(self) -> bool:

@@ -1,5 +1,4 @@
-"""One target pass: trees in, the target's sample at every node out; and prefill. Static shapes and graphs would live
-here alone."""
+"""One target pass: trees in, the target's sample at every node out; and prefill."""
 
 from __future__ import annotations
 

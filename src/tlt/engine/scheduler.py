@@ -13,7 +13,7 @@ _HEADROOM = 32  # tokens that rows must be able to grow by before one more is wo
 
 
 @dataclass
-class Sequence:
+class Row:
     """A request and its tokens so far. Its cache holds all of them but the last: that one is the root of the next
     round."""
 
@@ -43,16 +43,16 @@ class Scheduler:
     def __init__(self, cache: KVCache, max_rows: int, verify_tokens: int) -> None:
         self.cache, self.max_rows = cache, max_rows
         self.headroom = max(_HEADROOM, verify_tokens)
-        self.waiting: deque[Sequence] = deque()
-        self.live: list[Sequence] = []
+        self.waiting: deque[Row] = deque()
+        self.live: list[Row] = []
 
-    def submit(self, requests: Iterable[Request], resumed: Iterable[Sequence] = ()) -> None:
+    def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """Raises ValueError for a request that could never run, before any is queued. Those `resumed` were begun
         elsewhere."""
-        sequences = [*resumed, *(Sequence(request) for request in requests)]
-        for sequence in sequences:
-            self._check(sequence.request)
-        self.waiting.extend(sequences)
+        rows = [*resumed, *(Row(request) for request in requests)]
+        for row in rows:
+            self._check(row.request)
+        self.waiting.extend(rows)
 
     def _check(self, request: Request) -> None:
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
@@ -69,13 +69,13 @@ class Scheduler:
                 "tokens: raise engine.kv_memory_mb or lower rollout.max_new_tokens"
             )
 
-    def admit(self) -> list[Sequence]:
+    def admit(self) -> list[Row]:
         """Take from the waiting line what fits, in order; the new rows stand behind the live ones.
 
         An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
         to be free.
         """
-        admitted: list[Sequence] = []
+        admitted: list[Row] = []
         if self.max_rows - len(self.live) < min(len(self.waiting), self.max_rows // 8):
             return admitted
         longest = self._longest()
@@ -91,13 +91,13 @@ class Scheduler:
         """Have the cache hold the live rows and what they may grow by until the next admission is worth a thought."""
         self.cache.reserve(len(self.live), self._longest() + self.headroom)
 
-    def make_room(self, new: int) -> list[Sequence]:
+    def make_room(self, new: int) -> list[Row]:
         """Have the cache hold `new` more tokens of every row; where its bound forbids that, the youngest rows leave
         and wait.
 
         Returns those that left, in the order of leaving; each was the last row at that moment.
         """
-        left: list[Sequence] = []
+        left: list[Row] = []
         while not self.cache.fits(len(self.live), self._longest() + new):
             left.append(self.live.pop())
             self.waiting.appendleft(left[-1])
@@ -107,10 +107,10 @@ class Scheduler:
     def _longest(self) -> int:
         return max((s.kv_length for s in self.live), default=0)
 
-    def withdraw(self, seeds: Collection[int]) -> list[Sequence]:
+    def withdraw(self, seeds: Collection[int]) -> list[Row]:
         """Those of the waiting line leave it."""
-        left = [sequence for sequence in self.waiting if sequence.request.seed in seeds]
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.request.seed not in seeds)
+        left = [row for row in self.waiting if row.request.seed in seeds]
+        self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         return left
 
     def remove(self, row: int) -> None:

@@ -23,7 +23,7 @@ class GroupBroken(RuntimeError):
     """Another member is gone, so a sum has no result: what was under way must be done again."""
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """Those who update together. Calls are made by all members, in the same order."""
 
     rank: int
@@ -53,7 +53,7 @@ class Alone:
     def leave(self) -> None: ...
 
 
-def shard(members: Sequence[int], tokens: Sequence[int], group: Group) -> list[int]:
+def shard(members: Sequence[int], tokens: Sequence[int], group: ProcessGroup) -> list[int]:
     """This rank's share of an optimizer step's responses, each of so many `tokens`, in prompt order; it may be empty.
     The longest is dealt out first, each to whom has least (LPT: Graham, 1969), so that all have about as much work."""
     shares: list[list[int]] = [[] for _ in range(group.size)]
@@ -65,7 +65,7 @@ def shard(members: Sequence[int], tokens: Sequence[int], group: Group) -> list[i
     return [members[place] for place in sorted(shares[group.rank])]
 
 
-def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Give every member the sum of all members' gradients."""
     if group.size == 1:
         return

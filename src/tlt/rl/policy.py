@@ -19,7 +19,7 @@ from tlt.models import weights
 from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.logprobs import token_logprobs
 from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
-from tlt.rl.parallel import Alone, Group, shard, sum_gradients
+from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
 from tlt.types import TrainBatch
 
 
@@ -70,7 +70,7 @@ class Policy:
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, step: int, group: Group | None = None) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int, group: ProcessGroup | None = None) -> dict[str, float]:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
         The members of a `group` hold the same policy and give the same whole batch; each takes its shard of every
@@ -102,7 +102,7 @@ class Policy:
         return metrics | {"learning_rate": rate}
 
     def _optimizer_step(
-        self, batch: TrainBatch, members: range, own: Sequence[int], old: dict[int, Tensor] | None, group: Group
+        self, batch: TrainBatch, members: range, own: Sequence[int], old: dict[int, Tensor] | None, group: ProcessGroup
     ) -> dict[str, Any]:
         lengths = [len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
@@ -133,7 +133,7 @@ class Policy:
         means = {name: totals[name] / (totals["weight"] or 1.0) for name in ("entropy", "clipped", "kl")}
         return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped), "gaps": gaps}
 
-    def _step(self, group: Group) -> tuple[float, bool]:
+    def _step(self, group: ProcessGroup) -> tuple[float, bool]:
         """With the gradients of the whole group: their norm, and whether the step was left out."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for parameter in parameters:
@@ -146,7 +146,7 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm), skipped
 
-    def _clip(self, parameters: list[torch.nn.Parameter], group: Group) -> Tensor:
+    def _clip(self, parameters: list[torch.nn.Parameter], group: ProcessGroup) -> Tensor:
         """Sum the group's gradients, and clip them; their norm before that."""
         sum_gradients(parameters, group)
         return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
@@ -167,7 +167,7 @@ class Policy:
         return LossInputs(logprobs, old_logprobs, advantages, weights, lengths, importance)
 
     @torch.no_grad()
-    def _old_logprobs(self, batch: TrainBatch, members: Sequence[int], group: Group) -> dict[int, Tensor]:
+    def _old_logprobs(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> dict[int, Tensor]:
         """response -> [its tokens], before the first gradient step."""
         found: dict[int, Tensor] = {}
         for micro in self._micro_batches(batch, members, group):
@@ -176,7 +176,7 @@ class Policy:
             found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
 
-    def _own(self, batch: TrainBatch, members: Sequence[int], group: Group) -> list[int]:
+    def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[int]:
         """This member's share of those that have a gradient."""
         taught = [i for i in members if batch.advantages[i] or self.reference]
         return shard(taught, batch.lengths(taught), group)
@@ -184,7 +184,7 @@ class Policy:
     def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
         return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
 
-    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: Group) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> Iterator[MicroBatch]:
         """Those of this member."""
         for rows in self._plan(batch, members):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.models import weights
 from tlt.rl.batching import MicroBatch
-from tlt.rl.parallel import Alone, Group, broken, sum_gradients
+from tlt.rl.parallel import Alone, ProcessGroup, broken, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -33,13 +33,13 @@ class ShardedPolicy(Policy):
     """
 
     fused = False  # which cannot be where some tensors are in shards and some are not
-    group: Group = Alone()  # until `spread`: the policy is whole
+    group: ProcessGroup = Alone()  # until `spread`: the policy is whole
 
     def _home(self) -> torch.device:
         """Host memory, as the whole need not fit the device."""
         return torch.device("cpu")
 
-    def spread(self, group: Group) -> None:
+    def spread(self, group: ProcessGroup) -> None:
         """Keep this member's shards alone. `group` is made of all processes of torch.distributed's own."""
         self.group = group
         assert dist.group.WORLD, "a group of processes"
@@ -51,14 +51,14 @@ class ShardedPolicy(Policy):
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, step: int, group: Group | None = None) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int, group: ProcessGroup | None = None) -> dict[str, float]:
         """As that of a policy on every member, to the rounding of a sum. Raises GroupBroken."""
         try:
             return super().update(batch, step, self.group)
         except RuntimeError as error:
             raise broken(error) or error from None
 
-    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: Group) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> Iterator[MicroBatch]:
         """As each pass through a layer is one of all members, those who have fewer join in with passes of nothing."""
         own = torch.tensor([len(self._plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
@@ -78,7 +78,7 @@ class ShardedPolicy(Policy):
                 self._logprobs(self.reference, nothing)
         logprobs.sum().backward()
 
-    def _clip(self, parameters: list[torch.nn.Parameter], group: Group) -> Tensor:
+    def _clip(self, parameters: list[torch.nn.Parameter], group: ProcessGroup) -> Tensor:
         """The layers' gradients are summed by now, and each member has the squares of its own shards."""
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         sum_gradients(rest, group)
@@ -127,7 +127,7 @@ class ShardedPolicy(Policy):
 class _Whole(Mapping[str, Tensor]):
     """Gathers a tensor when it is read, so that there is one at a time."""
 
-    def __init__(self, state: Mapping[str, Tensor], group: Group) -> None:
+    def __init__(self, state: Mapping[str, Tensor], group: ProcessGroup) -> None:
         self._state, self._group = state, group
 
     def __getitem__(self, name: str) -> Tensor:
@@ -154,7 +154,7 @@ def _shard_layers(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model.base_model, mesh=mesh, ignored_params={p for p in model.base_model.parameters() if p not in own})
 
 
-def _whole(tensor: Tensor, group: Group) -> Tensor:
+def _whole(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Shards are cut along the first dimension: laid end to end they are the whole."""
     if not isinstance(tensor, DTensor):
         return tensor
