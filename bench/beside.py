@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.rollout import ratio
-from tlt.cluster.local import open_workplace
+from tlt.build import open_workplace
 from tlt.cluster.worker import Slice, Work
 from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, load_config

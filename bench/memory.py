@@ -25,7 +25,7 @@ def measure(max_rows: int, kv_memory_mb: int) -> dict[str, float]:
     """Decode with nothing to stop a response before 1,024 tokens; returns MiB, counts and seconds."""
     import torch
 
-    from tlt.cluster.local import make_target
+    from tlt.build import make_target
     from tlt.engine.engine import Engine
     from tlt.models.weights import read_safetensors
     from tlt.types import Prompt, Request, SamplingParams

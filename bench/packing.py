@@ -25,7 +25,8 @@ from torch import Tensor
 from tlt.config import load_config
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.draft.trainer import DrafterTrainer, Pack, _rotate_halves, bundles, pack
+from tlt.draft.trainer import DrafterTrainer
+from tlt.draft.unroll import Pack, _rotate_halves, bundles, pack
 from tlt.drafting import Workbench, harvest
 from tlt.metrics import provenance, write_json
 
@@ -64,7 +65,7 @@ def pad(items: Sequence[Harvest], device: torch.device) -> Pack:
 
 
 def unroll_padded(trainer: DrafterTrainer, layer: EagleLayer, batch: Pack, steps: int) -> list[Tensor]:
-    """`unroll` of tlt.draft.trainer with a row dimension: [R, N, ...], causal within the row."""
+    """`unroll` of tlt.draft.unroll with a row dimension: [R, N, ...], causal within the row."""
     o, starts = layer.options, (batch.segments >= 0).nonzero().squeeze(1)
     rows = int(batch.segments[starts[-1]]) + 1
     N = len(batch.tokens) // rows

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, interpolate, strategies
+from tlt.metrics import provenance, write_json
 
 _ENOUGH = 5  # rounds at a number of rows, for a median
 
@@ -30,7 +31,7 @@ Kind = tuple[str, int]
 
 
 def record(recipe: Path, out: Path, steps: int) -> None:
-    from tlt.cluster.local import make_drafters, open_workplace
+    from tlt.build import make_drafters, open_workplace
     from tlt.config import load_config
     from tlt.engine.engine import Engine
     from tlt.metrics import provenance, write_json
@@ -217,12 +218,13 @@ def main() -> None:
         "time_to_best_of_each_bucket": [t / best for t in totals],
         "time_to_best_fixed": [t / alone[fixed] for t in totals],
         "faster_than_plain": [plain / t for t in totals],
+        **provenance(),
     }
     for name in ("time_to_best_of_each_bucket", "time_to_best_fixed", "faster_than_plain"):
         values = sorted(result[name])
         print(f"{name}: median {statistics.median(values):.3f}, {values[0]:.3f} to {values[-1]:.3f}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

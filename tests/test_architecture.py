@@ -16,11 +16,11 @@ LAYERS = (
     ("models",),
     ("draft",),
     ("engine",),
-    ("rl", "rewards", "data", "checkpoint"),
+    ("rl", "rewards", "data", "checkpoint", "build"),
     ("loop", "evaluate"),
     ("cluster", "display"),
     ("run",),
-    ("generate", "fidelity_modes", "fidelity", "drafting", "bench"),
+    ("generate", "fidelity", "drafting", "bench"),
     ("cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import save_tokenizer
 
-from tlt.cluster.local import load_tokenizer
+from tlt.build import load_tokenizer
 from tlt.config import DataConfig, EvalConfig
 from tlt.data import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
 from tlt.types import Prompt

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt.config import Config, parse_config
 from tlt.data import Cursor
-from tlt.loop import Parts, StepResult, Trainable, make_batch, one_step, steps
+from tlt.loop import Parts, StepResult, Trainable, make_batch, one_step
 from tlt.rl.advantages import grpo
 from tlt.sampling import request_seed
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, TrainBatch
@@ -105,7 +105,7 @@ def make_parts(fake: Fake, shuffle: bool = False, prompts: Sequence[Prompt] = PR
 
 def run(fake: Fake, config: Config, first: int = 0, shuffle: bool = False) -> list[StepResult]:
     parts = make_parts(fake, shuffle)
-    return list(steps(parts, config, fake, first))
+    return [one_step(parts, config, fake, step) for step in range(first, config.train.steps)]
 
 
 # -- the order ---------------------------------------------------------------------------------------------------------
@@ -268,7 +268,9 @@ def test_dynamic_sampling_does_not_see_the_order_of_arrival(seed: int) -> None:
     still, shuffled = (Fake(shuffle=s, score=spread_in({1, 2, 3, 6, 7, 9, 12, 13, 14, 15, 17})) for s in (None, seed))
     for fake in (still, shuffled):
         parts = make_parts(fake, prompts=MANY)
-        list(steps(parts, make_config(prompts_per_step=3, steps=3, max_waves=4), fake))
+        config = make_config(prompts_per_step=3, steps=3, max_waves=4)
+        for step in range(config.train.steps):
+            one_step(parts, config, fake, step)
     assert still.batches == shuffled.batches
     assert still.requests == shuffled.requests
 

@@ -178,7 +178,7 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--steps", arguments.steps)
     config = load_config(arguments.recipe, overrides)
-    from tlt.fidelity import verify
+    from tlt.fidelity.verify import verify
 
     return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
 
@@ -208,7 +208,7 @@ def _bench_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 
 def _at_least_one(option: str, value: float) -> None:
     if value < 1:
-        raise ConfigError(f"{option} {value} is not a whole number above 0")
+        raise ConfigError(f"{option} {value} must be at least 1")
 
 
 def _batches(text: str) -> list[int]:

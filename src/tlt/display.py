@@ -53,8 +53,7 @@ class Display:
             yield
         self._live = None
 
-    # -- events (the loop's Watcher)
-    # --------------------------------------------------------------------------------------
+    # -- events (the loop's Watcher) -----------------------------------------------------------------------------------
 
     def phase(self, step: int, name: str, total: int) -> None:
         self.now = (name, step, 0, total)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tlt.cluster.local import open_workplace
+from tlt.build import open_workplace
 from tlt.config import Config, ConfigError
 from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tlt.cluster.local import load_tokenizer, make_engine, make_target, sampling_params
+from tlt.build import load_tokenizer, make_engine, make_target, sampling_params
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed

@@ -13,7 +13,7 @@ step leaves over more than the next one takes. Decoding its prompt again would b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -101,13 +101,8 @@ class StepResult:
     metrics: StepMetrics
 
 
-def steps(parts: Parts, config: Config, watcher: Watcher, first: int = 0) -> Iterator[StepResult]:
-    """Train from step `first` to the configured last one. The engine must hold the policy's present weights."""
-    for step in range(first, config.train.steps):
-        yield one_step(parts, config, watcher, step)
-
-
 def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepResult:
+    """The engine must hold the policy's present weights, and holds the new ones afterwards."""
     seconds: dict[str, float] = {}
     with timed("total", seconds):
         groups, stats, waves = _decode(parts, config, watcher, step, seconds)

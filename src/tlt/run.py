@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tlt import checkpoint
-from tlt.checkpoint import Checkpoint
-from tlt.cluster.budget import Budget
-from tlt.cluster.local import (
-    LocalRollout,
+from tlt.build import (
     load_tokenizer,
     make_engine,
     make_target,
@@ -23,6 +20,9 @@ from tlt.cluster.local import (
     torch_device,
     torch_dtype,
 )
+from tlt.checkpoint import Checkpoint
+from tlt.cluster.budget import Budget
+from tlt.cluster.local import LocalRollout
 from tlt.config import Config, ConfigError
 from tlt.data import (
     Cursor,
@@ -36,7 +36,7 @@ from tlt.data import (
 )
 from tlt.display import Display
 from tlt.evaluate import evaluate
-from tlt.loop import Parts, Rollout, StepResult, Trainable, steps
+from tlt.loop import Parts, Rollout, StepResult, Trainable, one_step
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -204,15 +204,15 @@ def _restore(run: Run, found: Checkpoint) -> None:
 
 
 def _steps(run: Run) -> Iterator[StepResult]:
-    """The loop's steps, each with the evaluation that is due before it."""
-    config, turns = run.config, steps(run.parts, run.config, run.display, run.first)
+    """From the first to the configured last one, each with the evaluation that is due before it."""
+    config = run.config
     for step in range(run.first, config.train.steps):
         seconds: dict[str, float] = {}
         evaluation: dict[str, float] = {}
         if config.eval.every and step % config.eval.every == 0:
             with timed("eval", seconds, run.parts.tracer):
                 evaluation = _evaluate(run, step)
-        result = next(turns)
+        result = one_step(run.parts, config, run.display, step)
         if evaluation:
             result.metrics.eval = evaluation
             result.metrics.seconds["eval"] = seconds["eval"]

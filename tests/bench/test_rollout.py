@@ -15,7 +15,7 @@ from tiny import tiny_config
 from tlt.bench import rollout
 from tlt.bench.peers import peers
 from tlt.bench.rollout import bench_rollout
-from tlt.cluster.local import open_workplace
+from tlt.build import open_workplace
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import engine
 from tlt.models.families import decoder_options, read_config

@@ -23,8 +23,8 @@ from tlt import run as run_module
 from tlt.bench import forks, one_run
 from tlt.bench import train as bench
 from tlt.bench.turns import BenchError, Pausing, Process
+from tlt.build import make_target
 from tlt.cli import main
-from tlt.cluster.local import make_target
 from tlt.cluster.remote import join
 from tlt.cluster.sweeper import MARK, marked
 from tlt.config import Config, ConfigError

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from tlt.cluster.local import LocalRollout, load_tokenizer
+from tlt.build import load_tokenizer
+from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.worth import Worth
@@ -28,7 +29,7 @@ def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
         return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
 
-    monkeypatch.setattr("tlt.cluster.local.profile", even)
+    monkeypatch.setattr("tlt.build.profile", even)
     monkeypatch.setattr("tlt.draft.buffer._HELD_BACK", 3)  # there are but six prompts
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from tiny import tiny_config
 
-from tlt.cluster.local import LocalRollout, load_tokenizer, open_workplace
-from tlt.data import DataError
+from tlt.build import load_tokenizer
+from tlt.cluster.local import LocalRollout
 from tlt.run import make_parts
 from tlt.types import Request
 
@@ -29,12 +28,3 @@ def test_released_memory_is_taken_again_and_changes_no_token(tmp_path: Path) -> 
     parts.rollout.release()
     assert sum(tensor.numel() for tensor in (*store.keys, *store.values)) == 0
     assert decode() == first
-
-
-def test_a_bench_decodes_the_prompts_that_training_sees(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no chat template"):
-        open_workplace(tiny_config(tmp_path, data={"chat": True}))
-    config = tiny_config(tmp_path, data={"template": "Q: {question}"})
-    parts, _ = make_parts(config, load_tokenizer(config.model.path))
-    assert open_workplace(config).prompts == parts.prompts
-    assert open_workplace(config).sampling == parts.sampling

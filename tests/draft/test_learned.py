@@ -27,7 +27,7 @@ from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.scheduler import Row
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.fidelity_modes import InTurn
+from tlt.fidelity.modes import InTurn
 from tlt.types import Prompt, Request, SamplingParams
 
 TREE = Strategy("eagle", 3, 2, 8)

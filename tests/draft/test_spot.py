@@ -16,7 +16,8 @@ from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.spot import Judgement, SpotTrainer, summed
-from tlt.draft.trainer import DrafterTrainer, pack, total_variation
+from tlt.draft.trainer import DrafterTrainer, total_variation
+from tlt.draft.unroll import pack
 from tlt.engine.engine import Engine
 from tlt.types import Prompt, Request, SamplingParams
 

@@ -25,8 +25,9 @@ from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.features import FeatureWindow
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
-from tlt.draft.trainer import LOSSES, DrafterTrainer, pack, packs, unroll
+from tlt.draft.trainer import LOSSES, DrafterTrainer
 from tlt.draft.tree import Roots, grow
+from tlt.draft.unroll import pack, packs, unroll
 from tlt.engine.engine import Engine
 from tlt.engine.runner import law_of
 from tlt.models.decoder import Decoder
@@ -106,7 +107,7 @@ def test_every_column_is_what_sequential_drafting_gives(
 ) -> None:
     """Several sequences in a pack, of different lengths, some from the middle of a text; attention in blocks of any
     size."""
-    monkeypatch.setattr(trainer, "_QUERIES", queries)
+    monkeypatch.setattr("tlt.draft.unroll._QUERIES", queries)
     layer, steps = make_layer(model.decoder, kind, window), 5
     items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))]
     made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(kind=kind, unroll=steps))

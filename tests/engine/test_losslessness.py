@@ -35,7 +35,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Bandit, strategies
-from tlt.fidelity_modes import InTurn, Swapping
+from tlt.fidelity.modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
 
 TREE = Strategy("", depth=3, branching=2, verify_tokens=8)

@@ -19,7 +19,7 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.trainer import DrafterTrainer
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.fidelity import last_logits
+from tlt.fidelity.oracle import last_logits
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
 from tlt.sampling import gumbel_noise, request_seed

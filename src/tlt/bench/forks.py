@@ -8,9 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt.cluster.local import open_workplace
+from tlt.build import open_workplace
 from tlt.config import Config
-from tlt.fidelity import EXPLAINED_GAP, Fork, float64_target, fork_of
+from tlt.fidelity.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.models.weights import read_safetensors
 from tlt.rl.groups import from_plain, to_plain
 from tlt.types import Group, Response

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt.bench.peers import peers
-from tlt.cluster.local import make_drafters, make_tuner, open_workplace
+from tlt.build import make_drafters, make_tuner, open_workplace
 from tlt.config import Config
 from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.calibration import Calibration

@@ -60,17 +60,17 @@ class Forecast:
         """Until then, if nobody helps."""
         return self.rounds(live, accept_length) * self.round_time(len(live))
 
-    def helping(self, live: Mapping[int, int], take: Sequence[int], accept_length: float) -> float:
+    def helping(self, live: Mapping[int, int], moved: Sequence[int], accept_length: float) -> float:
         """Seconds by which the rollout ends earlier if these of a worker's rows go elsewhere: remaining rounds x
         (t(rows) - t(rows left)), less the prefill of what they have."""
-        saved = self.round_time(len(live)) - self.round_time(max(len(take), len(live) - len(take)))
-        return self.rounds(live, accept_length) * saved - self.prefill_seconds * sum(live[seed] for seed in take)
+        saved = self.round_time(len(live)) - self.round_time(max(len(moved), len(live) - len(moved)))
+        return self.rounds(live, accept_length) * saved - self.prefill_seconds * sum(live[seed] for seed in moved)
 
     def is_worth_helping(
-        self, live: Mapping[int, int], take: Sequence[int], accept_length: float, training: float
+        self, live: Mapping[int, int], moved: Sequence[int], accept_length: float, training: float
     ) -> bool:
         """`training`: seconds that training for so long instead is predicted to save in the rollouts to come."""
-        return self.helping(live, take, accept_length) > max(training, _LEAST_SAVING)
+        return self.helping(live, moved, accept_length) > max(training, _LEAST_SAVING)
 
 
 def half_of(live: Mapping[int, int]) -> list[int]:

@@ -1,10 +1,10 @@
 """From replicas that idle workers trained to a drafter that all use: averaged, judged, swapped in.
 
 A chain of calls, of which each link begins where a worker is idle: replicas of those who trained; their average, judged
-against the drafter in use by those who are idle; swapped in where it is better. Those who decode are asked for next to
-nothing: they take a published drafter between two rounds, and the common start of training once they are idle
-themselves. A judgement that is broken off is gone on with when a worker is idle again. Where a worker is lost on the
-way, the next chain starts afresh.
+against the drafter in use by those who are idle; swapped in where it is better. All train on from the average, whatever
+is thought of it. Those who decode are asked for next to nothing: they take a published drafter between two rounds, and
+the common start of training once they are idle themselves. A judgement that is broken off is gone on with when a worker
+is idle again. Where a worker is lost on the way, the next chain starts afresh.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tlt.build import starting_drafter
 from tlt.cluster.crew import BREAKABLE, Crew, Done
-from tlt.cluster.local import starting_drafter
 from tlt.cluster.pool import Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
@@ -39,11 +39,13 @@ class Chain:
     """of the calls before it, by worker: those that are not None"""
     of: list[int] = field(default_factory=list)
     """whose replicas the candidate is made of"""
+    seconds: float = 0.0
+    """of training that went into it since the candidate before"""
     candidate: Replica | None = None
     """None: the drafter in use is looked at, and that is all"""
     given: Handle | None = None
     """the candidate, where workers can take it from"""
-    judged: Judgement = Judgement()  # noqa: RUF009 - it cannot change
+    judged: Judgement = field(default_factory=Judgement)
     lent: list[Harvest] = field(default_factory=list)
     """by workers that decode, where the idle ones hold nothing back"""
 
@@ -66,7 +68,7 @@ class Publication:
         """entries trained on, in the whole run"""
         self.facts: dict[str, float] = {}
         """of the rollout under way: drafter version, accept lengths judged"""
-        self._micro_batches, self._seconds = 0, 0.0  # of training that was not judged yet
+        self._micro_batches, self._seconds = 0, 0.0  # of training that is in no candidate yet
         self._start: Handle | None = None  # that all train on from, once it is no longer the run's own
         self._behind: set[int] = set()  # workers that have not taken it
         self._ahead: set[int] = set()  # and those that have trained since
@@ -96,7 +98,8 @@ class Publication:
     def _due(self) -> Chain | None:
         """Replicas, if enough was trained; a look at the drafter in use where nothing is, as it would not pay."""
         if self._micro_batches >= STRETCH and self._ahead:
-            chain = Chain(self._average, of=sorted(self._ahead))
+            chain = Chain(self._average, of=sorted(self._ahead), seconds=self._seconds)
+            self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
             self._ask(chain, chain.of, "replica")
             return chain
         if self.worth.resting and not self._looked:
@@ -142,10 +145,11 @@ class Publication:
 
     def _average(self, chain: Chain, idle: list[int]) -> None:
         if not chain.answers:  # none is finite: they train again from the drafter in use
-            self._chain, self._micro_batches, self._ahead = None, 0, set()
+            self._chain = None
             return
         chain.candidate = average(list(chain.answers.values()))
         chain.given = self.crew.pool.put(chain.candidate)
+        self._train_on_from(chain.given, chain.of)
         self._judge(chain, idle)
 
     def _judge(self, chain: Chain, idle: list[int]) -> None:
@@ -156,7 +160,7 @@ class Publication:
         """All that is known of the candidate by now: is it enough to go by?"""
         now = summed(chain.answers.values())
         chain.judged = summed([chain.judged, now])._replace(broken_off=False)
-        others = [index for index in range(self.crew.size) if index not in idle]
+        others = [index for index in range(self.crew.size) if index not in chain.answers]
         if now.broken_off and chain.judged.entries < self._wanted:
             self._judge(chain, idle)
         elif chain.judged.entries or chain.lent or not others:
@@ -172,12 +176,8 @@ class Publication:
     def _decide(self, chain: Chain) -> None:
         self._chain, judged = None, chain.judged
         if judged.entries:
-            self._learn(judged, bool(chain.candidate))
-        if chain.candidate is None:
-            return
-        self._micro_batches, self._seconds = 0, 0.0
-        self._train_on_from(chain.given, chain.of)
-        if judged.is_better:
+            self._learn(judged, chain)
+        if chain.candidate and judged.is_better:
             self._publish(chain.candidate, chain.given, judged.first / judged.entries)
 
     def _train_on_from(self, start: Handle, of: Sequence[int]) -> None:
@@ -185,14 +185,14 @@ class Publication:
         self._start, self._ahead = start, set()
         self._behind = set(range(self.crew.size)) - (set(of) if len(of) == 1 else set())
 
-    def _learn(self, judged: Judgement, of_candidate: bool) -> None:
+    def _learn(self, judged: Judgement, chain: Chain) -> None:
         now = judged.in_use / judged.entries
         if "accept_length" not in self.facts:
             self.worth.fresh(now)
         self.facts["accept_length"] = now
-        if of_candidate:
+        if chain.candidate:
             self.facts["candidate"] = judged.candidate / judged.entries
-            self.worth.gained(now, self.facts["candidate"], self._seconds)
+            self.worth.gained(now, self.facts["candidate"], chain.seconds)
 
     def _publish(self, drafter: Replica, given: Handle, agreement: float) -> None:
         self.version += 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tlt.cluster.local import load_tokenizer, make_engine, make_target, starting_drafter, torch_device, torch_dtype
+from tlt.build import load_tokenizer, make_engine, make_target, starting_drafter, torch_device, torch_dtype
 from tlt.config import Config
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
@@ -179,7 +179,8 @@ class Worker:
         return self._meeting.address
 
     def spread(self, meeting: Any, rank: int, size: int) -> bool:
-        """Where the policy is in shards, before all that is asked of it. Raises GroupBroken."""
+        """Where the policy is in shards, before all that is asked of it. True: None would mean that a member was lost.
+        Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.spread(self._group_at(meeting, rank, size))
         return True

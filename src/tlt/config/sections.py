@@ -143,7 +143,7 @@ class EngineConfig(Section):
 class SpeculationConfig(Section):
     drafter: Literal["off", "suffix", "eagle", "mixed", "adaptive"] = "adaptive"
     """`adaptive` picks a strategy for each round, or none; `eagle` (learned), `suffix` (model-free) and `mixed` (both)
-    always draft, with the four fields below"""
+    always draft, by depth, branching, verify_tokens and min_chance"""
     path: str | None = None
     """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
     depth: int = Field(default=6, gt=0, le=32)
@@ -178,6 +178,7 @@ class DrafterTrainConfig(Section):
     """guesses in a row that training goes through at most, each on the drafter's own output of the one before; one more
     than are right by now"""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
+    """measured from random weights, `hybrid` learns as `cross_entropy` does and the other two next to nothing"""
     decay: float = Field(default=0.8, gt=0, le=1)
     """weight of each guess against the one before"""
     learning_rate: float = Field(default=1e-3, gt=0)

@@ -18,9 +18,8 @@ _DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later sibli
 _OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
 _SHAPE = (KINDS, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
-_HALF_LIFE = (
-    256  # rounds after which a count is worth half: drafters and targets change, and what looked bad is tried again
-)
+# rounds after which a count is worth half: drafters and targets change, and what looked bad is tried again
+_HALF_LIFE = 256
 _REFRESH = 8  # rounds between two looks at the counts
 
 

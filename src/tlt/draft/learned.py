@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureWindow
-from tlt.models.decoder import Decoder, RMSNorm, rotate_
+from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
 from tlt.sampling import log_law
 from tlt.types import Request
 
@@ -52,7 +52,7 @@ class EagleDrafter:
             """[D, ...]: what takes the norm's `unit` as `weight` would take all of it."""
             return self.norms[name].weight[:, None] * weight
 
-        q, k = (_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
+        q, k = (to_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
         qkv, fc = torch.cat([q * o.head_dim**-0.5, k, state["v_proj.weight"]]).t(), state["fc.weight"].t()
         # what the embedding and the features contribute to the layer's first product: [residual of eagle1 | q | k | v]
         if o.kind == "eagle3":
@@ -236,8 +236,3 @@ class EagleDrafter:
         x = torch.addmm(residual, mixed.reshape(B * n, -1), self.out)
         gate, up = (self.norms["post_attention_layernorm"].unit(x) @ self.gate_up).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), self.down)
-
-
-def _pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Heads of [heads * E, D] from Hugging Face's halves to the pairs that `rotate` wants."""
-    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

@@ -20,7 +20,8 @@ from tlt.config import DrafterTrainConfig
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, HarvestBuffer
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.trainer import DrafterTrainer, Interrupted, bundles, pack
+from tlt.draft.trainer import DrafterTrainer, Interrupted
+from tlt.draft.unroll import bundles, pack
 from tlt.models.decoder import Decoder
 
 log = logging.getLogger(__name__)

@@ -130,9 +130,8 @@ class SlotStore:
         query = query.narrow(0, span.low * self.num_kv_heads, len(bias))
         seen_keys, seen_values = (x[slots, :, : span.tokens].flatten(0, 1) for x in (keys, values))
         scores = torch.baddbmm(bias, query, seen_keys.transpose(1, 2), alpha=self.head_dim**-0.5)
-        if self.dtype == torch.bfloat16:
-            return torch.bmm(torch.softmax(scores, dim=-1, dtype=torch.float32).to(self.dtype), seen_values)
-        return torch.bmm(torch.softmax(scores, dim=-1), seen_values)
+        wide = torch.float32 if self.dtype == torch.bfloat16 else None
+        return torch.bmm(torch.softmax(scores, dim=-1, dtype=wide).to(self.dtype), seen_values)
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[Span]:

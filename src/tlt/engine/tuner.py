@@ -314,9 +314,9 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
     return low if above == below else low + (high - low) * (x - below) / (above - below)
 
 
-def _blend(count: int, mean: float, prior: float) -> float:
-    """The mean of what was seen, with the prior as a few rounds more."""
-    return (count * mean + _PRIOR * prior) / (count + _PRIOR)
+def _blend(count: int, seen: float, prior: float) -> float:
+    """What was seen of so many rounds, with the prior as a few rounds more."""
+    return (count * seen + _PRIOR * prior) / (count + _PRIOR)
 
 
 def _tokens_of(chance: float, depth: int) -> float:

@@ -192,14 +192,12 @@ class _Loader:
         D, E, F_ = o.hidden_size, o.head_dim, o.intermediate_size
         q_size, kv_size = o.num_heads * E, o.num_kv_heads * E
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        qkv = [self._paired(prefix + f"self_attn.{n}.weight", (s, D), n != "v_proj") for n, s in sizes.items()]
+        qkv = [self._in_pairs(prefix + f"self_attn.{n}.weight", (s, D)) for n, s in sizes.items()]
         qkv_bias = qk_norm = None
         if o.qkv_bias:
-            qkv_bias = torch.cat(
-                [self._paired(prefix + f"self_attn.{n}.bias", (s,), n != "v_proj") for n, s in sizes.items()]
-            )
+            qkv_bias = torch.cat([self._in_pairs(prefix + f"self_attn.{n}.bias", (s,)) for n, s in sizes.items()])
         if o.qk_norm:
-            q, k = (self._paired(prefix + f"self_attn.{n}_norm.weight", (E,), True) for n in "qk")
+            q, k = (self._in_pairs(prefix + f"self_attn.{n}_norm.weight", (E,)) for n in "qk")
             weight = torch.cat([q.expand(o.num_heads, E), k.expand(o.num_kv_heads, E)])
             qk_norm = RMSNorm(weight, o.rms_norm_eps)
         mlp = prefix + "mlp."
@@ -219,12 +217,13 @@ class _Loader:
             down_bias=self.take(mlp + "down_proj.bias", (D,)) if o.mlp_bias else None,
         )
 
-    def _paired(self, name: str, shape: tuple[int, ...], paired: bool) -> Tensor:
-        """Re-order each head from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1), which `rotate` wants.
-
-        Queries and keys are re-ordered alike, so their products, and all that leaves the layer, stay the same.
-        """
+    def _in_pairs(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.take(name, shape)
-        if not paired:
-            return tensor
-        return tensor.view(-1, 2, self.options.head_dim // 2, *shape[1:]).transpose(1, 2).reshape(shape).contiguous()
+        return tensor if "v_proj" in name else to_pairs(tensor, self.options.head_dim)
+
+
+def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Heads of queries or keys, [heads * E, ...], from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1), which
+    `rotate` wants. Both are re-ordered alike, so their products, and all that leaves the layer, stay the same."""
+    halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()

@@ -84,9 +84,8 @@ def pack(
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     position_ids = torch.arange(width).repeat(len(rows), 1)  # in gaps too: 0 would begin a sequence
-    segment = (
-        torch.arange(1, width + 1).neg().repeat(len(rows), 1)
-    )  # gaps: each its own segment, so no row of the mask is empty
+    # gaps: each its own segment, so no row of the mask is empty
+    segment = torch.arange(1, width + 1).neg().repeat(len(rows), 1)
     predicts = torch.zeros_like(input_ids, dtype=torch.bool)
     targets: list[int] = []
     for r, row in enumerate(rows):

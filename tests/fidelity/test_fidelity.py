@@ -17,15 +17,17 @@ from tiny import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt import fidelity, run
-from tlt.cluster.local import make_target
+from tlt import run
+from tlt.build import make_target
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
 from tlt.engine.engine import Engine
 from tlt.engine.walk import walk
-from tlt.fidelity import verify
+from tlt.fidelity import forks, oracle
+from tlt.fidelity import verify as runs
+from tlt.fidelity.verify import verify
 from tlt.models.weights import read_safetensors
 from tlt.sampling import Ranking, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
@@ -143,9 +145,9 @@ def test_float32_runs_and_holds(home: Path, tmp_path: Path) -> None:
 
 def test_at_most_eight_prompts_a_step_unless_full(home: Path) -> None:
     config = small(home, rollout={"prompts_per_step": 20})
-    assert fidelity._verify_config(config, "float64", full=False).rollout.prompts_per_step == 8
-    assert fidelity._verify_config(config, "float64", full=True).rollout.prompts_per_step == 20
-    assert fidelity._verify_config(small(home), "float64", full=False).rollout.prompts_per_step == 2
+    assert runs._verify_config(config, "float64", full=False).rollout.prompts_per_step == 8
+    assert runs._verify_config(config, "float64", full=True).rollout.prompts_per_step == 20
+    assert runs._verify_config(small(home), "float64", full=False).rollout.prompts_per_step == 2
 
 
 def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
@@ -156,7 +158,7 @@ def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
     contexts = [[1, 2, 3], [9], [4, 4, 200, 7, 31]]
     with torch.no_grad():
         expected = torch.stack([model(torch.tensor([c])).logits[0, -1] for c in contexts])
-    assert torch.allclose(fidelity.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
+    assert torch.allclose(oracle.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
     """Have the float64 recomputation give these logits."""
 
     def give(logits: Tensor) -> None:
-        monkeypatch.setattr(fidelity, "last_logits", lambda target, contexts: logits.double()[None])
+        monkeypatch.setattr(forks, "last_logits", lambda target, contexts: logits.double()[None])
 
     return give
 
@@ -262,7 +264,7 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
     logits = -noise_at(2)  # every score equal
     logits[5] += difference
     recompute(logits)
-    fork = fidelity.fork_of("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
+    fork = forks.fork_of("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
     assert (fork.mode, fork.step, fork.prompt, fork.index, fork.position) == ("suffix", 7, 3, 2, 2)
     assert fork.gap == pytest.approx(difference, rel=1e-6)
     assert (fork.gap < EXPLAINED) == (difference == 1e-6)
@@ -270,10 +272,8 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
 
 def test_gap_is_taken_under_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
     recompute(-noise_at(1))
-    assert fidelity.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(
-        0, abs=1e-9
-    )
-    assert fidelity.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
+    assert forks.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
+    assert forks.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
 
 
 def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> None:
@@ -282,7 +282,7 @@ def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> 
 
     def gap(temperature: float) -> float:
         ours, theirs = (response([token], temperature=temperature) for token in (5, 6))
-        return fidelity.fork_of("suffix", 0, ours, theirs, REFERENCE).gap
+        return forks.fork_of("suffix", 0, ours, theirs, REFERENCE).gap
 
     assert gap(0.5) == pytest.approx(0, abs=1e-9)
     assert gap(1.0) > 1e-3
@@ -290,13 +290,13 @@ def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> 
 
 def test_the_recomputation_sees_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(fidelity, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
-    fidelity.fork_of("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
+    monkeypatch.setattr(forks, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
+    forks.fork_of("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
     assert seen == [[1, 2, 4, 5]]
 
 
 def test_a_response_that_ends_early_for_no_reason_is_never_explained() -> None:
-    fork = fidelity.fork_of("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
+    fork = forks.fork_of("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
     assert fork.gap == math.inf
     assert fork.position == 2
 
@@ -307,14 +307,14 @@ def law_with(chances: list[float]) -> Tensor:
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompute: Callable[[Tensor], None]) -> None:
     recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
-    fork = fidelity.fork_of("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
+    fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
 def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
     """One side kept token 2, which won; the other cut it in favour of token 3, and then token 0 was the best left."""
     recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
-    fork = fidelity.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
+    fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
     assert fork.gap < EXPLAINED
 
 
@@ -322,20 +322,20 @@ def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor
     """The mass above token 2 is top_p up to rounding: one side had it inside, the other outside."""
     recompute(law_with([0.5, 0.4, 0.1]))
     for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
-        fork = fidelity.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
+        fork = forks.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
         assert fork.gap < EXPLAINED
 
 
 @pytest.mark.parametrize("law", [{"top_k": 2}, {"top_p": 0.6}])
 def test_a_token_far_outside_the_cut_explains_nothing(recompute: Callable[[Tensor], None], law: dict[str, Any]) -> None:
     recompute(law_with([0.5, 0.3, 0.1, 0.06]))
-    fork = fidelity.fork_of("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
+    fork = forks.fork_of("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
     assert fork.gap > EXPLAINED
 
 
 def one_fork_of(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One response of one mode differs in its last token, by this gap."""
-    real, left = fidelity._pairs, [1]
+    real, left = runs._pairs, [1]
 
     def pairs(plain: Any, other: Any) -> list[tuple[Response, Response]]:
         found = real(plain, other)
@@ -346,8 +346,8 @@ def one_fork_of(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
             found[0] = (ours, changed)
         return found
 
-    monkeypatch.setattr(fidelity, "_pairs", pairs)
-    monkeypatch.setattr(fidelity, "_gap", lambda *_: gap)
+    monkeypatch.setattr(runs, "_pairs", pairs)
+    monkeypatch.setattr(forks, "_gap", lambda *_: gap)
 
 
 @pytest.mark.parametrize(("gap", "holds"), [(1e-6, True), (1e-3, False), (math.nan, False)])
@@ -363,7 +363,7 @@ def test_float32_allows_one_explained_fork_and_none_unexplained(
 
 def test_too_many_explained_forks_are_a_bug(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "walk", takes_a_second_child)
-    monkeypatch.setattr(fidelity, "_gap", lambda *_: 1e-6)
+    monkeypatch.setattr(forks, "_gap", lambda *_: 1e-6)
     agree, result = check(small(home), tmp_path, "float32")
     assert len(result["forks"]) > 1
     assert all(o["accepted"] == o["drafted"] for o in result["oracle"])

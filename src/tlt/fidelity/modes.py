@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from tlt.cluster.local import all_drafters, detokenizer, make_tuner
+from tlt.build import all_drafters, detokenizer, make_tuner
 from tlt.config import Config
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter

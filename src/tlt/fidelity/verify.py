@@ -10,76 +10,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tlt.cluster.local import LocalRollout, load_tokenizer, make_target, torch_dtype
+from tlt.build import load_tokenizer
+from tlt.cluster.local import LocalRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data import Cursor
-from tlt.draft.drafter import Node, NodeDrafter, Offer
-from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.runner import law_of
-from tlt.engine.tuner import Fixed
-from tlt.fidelity_modes import modes
+from tlt.fidelity.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
+from tlt.fidelity.modes import modes
+from tlt.fidelity.oracle import oracle_checks
 from tlt.loop import Parts, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.rl.policy import Policy
 from tlt.run import make_parts
-from tlt.sampling import gumbel_noise, log_law
-from tlt.types import Request, Response, SamplingParams
+from tlt.types import Response
 
-# noisy scores this close may turn when passes of different shapes round differently
-EXPLAINED_GAP = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.25}
 _MOST_PROMPTS = 8  # a step, unless --full
-
-
-# -- the oracle drafter -----------------------------------------------------------------------------------------------
-
-
-class OracleDrafter(NodeDrafter):
-    """The target itself, computed without engine or cache: each node's whole context in one causal pass."""
-
-    name = "oracle"
-
-    def __init__(self, target: Decoder) -> None:
-        self.target = target
-
-    def propose(self, nodes: Sequence[Node]) -> Offer:
-        contexts = [[*node.request.prompt.token_ids, *node.committed, *node.path] for node in nodes]
-        law = law_of([node.request.sampling for node in nodes], self.target.device)
-        return Offer(None, log_law(last_logits(self.target, contexts), law)[0])
-
-
-def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
-    """Logits [M, V] after each context, by plain causal attention over right-padded rows."""
-    options, rows, width = target.options, len(contexts), max(len(c) for c in contexts)
-    tokens = torch.tensor([[*c, *[0] * (width - len(c))] for c in contexts], device=target.device)
-    causal = torch.ones(width, width, dtype=torch.bool, device=target.device).tril()
-    share = options.num_heads // options.num_kv_heads
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (query, key, value))
-        key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
-        scores = query @ key.transpose(2, 3) * options.head_dim**-0.5
-        weights = torch.softmax(scores.masked_fill(~causal, -math.inf), dim=-1)
-        return (weights @ value).transpose(1, 2).reshape(rows * width, -1)
-
-    hidden = target.forward(tokens, torch.arange(width, device=target.device).expand_as(tokens), attend)
-    last = torch.tensor([len(c) - 1 for c in contexts], device=target.device)
-    return target.logits(hidden[torch.arange(len(contexts), device=target.device), last])
-
-
-# -- the runs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -91,16 +47,6 @@ class ModeRun:
     rewards: list[float] = field(default_factory=list)
     accept_length: float = 1.0
     seconds: float = 0.0
-
-
-@dataclass
-class Fork:
-    mode: str
-    step: int
-    prompt: int
-    index: int
-    position: int
-    gap: float
 
 
 class _Silent:
@@ -127,7 +73,9 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
             status.update(f"step {step + 1}/{steps}")
             tokens += _verify_step(config, step, policy, parts, engines, runs, forks, status)
         status.update("oracle drafter")
-        oracle = _oracle_checks(config, policy, parts)
+        oracle = oracle_checks(
+            float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
+        )
     allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
     end = "with the same rewards" if config.train.importance_cap else "in the same sha256"
     checks = {
@@ -246,90 +194,6 @@ def _rewards(result: StepResult) -> list[float | None]:
 
 def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
-
-
-# -- forks -------------------------------------------------------------------------------------------------------------
-
-
-def float64_target(config: Config, weights: Mapping[str, Tensor]) -> Decoder:
-    """The engine's own weights, as rounded to its dtype, with every step of the arithmetic in float64."""
-    target = make_target(config.model.model_copy(update={"dtype": "float64", "device": "cpu"}))
-    target.load({name: tensor.to(torch_dtype(config.model)) for name, tensor in weights.items()}, version=0)
-    return target
-
-
-def fork_of(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
-    """The first differing token, and how close the two tokens' noisy scores are when the row is recomputed in
-    float64."""
-    pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
-    shorter = min(len(plain.token_ids), len(other.token_ids))
-    position, tokens = next(((t, pair) for t, pair in pairs if pair[0] != pair[1]), (shorter, None))
-    request = plain.request
-    gap = math.inf if tokens is None else _gap(reference, request, plain.token_ids[:position], *tokens)
-    return Fork(mode, step, request.prompt.prompt_id, request.index, position, gap)
-
-
-def _gap(reference: Decoder, request: Request, prefix: Sequence[int], a: int, b: int) -> float:
-    logits = last_logits(reference, [[*request.prompt.token_ids, *prefix]])
-    law = law_of([request.sampling], reference.device)
-    log_p, full = (x[0] for x in log_law(logits, law))
-    seed = torch.tensor([request.seed], dtype=torch.uint64).view(torch.int64)
-    noise = gumbel_noise(seed, torch.tensor([len(prefix)]), len(log_p))[0]
-    scores = log_p + noise.double()
-    apart = (scores[a] - scores[b]).abs().item()
-    cut = min(_distance_to_cut(full, request.sampling, token) for token in (a, b))
-    return min(cut, apart if math.isfinite(apart) else math.inf)
-
-
-def _distance_to_cut(full: Tensor, params: SamplingParams, token: int) -> float:
-    """How little would move a token across the top-k cut (in log-probability) or the top-p cut (in mass)."""
-    ordered, ids = torch.sort(full, descending=True, stable=True)
-    place = int((ids == token).nonzero())
-    distances = [math.inf]
-    k = params.top_k or len(full)
-    if k < len(full):
-        other = ordered[k] if place < k else ordered[k - 1]
-        distances.append((ordered[place] - other).abs().item())
-    if params.top_p < 1 and 0 < place < k:
-        kept = torch.softmax(ordered[:k], dim=-1)
-        distances.append(abs(kept[:place].sum().item() - params.top_p))
-    return min(distances)
-
-
-# -- oracle ------------------------------------------------------------------------------------------------------------
-
-_ORACLE_LAWS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
-_ORACLE_TOKENS, _ORACLE_ROWS, _ORACLE_DEPTH = 48, 4, 3
-
-
-def _oracle_checks(config: Config, policy: Policy, parts: Parts) -> list[dict[str, Any]]:
-    """In float64, whatever the dtype of the runs: only there must the draft's every token be accepted."""
-    target = float64_target(config, dict(policy.state_dict()))
-    checks = []
-    for temperature, top_k, top_p in _ORACLE_LAWS:
-        params = replace(
-            parts.sampling,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            max_new_tokens=_ORACLE_TOKENS,
-            stop_token_ids=(),
-            stop_strings=(),
-        )
-        rows = min(_ORACLE_ROWS, len(parts.prompts))
-        requests = [Request(parts.prompts[i], 0, 0, 1000 + i, params) for i in range(rows)]
-        chain = Strategy("oracle", _ORACLE_DEPTH, 1, _ORACLE_DEPTH + 1)
-        engine = Engine(target, config.engine, [OracleDrafter(target)], Fixed(chain))
-        # nothing stops early, so all rows are admitted and outgrow the cache later: what comes back must agree as well
-        longest = max(len(request.prompt.token_ids) for request in requests)
-        engine.cache.bound_tokens = max(rows * (longest + 36), longest + _ORACLE_TOKENS + 32)
-        for _ in engine.generate(requests):
-            pass
-        stats = engine.stats
-        law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        counts = {"drafted": stats.drafted, "accepted": stats.accepted, "preemptions": stats.preemptions}
-        checks.append(law | counts)
-    return checks
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""From a recipe to what it asks for: target, drafters, tuner, engine, tokenizer, prompts, sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer
+
+from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.data import encoder, load_prompts, refuse_foreign_tokens
+from tlt.draft.buffer import Harvest
+from tlt.draft.drafter import Drafter
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.features import FeatureLayout
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.mixed import MixedDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.engine import Engine
+from tlt.engine.profile import profile
+from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
+from tlt.models.decoder import Decoder
+from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
+from tlt.types import Prompt, SamplingParams
+
+
+def make_engine(
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    target: Decoder,
+    tokenizer: Any,
+    layer: EagleLayer | None = None,
+    on_harvest: Callable[[Harvest], None] | None = None,
+) -> Engine:
+    """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target
+    must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
+    drafters, layout = make_drafters(speculation, target, layer)
+    tuner = make_tuner(speculation, config, target, layer)
+    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest)
+
+
+def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
+    """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
+    none is trained."""
+    trains = config.drafter.idle_training if config.cluster.workers > 1 else config.drafter.budget > 0
+    if config.speculation.drafter in ("off", "suffix") or not trains:
+        return None
+    if config.speculation.path:
+        return load_drafter(config.speculation.path, target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        layer = EagleLayer(eagle_options(target, config.drafter.kind, config.drafter.window))
+    layer.agreement = 0.0  # its guesses are never right: the tuner need not find that out
+    return layer
+
+
+def make_drafters(
+    config: SpeculationConfig, target: Decoder, layer: EagleLayer | None = None
+) -> tuple[list[Drafter], FeatureLayout | None]:
+    """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
+    if config.drafter == "off":
+        return [], None
+    if (config.path is None and layer is None) or config.drafter == "suffix":
+        return [SuffixDrafter(config.history_tokens)], None
+    layer = layer or load_drafter(str(config.path), target.options)
+    drafters = all_drafters(layer, target, config.history_tokens)
+    return drafters[:1] if config.drafter == "eagle" else drafters, layer.options.layout
+
+
+def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
+    """The learned one, suffix, and the mixture of both."""
+    learned, suffix = EagleDrafter(layer, target), SuffixDrafter(history_tokens)
+    return [learned, suffix, MixedDrafter(learned, suffix)]
+
+
+def make_tuner(
+    config: SpeculationConfig, engine: EngineConfig, target: Decoder, layer: EagleLayer | None = None
+) -> Tuner:
+    if config.drafter == "off":
+        return Fixed(PLAIN)
+    if config.drafter != "adaptive":
+        return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
+    drafters, layout = make_drafters(config, target, layer)
+    arms = strategies([drafter.name for drafter in drafters])
+    known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
+    return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
+
+
+def make_target(config: ModelConfig) -> Decoder:
+    """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
+    return Decoder(decoder_options(read_config(config.path)), torch_dtype(config), torch_device(config))
+
+
+class Workplace(NamedTuple):
+    """What it takes to decode a recipe's prompts."""
+
+    tokenizer: Any
+    prompts: list[Prompt]
+    target: Decoder
+    sampling: SamplingParams
+
+
+def open_workplace(config: Config) -> Workplace:
+    """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    target = make_target(config.model)
+    refuse_foreign_tokens(prompts, target.options.vocab_size)
+    target.load(read_safetensors(config.model.path), version=0)
+    return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
+
+
+def torch_dtype(config: ModelConfig) -> torch.dtype:
+    return getattr(torch, config.dtype)
+
+
+def torch_device(config: ModelConfig) -> torch.device:
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if config.dtype == "float64" and config.device == "auto":
+        name = "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model.device = {config.device!r}, but this machine has no CUDA device: set it to 'cpu'")
+    return torch.device(name)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The folder's own tokenizer; no remote code. Raises ModelError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from None
+
+
+def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
+    stops, strings = stop_token_ids(folder, tokenizer), tuple(config.stop_strings)
+    return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
+
+
+def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every end-of-sequence token that the folder names: in config.json, generation_config.json and the tokenizer."""
+    named = [tokenizer.eos_token_id]
+    for file in ("config.json", "generation_config.json"):
+        path = Path(folder) / file
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        named += ids if isinstance(ids, list) else [ids]
+    return tuple(sorted({i for i in named if i is not None}))

@@ -1,0 +1,164 @@
+"""The learned drafter's pass in training: packed harvest, unrolled as at inference.
+
+Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's features; column t reads the layer's own
+output of column t - 1 in their place, and attends the true entries up to its root and its own chain of guesses.
+
+Sequences are packed one behind the other; attention stays inside each.
+Shapes: T entries of a pack, D hidden, H query heads, K key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import EagleLayer
+
+_QUERIES = 128  # entries of a block of attention
+
+
+class Pack(NamedTuple):
+    tokens: Tensor
+    """[T] the token that follows each entry"""
+    features: Tensor
+    """[T, F]"""
+    positions: Tensor
+    """[T] true ones"""
+    segments: Tensor
+    """[T] which harvest an entry is of"""
+    counted: Tensor
+    """[T] bool: the entry's column 0 predicts a token of a response"""
+    version: int
+    """of the target that computed the features"""
+
+
+def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
+    """All of one target version."""
+    lengths = torch.tensor([len(item.tokens) for item in items])
+    start = torch.tensor([item.start for item in items]).repeat_interleave(lengths)
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    positions = torch.arange(int(lengths.sum())) - first + start
+    prompt = torch.tensor([item.prompt_length for item in items]).repeat_interleave(lengths)
+    return Pack(
+        torch.cat([item.tokens for item in items]).to(device),
+        torch.cat([item.features for item in items]).to(device),
+        positions.to(device),
+        torch.arange(len(items)).repeat_interleave(lengths).to(device),
+        (positions + 2 >= prompt).to(device),
+        items[0].target_version,
+    )
+
+
+def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: random.Random) -> Iterator[Pack]:
+    """One pass over the items in random order, `tokens` entries a pack, and at least one item."""
+    order = list(items)
+    rng.shuffle(order)
+    for held in bundles(order, tokens):
+        yield pack(held, device)
+
+
+def bundles(items: Iterable[Harvest], tokens: int) -> Iterator[list[Harvest]]:
+    """In this order, those that follow each other and are of one target version, up to `tokens` entries together."""
+    held: list[Harvest] = []
+    for item in items:
+        full = sum(len(other.tokens) for other in held) + len(item.tokens) > tokens
+        if held and (full or item.target_version != held[0].target_version):
+            yield held
+            held = []
+        held.append(item)
+    if held:
+        yield held
+
+
+def unroll(
+    layer: EagleLayer, embedding: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Pack, steps: int
+) -> Iterator[Tensor]:
+    """Columns 0 .. steps - 1: what the head takes at every entry, [T, D] each. Entry i of column t predicts the token
+    t + 2 behind token i; at the end of a sequence its input is some other token, and its output means nothing.
+
+    `cos_sin` [positions, E] each, of the target's rotary embedding in Hugging Face's order.
+    """
+    o, T = layer.options, len(batch.tokens)
+    share = o.num_heads // o.num_kv_heads
+    blocks = _blocks(batch, o.window)
+    g = layer.fuse(batch.features)
+    keys: list[Tensor] = []  # of each column, [K, T, E]
+    values: list[Tensor] = []
+    for t in range(steps):
+        x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t), embedding), g)
+        at = (batch.positions + t).clamp(max=len(cos_sin[0]) - 1)
+        query, key = (_rotate_halves(p(x).view(T, -1, o.head_dim), cos_sin, at) for p in (layer.q_proj, layer.k_proj))
+        keys.append(key.transpose(0, 1))
+        values.append(layer.v_proj(x).view(T, o.num_kv_heads, o.head_dim).transpose(0, 1))
+        query = query.view(T, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
+        mixed = torch.cat([_attend(query, keys, values, block) for block in blocks], dim=2)
+        g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).reshape(T, -1)))
+        yield layer.finish(g)
+
+
+class _Block(NamedTuple):
+    """Entries [low, high) as queries, and the entries [first, high) that some of them see."""
+
+    first: int
+    low: int
+    high: int
+    bias: Tensor
+    """[high - low, high - first] 0 where one sees the other, else -inf"""
+
+
+def _blocks(batch: Pack, window: int) -> list[_Block]:
+    """Of a pack of many short sequences, or of a long causal one, most pairs of entries see nothing of each other: so
+    attention goes block by block, of some whole sequences or of a part of one, over no more than it sees."""
+    place = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    blocks = []
+    for first, low, high in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
+        first = max(first, low - window + 1)
+        apart = place[low:high, None] - place[first:high]
+        seen = (apart >= 0) & (apart < window)
+        seen &= batch.segments[low:high, None] == batch.segments[first:high]
+        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=place.device)
+        blocks.append(_Block(first, low, high, bias.masked_fill_(~seen, -torch.inf)))
+    return blocks
+
+
+def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, low, high) of the blocks of sequences of these lengths, up to `_QUERIES` entries each."""
+    low = end = 0
+    for length in lengths:
+        begin, end = end, end + length
+        if end - low <= _QUERIES:
+            continue
+        if begin > low:
+            yield low, low, begin
+        for part in range(begin, end, _QUERIES) if length > _QUERIES else ():
+            yield begin, part, min(part + _QUERIES, end)
+        low = end if length > _QUERIES else begin
+    if end > low:
+        yield low, low, end
+
+
+def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], block: _Block) -> Tensor:
+    """The block's queries, of [K, share, T, E], over the true entries (column 0) and each over its own chain of guesses
+    (the later columns)."""
+    first, low, high, bias = block
+    query = query[:, :, low:high]
+    true = query @ keys[0][:, None, first:high].transpose(2, 3) + bias  # [K, share, high - low, high - first]
+    own = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k in keys[1:]]
+    seen, chain = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1).split([high - first, len(own)], dim=-1)
+    mixed = seen @ values[0][:, None, first:high]
+    for weight, v in zip(chain.unbind(-1), values[1:], strict=True):
+        mixed = mixed + weight[..., None] * v[:, None, low:high]
+    return mixed
+
+
+def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    """[T, heads, E] in Hugging Face's order of pairs (i, i + E/2)."""
+    cos, sin = (table[positions, None] for table in cos_sin)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin

@@ -1,0 +1,1 @@
+"""`tlt verify`: the ways to speculate, held against plain decoding."""
