@@ -91,7 +91,7 @@ class Crew:
         late = [i for i in range(self.size) if self._since[i] < time.monotonic() - self.patience]
         amid = {index: methods[0] for index in late if (methods := self.pending(index)) and methods[0] in _SHORT}
         for index, method in amid.items():
-            self.replace(index, f"{method}, without an answer for {self.patience:g} s,")
+            self.replace(index, f"{method} (no answer for {self.patience:g} s)")
         return [Done(index, method, None, lost=True) for index, method in amid.items()]
 
     def _outcome(self, handle: Handle) -> Done:
