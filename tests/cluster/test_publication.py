@@ -237,18 +237,29 @@ def test_what_is_held_back_by_those_who_decode_is_lent(home: Path, plain: str) -
 
 def test_a_judgement_that_is_broken_off_is_gone_on_with(home: Path, plain: str) -> None:
     """Whoever is idle next, be it in another rollout; never by one who has something to decode."""
-    judge = ThreadWorker.judge
+    judge, replica = ThreadWorker.judge, ThreadWorker.replica
     broken: list[bool] = []
+    order: list[str] = []
 
     def impatient(self: ThreadWorker, candidate: Any, lent: Any, number: float) -> Any:
         if candidate and len(broken) % 3 < 2:
             self.come_back(number)
         judged = judge(self, candidate, lent, number)
         broken.append(bool(judged and judged.broken_off))
+        order.append("broken off" if broken[-1] else "judged")
         return judged
 
-    with patch.object(ThreadWorker, "judge", impatient), patch("tlt.draft.spot._BETTER", 1.0):
+    def asked(self: ThreadWorker) -> Any:
+        order.append("replica")
+        return replica(self)
+
+    with (
+        patch.object(ThreadWorker, "judge", impatient),
+        patch.object(ThreadWorker, "replica", asked),
+        patch("tlt.draft.spot._BETTER", 1.0),
+    ):
         digest, published, _ = train(config_of(home, "adaptive"))
     assert digest == plain
     assert published.version > 0
     assert {*broken} == {True, False}
+    assert ("broken off", "replica") not in itertools.pairwise(order), "of the same candidate"
