@@ -34,7 +34,6 @@ def record(recipe: Path, out: Path, steps: int) -> None:
     from tlt.build import make_drafters, open_workplace
     from tlt.config import load_config
     from tlt.engine.engine import Engine
-    from tlt.metrics import provenance, write_json
     from tlt.sampling import request_seed
     from tlt.types import Request
 
@@ -90,6 +89,8 @@ class World(NamedTuple):
     """[step][response][position] whether a guess of this kind was"""
     chances: dict[str, float]
     """of each drafter's first guess, as known before"""
+    where: dict[str, Any]
+    """machine, versions and commit of the recording: its seconds are theirs"""
 
     def typical(self, arm: Strategy, rows: int) -> float:
         return interpolate({at: statistics.median(taken) for at, taken in self.seconds[arm].items()}, rows)
@@ -120,7 +121,9 @@ def read(path: Path) -> World:
         for kind, arm in deepest.items()
         if arm != PLAIN
     }
-    return World(seconds, right, {name: chance for name, chance in recorded["chances"].items() if chance is not None})
+    where = {key: recorded[key] for key in ("machine", "versions", "commit")}
+    chances = {name: chance for name, chance in recorded["chances"].items() if chance is not None}
+    return World(seconds, right, chances, where)
 
 
 def _right(lengths: Sequence[int], depth: int) -> list[bool]:
@@ -218,7 +221,7 @@ def main() -> None:
         "time_to_best_of_each_bucket": [t / best for t in totals],
         "time_to_best_fixed": [t / alone[fixed] for t in totals],
         "faster_than_plain": [plain / t for t in totals],
-        **provenance(),
+        **world.where,
     }
     for name in ("time_to_best_of_each_bucket", "time_to_best_fixed", "faster_than_plain"):
         values = sorted(result[name])
