@@ -65,9 +65,10 @@ class Budget:
             facts["candidate"] = judged.candidate / judged.entries
             self.worth.gained(facts["accept_length"], facts["candidate"], self.seconds)
             self.micro_batches, self.seconds = 0, 0.0
-        if judged.is_better and replica:
-            self._publish(trainer, replica, judged.first / judged.entries)
-        return facts | {"version": float(self.version)}
+            if judged.is_better:
+                self._publish(trainer, replica, judged.first / judged.entries)
+                facts["version"] = float(self.version)
+        return facts
 
     def _publish(self, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
         layer = trainer.publish(replica.tensors, agreement)
