@@ -102,7 +102,7 @@ class Publication:
             self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
             self._ask(chain, chain.of, "replica")
             return chain
-        if self.worth.resting and not self._looked:
+        if not self._looked and not self.worth.should_train():
             self._looked = True
             return Chain(self._judge)
         return None

@@ -86,8 +86,8 @@ class Worth:
     def pays_back(self, rollout_seconds: float) -> bool:
         """Whether a second of training that is *not* idle time saves more than that. Until the slope is measured, it
         is tried."""
-        if self.resting or len(self.gains) < _TRIES:
-            return not self.resting
+        if len(self.gains) < _TRIES:
+            return self.should_train()
         return self.saves(1.0, rollout_seconds) > 1.0
 
     def state(self) -> dict[str, Any]:
