@@ -208,7 +208,7 @@ def _bench_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 
 def _at_least_one(option: str, value: float) -> None:
     if value < 1:
-        raise ConfigError(f"{option} {value} must be at least 1")
+        raise ConfigError(f"{option} must be at least 1, not {value}")
 
 
 def _batches(text: str) -> list[int]:
