@@ -115,8 +115,9 @@ class RayPool:
         device = self._config.model.device
         there = self._ray.cluster_resources()
         gpus = there.get("GPU", 0) if device != "cpu" else 0
-        for what, count in (("CUDA devices", gpus), ("CPUs in the Ray cluster", there.get("CPU", 0))):
-            if 0 < count < self.size:
+        needed = {"CPUs in the Ray cluster": there.get("CPU", 0)} | ({"CUDA devices": gpus} if gpus else {})
+        for what, count in needed.items():
+            if count < self.size:
                 raise ConfigError(f"cluster.workers = {self.size}, but there are {count:g} {what}: one each is needed")
         cores = [] if self._config.cluster.address else share_of_cores(index, self.size)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
