@@ -66,7 +66,7 @@ class DrafterSaver:
                     return
             try:
                 write(self.folder, self.options, *job)
-            except Exception as error:  # whatever it is: a thread that ended here would be waited for, and never replaced
+            except Exception as error:  # a thread that ended here would be waited for, and never replaced
                 log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
 
 
