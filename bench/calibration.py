@@ -108,8 +108,9 @@ def main() -> None:
     layer = load_drafter(config.speculation.path, bench.target.options)
     drafter = EagleDrafter(layer, bench.target)
     rows = config.engine.model_copy(update={"max_rows": 2})
-    engine = Engine(bench.target, rows, [drafter], Fixed(TREE), layout=layer.options.layout)
-    engine.calibration = watched = Watched()
+    watched = Watched()
+    layout = layer.options.layout
+    engine = Engine(bench.target, rows, [drafter], Fixed(TREE), layout=layout, calibration=watched)
     for _ in engine.generate(bench.held_out):
         pass
     points = reliability(watched.seen_pairs)

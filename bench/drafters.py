@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
-from torch import Tensor
 
 from tlt.config import Config, load_config
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.trainer import DrafterTrainer
+from tlt.draft.tree import NoiseOf
 from tlt.drafting import Workbench, evaluate, harvest
-from tlt.engine.engine import Engine
+from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 
@@ -50,8 +50,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class WithoutNoise(Engine):
     """Drafts as today's engines do: the drafter's likeliest tokens, whatever the target's noise will be."""
 
-    def _noise_of(self, depth: int, ids: Tensor | None) -> Tensor:
-        return torch.zeros_like(super()._noise_of(depth, ids))
+    def draft_noise(self, now: Round) -> NoiseOf:
+        noise = super().draft_noise(now)
+        return lambda depth, ids: torch.zeros_like(noise(depth, ids))
 
 
 def train(bench: Workbench, items: list[Any], change: dict[str, Any], seconds: float) -> tuple[EagleLayer, int]:

@@ -59,7 +59,7 @@ def record(recipe: Path, out: Path, steps: int) -> None:
             while engine.busy:
                 for response in engine.round():
                     lengths[response.request.seed].append(len(response.token_ids))
-                for row in engine.scheduler.live:
+                for row in engine.rows:
                     lengths[row.request.seed].append(len(row.tokens))
             texts.append(list(lengths.values()))
         print(f"{arm.name}: {sum(response[-1] for text in texts for response in text):,} tokens", flush=True)

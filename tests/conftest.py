@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TLT_AUDIT", "1")  # every engine checks its key-value cache after every round
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: tiny.py
 
 import torch

@@ -23,6 +23,8 @@ from tiny import qwen3
 from torch import Tensor, nn
 
 from tlt import sampling
+from tlt.attention.backend import HeadShape
+from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
@@ -278,10 +280,7 @@ def build(
     drafters = [*beside, *([] if drafter is None else [drafter])]
     layout = next((d.options.layout for d in drafters if isinstance(d, EagleDrafter)), None)
     tuner = tuner or Fixed(strategy_for(drafter, strategy))
-    engine = Engine(target.decoder, config, drafters, tuner, layout=layout)
-    if bound_tokens is not None:
-        engine.cache.bound_tokens = bound_tokens
-    return engine
+    return Engine(target.decoder, config, drafters, tuner, layout=layout, kv_tokens=bound_tokens)
 
 
 def strategy_for(drafter: Drafter | None, shape: Strategy) -> Strategy:
@@ -332,12 +331,11 @@ def record_steps(engine: Engine) -> list[Step]:
     steps: list[Step] = []
     commit = engine._commit
 
-    def observed(trees, sampled, drafter):
-        rows = list(engine.scheduler.live)
-        before = [len(row.tokens) for row in rows]
+    def observed(now, trees, sampled):
+        before = [len(row.tokens) for row in now.rows]
         tokens = [list(t) for t in sampled.tokens]
-        responses = commit(trees, sampled, drafter)
-        for row, tree, picked, start in zip(rows, trees, tokens, before, strict=True):
+        responses = commit(now, trees, sampled)
+        for row, tree, picked, start in zip(now.rows, trees, tokens, before, strict=True):
             steps.append(Step(row.request, tree, picked, start, len(row.tokens)))
         return responses
 
@@ -463,16 +461,23 @@ def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference],
             )
 
 
+def cache_for(target: Decoder, bound_tokens: int) -> KVCache:
+    """Empty, with slots for this decoder."""
+    o = target.options
+    shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
+    return KVCache(SlotAttention(shape), bound_tokens)
+
+
 def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
     """Keys and values [0, kv_length) of every live row are those of a fresh prefill of its context."""
-    live = engine.scheduler.live
+    live = list(engine.rows)
     if not live:
         return
     contexts = [(*row.request.prompt.token_ids, *row.tokens) for row in live]
     longest = max(len(context) for context in contexts)
-    fresh = KVCache(engine.target.options, engine.target.dtype, engine.target.device, memory_mb=1024)
+    fresh = cache_for(engine.target, 10**6)
     fresh.reserve(len(live), longest)
-    Runner(engine.target, fresh, prefill_tokens=10**6).prefill(0, contexts)
+    Runner(engine.target, fresh, window=None, prefill_tokens=10**6).prefill(0, contexts)
     for layer in range(engine.target.options.num_layers):
         for slot, context in enumerate(contexts):
             for name in ("keys", "values"):

@@ -12,8 +12,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
-    ("types", "config", "sampling", "files", "metrics", "trace", "stopping", "resume"),
-    ("models",),
+    ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume"),
+    ("models", "attention"),
     ("draft",),
     ("engine",),
     ("rl", "rewards", "data", "checkpoint", "build"),

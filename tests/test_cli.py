@@ -241,6 +241,7 @@ def test_verify_exits_0_where_all_of_it_holds(recipe: str, tmp_path: Path) -> No
 def test_verify_exits_1_where_it_does_not(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt.engine import engine
 
+    monkeypatch.delenv("TLT_AUDIT")  # the ledger would see it first
     monkeypatch.setattr(engine, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
     assert exit_code("verify", recipe, "--steps", "1", "--json", str(tmp_path / "v.json")) == 1
     assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["agree"] is False

@@ -26,6 +26,7 @@ from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 
 
@@ -36,12 +37,13 @@ def make_engine(
     tokenizer: Any,
     layer: EagleLayer | None = None,
     on_harvest: Callable[[Harvest], None] | None = None,
+    tracer: Tracer | None = None,
 ) -> Engine:
     """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target
     must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
-    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest)
+    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer)
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:

@@ -45,7 +45,7 @@ from tlt.rewards import make_reward
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, stop_request
-from tlt.trace import TraceFile, seconds_by_state
+from tlt.trace import TraceFile, Tracer, seconds_by_state
 from tlt.types import Prompt
 
 
@@ -126,8 +126,9 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     target = make_target(config.model)
     target.load(read_safetensors(folder), version=0)
     tokenizer, layer = load_tokenizer(config.model.path), starting_drafter(config, target.options)
-    engine = make_engine(config.engine, config.speculation, target, tokenizer, layer)
-    budget = Budget(engine, layer, config) if layer else None
+    budget = Budget(layer, target, config) if layer else None
+    on_harvest = budget.harvest if budget else None
+    engine = make_engine(config.engine, config.speculation, target, tokenizer, layer, on_harvest, Tracer())
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
     return LocalRollout(engine, budget), policy

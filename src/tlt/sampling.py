@@ -73,13 +73,14 @@ def _gumbel_block(seeds: Tensor, positions: Tensor, lanes: Tensor) -> Tensor:
 
 class Law(NamedTuple):
     """Sampling parameters of M rows as tensors [M]; `restricted` says whether any row has top-k or top-p on, `tempered`
-    whether any has a temperature other than 1."""
+    whether any has a temperature other than 1, `greedy` whether any has a temperature of 0."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     restricted: bool
     tempered: bool = True
+    greedy: bool = True
 
 
 def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,33 @@ class Request:
 
 
 @dataclass
+class Row:
+    """A request and its tokens so far. The cache holds all of them but the last: that one is the root of the next
+    round."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    full_logprobs: list[float] = field(default_factory=list)
+    harvested: int = 0
+    """entries of the feature window below this one have been given away"""
+    finite: bool = True
+    """whether all that the target computed for it was"""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self.request.prompt.token_ids, *self.tokens)
+
+    @property
+    def kv_length(self) -> int:
+        return len(self.request.prompt.token_ids) + len(self.tokens) - 1
+
+    @property
+    def root(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.prompt.token_ids[-1]
+
+
+@dataclass
 class Response:
     """What the engine gives back for a request; lists have one entry a token, the stop token included."""
 

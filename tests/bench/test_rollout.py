@@ -145,6 +145,7 @@ def test_strategies_take_turns(home: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_strategies_that_decode_other_tokens_are_not_compared(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("TLT_AUDIT")  # the ledger would see it first
     monkeypatch.setattr(engine, "walk", lambda tree, sampled: [0, 1] if len(tree.tokens) > 1 else [0])
     with pytest.raises(AssertionError, match="other tokens"):
         bench(home, tmp_path / "bench.json", rollout={"group_size": 2, "max_new_tokens": 24})

@@ -93,7 +93,6 @@ def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
         assert decode(rollout, step)[0] == decode(plain, step)[0]
     assert rollout.budget
     assert rollout.budget.trainer is None
-    assert rollout.engine.on_harvest is None
 
 
 def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:

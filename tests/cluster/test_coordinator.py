@@ -228,8 +228,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
         taken.extend(len(row.tokens) for row in work.resumed)
-        scheduler = self.engine.scheduler
-        rows = [*scheduler.live, *scheduler.waiting, *work.requests, *work.resumed]
+        rows = [*self.engine.rows, *self.engine.waiting, *work.requests, *work.resumed]
         assert seconds == (0.0 if work.give_up else AT_ONCE if len(rows) > 1 else 5 * AT_ONCE)
         return decode(self, work, seconds)
 

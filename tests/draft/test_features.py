@@ -22,9 +22,10 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.types import Prompt, Request, Response, SamplingParams
+from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 CPU = torch.device("cpu")
+A_ROW = Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams()))
 
 
 # -- the window alone --------------------------------------------------------------------------------------------------
@@ -65,11 +66,11 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["append", "copy", "remove", "write", "write", "write", "long"]))
         if action == "append" or not rows:
             rows.append(PlainRow())
-            window.append()
+            window.append(A_ROW, kept=0)
         elif action == "copy":
             source = data.draw(st.integers(0, len(rows) - 1))
             length = data.draw(st.integers(0, rows[source].length))
-            window.append()
+            window.append(A_ROW, kept=0)
             window.copy(source, len(rows), length)
             entries = {p: e for p, e in rows[source].entries.items() if p < length}
             held = rows[source].length - window.capacity
@@ -77,7 +78,7 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
             assert window.start(len(rows) - 1) <= max(rows[source].first, length - size, min(held, length), 0)
         elif action == "remove":
             row = data.draw(st.integers(0, len(rows) - 1))
-            window.remove(row)
+            window.remove(row, len(rows) - 1)
             rows[row] = rows[-1]
             rows.pop()
         else:
@@ -101,7 +102,7 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
 def test_rows_are_written_in_one_call() -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
     for _ in range(3):
-        window.append()
+        window.append(A_ROW, kept=0)
     features = torch.arange(12.0).view(6, 2)
     window.write([0, 0, 0, 2, 2, 1], [0, 1, 2, 0, 1, 0], features, [9, 8, 7, 6, 5, 4])
     assert window.length == [3, 1, 2]
@@ -115,7 +116,7 @@ def test_reading_between_rounds_or_not_makes_no_difference() -> None:
     eager, lazy = (FeatureWindow(FeatureLayout((0,), 5), 3, torch.float32, CPU) for _ in range(2))
     for window in (eager, lazy):
         for _ in range(3):
-            window.append()
+            window.append(A_ROW, kept=0)
     for turn in range(400):
         grown = torch.randint(0, 4, (3,), generator=generator).tolist()
         rows = [row for row in range(3) for _ in range(grown[row])]
@@ -134,7 +135,7 @@ def test_reading_between_rounds_or_not_makes_no_difference() -> None:
 
 def test_what_is_read_is_a_copy() -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
-    window.append()
+    window.append(A_ROW, kept=0)
     window.write([0], [0], torch.ones(1, 2), [3])
     features, tokens = window.read(0, 0, 1)
     window.write([0], [window.capacity], torch.zeros(1, 2), [4])  # the same place of the ring
@@ -182,9 +183,8 @@ def run(
         Fixed(strategy),
         layout=layer.options.layout,
         on_harvest=items.append,
+        kv_tokens=bound_tokens,
     )
-    if bound_tokens:
-        engine.cache.bound_tokens = bound_tokens
     return engine, list(engine.generate(asked)), items
 
 
@@ -284,5 +284,5 @@ def test_without_a_layout_nothing_is_kept(model: Model) -> None:
     items: list[Harvest] = []
     engine = Engine(model.decoder, EngineConfig(), on_harvest=items.append)
     assert len(list(engine.generate(requests(2)))) == 2
-    assert engine.window is None
+    assert engine.rollout.window is None
     assert items == []

@@ -25,10 +25,10 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
-from tlt.engine.scheduler import Row
+from tlt.engine.engine import Round as Round_
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.fidelity.modes import InTurn
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 TREE = Strategy("eagle", 3, 2, 8)
 CHAIN = Strategy("eagle", 4, 1, 5)
@@ -70,13 +70,13 @@ class Recorder(EagleDrafter):
     def predict(self, level: Level) -> Candidates:
         candidates = super().predict(level)
         assert self.engine is not None
-        live = self.engine.scheduler.live
+        live = self.engine.rows
         parents, tokens, alive = (x.tolist() for x in (level.parents, level.tokens, level.alive))
         if level.depth == 0:
             paths: list[list[Path]] = [[()] for _ in live]
             for slot, row in enumerate(live):
                 where = (row.request.seed, len(row.tokens))
-                self.log[where] = Round(row, self.layer, self.window.length[slot], committed=tuple(row.tokens))
+                self.log[where] = Round(row, self.layer, self.window.lengths[slot], committed=tuple(row.tokens))
         else:
             paths = [
                 [(*self.paths[b][p], t) for p, t in zip(parents[b], tokens[b], strict=True)] for b in range(len(live))
@@ -105,16 +105,21 @@ class Life:
         drafters = [Recorder(self.layer, self.model, self.log), SuffixDrafter(1000)]
         config = EngineConfig(max_rows=self.max_rows, prefill_tokens=32)
         layout = self.layer.options.layout
-        self.engine = Engine(self.model.decoder, config, drafters, self.tuner, layout=layout)
-        self.engine.calibration = Still()
+        self.engine = Engine(
+            self.model.decoder,
+            config,
+            drafters,
+            self.tuner,
+            layout=layout,
+            calibration=Still(),
+            kv_tokens=self.bound_tokens,
+        )
         drafters[0].engine = self.engine  # type: ignore[union-attr]
-        if self.bound_tokens:
-            self.engine.cache.bound_tokens = self.bound_tokens
         draft = self.engine.draft
 
-        def observed(strategy: Strategy) -> list[DraftTree]:
-            trees = draft(strategy)
-            for row, tree in zip(self.engine.scheduler.live, trees, strict=True):
+        def observed(now: Round_) -> list[DraftTree]:
+            trees, strategy = draft(now), now.strategy
+            for row, tree in zip(now.rows, trees, strict=True):
                 if strategy.drafter == "eagle" and (where := (row.request.seed, len(row.tokens))) in self.log:
                     self.log[where].tree = tree
             return trees
@@ -139,9 +144,9 @@ def fresh(model: Model, round_: Round, strategy: Strategy) -> Round:
     """What a new engine proposes that is given the prefix, and nothing else."""
     life = Life(model, round_.layer, Fixed(strategy))
     life.engine.start([])
-    life.engine.scheduler.waiting.append(Row(round_.row.request, list(round_.committed)))
+    life.engine.submit([], [Row(round_.row.request, list(round_.committed))])
     life.engine._admit()
-    (tree,) = life.engine.draft(strategy)
+    (tree,) = life.engine.draft(life.engine.open_round(strategy))
     (found,) = life.log.values()
     found.tree = tree
     return found

@@ -17,7 +17,7 @@ from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
-from tlt.engine.runner import law_of
+from tlt.engine.laws import law_of
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -171,12 +171,12 @@ def test_the_mixture_falls_with_a_part_that_fails(model: Model) -> None:
     learned = EagleDrafter(make_layer(model.decoder, "eagle3", 16), model.decoder)
     live, calls = engine(model, learned), 0
 
-    def close(row: int) -> None:
+    def close(row: int, last: int) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise RuntimeError("planted in a test")
-        EagleDrafter.close(learned, row)
+        EagleDrafter.close(learned, row, last)
 
     learned.close = close
     assert {r.request.seed: r.token_ids for r in live.generate(requests())} == want

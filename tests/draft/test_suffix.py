@@ -30,7 +30,7 @@ def commit(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> N
 
 
 def close(drafter: SuffixDrafter, request: Request) -> None:
-    drafter.close(row_of(drafter, request))
+    drafter.close(row_of(drafter, request), len(drafter.rows) - 1)
 
 
 def decoded(drafter: SuffixDrafter, request: Request, tokens: Sequence[int]) -> None:

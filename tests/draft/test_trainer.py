@@ -22,16 +22,16 @@ from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
-from tlt.draft.features import FeatureWindow
+from tlt.draft.features import FeatureView, FeatureWindow
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.trainer import LOSSES, DrafterTrainer
 from tlt.draft.tree import Roots, grow
 from tlt.draft.unroll import pack, packs, unroll
 from tlt.engine.engine import Engine
-from tlt.engine.runner import law_of
+from tlt.engine.laws import law_of
 from tlt.models.decoder import Decoder
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
@@ -72,13 +72,13 @@ def drafted(
     drafter, rows = Recorded(layer, model.decoder), len(items)
     window = FeatureWindow(layer.options.layout, layer.options.hidden_size, torch.float64, CPU)
     request = Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams())
-    drafter.begin(window)
+    drafter.begin(FeatureView(window))
     for row, item in enumerate(items):
         drafter.open(request, [])
-        window.append()
+        window.append(Row(request), kept=0)
         window.first[row] = item.start
     room, stops = np.full(rows, 1000), np.full((rows, 1), -1)
-    roots = Roots(np.zeros(rows, dtype=np.int64), room, stops, law_of([SamplingParams()] * rows, CPU))
+    roots = Roots(np.zeros(rows, dtype=np.int64), room, stops, law_of([SamplingParams()] * rows, CPU), CPU)
     found = {}
     for entry in range(max(len(item.tokens) for item in items)):
         on = [row for row in range(rows) if entry < len(items[row].tokens)]

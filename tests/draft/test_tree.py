@@ -18,7 +18,7 @@ from tlt.draft.calibration import _EDGES, Calibration
 from tlt.draft.drafter import Candidates, Drafter, Level, Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
 from tlt.draft.tree import DraftTree, NoiseOf, Roots, _cut, _grow_trees, _Grown, grow, stack
-from tlt.engine.runner import law_of
+from tlt.engine.laws import law_of
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def trees_of(
     room = [asked.sampling.max_new_tokens - len(committed) for asked, committed in rows]
     stops = [[*asked.sampling.stop_token_ids, -1, -1][:2] for asked, _ in rows]
     law = law_of([asked.sampling for asked, _ in rows], CPU)
-    roots = Roots(np.array(tokens), np.array(room), np.array(stops), law)
+    roots = Roots(np.array(tokens), np.array(room), np.array(stops), law, CPU)
     return grow(drafter, roots, strategy, noise_of(len(rows)), VOCAB, known or Calibration())
 
 

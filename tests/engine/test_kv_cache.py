@@ -5,22 +5,23 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiny import decoder_options
 
+from tlt.attention.backend import HeadShape
+from tlt.attention.slots import SlotAttention
+from tlt.config import EngineConfig
+from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
+from tlt.models.decoder import Decoder
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, HEAD_DIM = 2, 2, 4
 
 
 def cache_of(bound_tokens: int) -> KVCache:
-    cache = KVCache(
-        decoder_options(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM), torch.float32, CPU, memory_mb=1
-    )
-    cache.bound_tokens = bound_tokens
-    return cache
+    return KVCache(SlotAttention(HeadShape(LAYERS, HEADS, HEADS, HEAD_DIM, torch.float32, CPU)), bound_tokens)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -73,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         a_slot = st.integers(0, self.cache.store.slots - 1)
         source, target = data.draw(a_slot), data.draw(a_slot)
         length = data.draw(st.integers(0, self.cache.store.tokens))
-        self.cache.store.copy_slot(source, target, length)
+        self.cache.copy(source, target, length)
         copied = {place: v for (slot, place), v in self.model.items() if slot == source and place < length}
         self.model = {k: v for k, v in self.model.items() if k[0] != target or k[1] >= length}
         self.model |= {(target, place): number for place, number in copied.items()}
@@ -85,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
         a_move = st.tuples(st.sampled_from(sorted(self.model)), st.integers(0, self.cache.store.tokens - 1))
         moves = data.draw(st.lists(a_move, min_size=1, max_size=6, unique_by=lambda move: (move[0][0], move[1])))
         rows, sources, targets = (torch.tensor(x) for x in zip(*((s, p, t) for (s, p), t in moves), strict=True))
-        self.cache.store.move(rows, sources, targets)
+        self.cache.move(rows, sources, targets)
         before = dict(self.model)
         for (slot, place), target in moves:
             self.model[slot, target] = before[slot, place]
@@ -106,15 +107,14 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
-@given(memory_mb=st.integers(1, 3), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-@settings(max_examples=9, deadline=None)
-def test_the_bound_in_bytes_is_kept_to_the_last_token(memory_mb: int, dtype: torch.dtype) -> None:
-    cache = KVCache(decoder_options(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM), dtype, CPU, memory_mb)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_bound_in_bytes_is_kept_to_the_last_token(dtype: torch.dtype) -> None:
+    decoder = Decoder(decoder_options(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM), dtype, CPU)
+    cache = Engine(decoder, EngineConfig(kv_memory_mb=1)).cache
     cache.reserve(2, cache.bound_tokens // 2)
-    store = cache.store
-    in_use = sum(t.nbytes for t in store.keys + store.values)
+    in_use = sum(t.nbytes for t in cache.store.keys + cache.store.values)
     one_token = 2 * LAYERS * HEADS * HEAD_DIM * dtype.itemsize
-    assert memory_mb * 2**20 - 2 * one_token < in_use <= memory_mb * 2**20
+    assert 2**20 - 2 * one_token < in_use <= 2**20
 
 
 def test_growth_is_ahead_of_need_so_that_few_tokens_cost_no_copy() -> None:

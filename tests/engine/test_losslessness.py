@@ -333,9 +333,9 @@ def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tokens_with_a_learned_drafter_swapped_before_every_draft(schedule: str) -> None:
     plan, seeds = SCHEDULES[schedule], iter(range(10_000))
-    engine = build(target(), small.learned(target()), TREE, plan.max_rows, plan.bound_tokens, plan.prefill_tokens)
-    strategy = engine.tuner.strategies[0]
-    engine.tuner = Swapping(strategy, lambda: engine.swap(small.learned(target(), next(seeds))))
+    first = small.learned(target())
+    tuner = Swapping(small.strategy_for(first, TREE), lambda: engine.swap(small.learned(target(), next(seeds))))
+    engine = build(target(), first, TREE, plan.max_rows, plan.bound_tokens, plan.prefill_tokens, tuner=tuner)
     check_mixed(engine, plan)
     assert engine.stats.drafter_failures == 0
     assert engine.stats.accepted > 0

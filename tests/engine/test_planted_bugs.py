@@ -20,16 +20,16 @@ import tlt.engine.engine
 import tlt.engine.noise
 import tlt.engine.runner
 from tlt import sampling
+from tlt.attention.backend import TreeBatch
+from tlt.attention.slots import SlotAttention
 from tlt.draft.strategy import Strategy
-from tlt.draft.tree import DraftTree, TreeBatch
-from tlt.engine.attention import SlotStore
-from tlt.engine.engine import Engine
-from tlt.engine.noise import NoiseWindow
+from tlt.draft.tree import DraftTree
+from tlt.engine.engine import Engine, Round
+from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.runner import Runner, Sampled
-from tlt.engine.scheduler import Row
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law, gumbel_noise
-from tlt.types import Prompt, SamplingParams
+from tlt.types import Prompt, Row, SamplingParams
 
 Patch = pytest.MonkeyPatch
 
@@ -119,8 +119,8 @@ def noise_keyed_by_row(patch: Patch) -> None:
 
 def draft_under_the_noise_of_the_next_position(patch: Patch) -> None:
     """Costs speed alone: the law and the tokens stay right."""
-    noise_of = Engine._noise_of
-    patch.setattr(Engine, "_noise_of", lambda self, depth, ids: noise_of(self, depth + 1, ids))
+    noise_of = DraftNoise.__call__
+    patch.setattr(DraftNoise, "__call__", lambda self, depth, ids: noise_of(self, depth + 1, ids))
 
 
 # -- bugs: the target pass --------------------------------------------------------------------------------------------
@@ -180,8 +180,9 @@ def tree_mask_lets_a_sibling_through(patch: Patch) -> None:
 def position_id_is_node_index(patch: Patch) -> None:
     one_pass = Runner._pass
 
-    def by_index(self: Runner, first: int, tokens: Tensor, lengths: Tensor, depths: Tensor, visible: Any) -> Tensor:
-        return one_pass(self, first, tokens, lengths, torch.arange(tokens.shape[1]).expand_as(depths), visible)
+    def by_index(self: Runner, first: int, trees: TreeBatch, lengths: Sequence[int]) -> Any:
+        index = torch.arange(trees.tokens.shape[1]).expand_as(trees.depths)
+        return one_pass(self, first, trees._replace(depths=index), lengths)
 
     patch.setattr(Runner, "_pass", by_index)
 
@@ -249,28 +250,28 @@ def near_misses_accepted(patch: Patch) -> None:
         scores[:] = [log_p + noise]
         return rank(log_p, noise)
 
-    def lenient(self: Engine, trees: Sequence[DraftTree], sampled: Sampled, drafter: str) -> Any:
+    def lenient(self: Engine, now: Round, trees: Sequence[DraftTree], sampled: Sampled) -> Any:
         for b, tree in enumerate(trees):
             for n in range(len(tree.tokens) - 1, 0, -1):
                 at_parent = scores[0][b, tree.parents[n]]
                 if at_parent[tree.tokens[n]] > at_parent.max() - 0.5:
                     sampled.tokens[b][tree.parents[n]] = tree.tokens[n]
-        return commit(self, trees, sampled, drafter)
+        return commit(self, now, trees, sampled)
 
     patch.setattr(tlt.engine.runner, "rank", observed)
     patch.setattr(Engine, "_commit", lenient)
 
 
 def kv_of_a_rejected_branch_kept(patch: Patch) -> None:
-    patch.setattr(SlotStore, "move", lambda self, row, source, target: None)
+    patch.setattr(SlotAttention, "move", lambda self, row, source, target: None)
 
 
 def kv_of_a_freed_slot_kept(patch: Patch) -> None:
     """The last row takes the place of a finished one, but leaves its keys and values behind."""
-    copy = SlotStore.copy_slot
+    copy = SlotAttention.copy
     patch.setattr(
-        SlotStore,
-        "copy_slot",
+        SlotAttention,
+        "copy",
         lambda self, source, target, T: copy(self, source, target, T) if source < target else None,
     )
 
@@ -444,8 +445,10 @@ BUGS = (
 
 @pytest.fixture(autouse=True)
 def narrow_ring(monkeypatch: Patch) -> None:
-    """Less noise to compute ahead than responses of four tokens will use."""
+    """Less noise to compute ahead than responses of four tokens will use; and no ledger, which would see most of the
+    bugs before the checks do."""
     monkeypatch.setattr(tlt.engine.noise, "_MAX_WINDOW", 4)
+    monkeypatch.delenv("TLT_AUDIT")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -9,18 +9,27 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tiny import decoder_options
 
+from tlt.attention.backend import HeadShape
+from tlt.attention.slots import SlotAttention
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.scheduler import Row, Scheduler
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.engine.rows import RowTable
+from tlt.engine.scheduler import Scheduler
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 
-def cache_of(bound_tokens: int, max_positions: int = 4096) -> KVCache:
-    options = decoder_options(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, max_positions=max_positions)
-    cache = KVCache(options, torch.float64, torch.device("cpu"), memory_mb=1)
-    cache.bound_tokens = bound_tokens
-    return cache
+def scheduler_of(bound_tokens: int, max_rows: int, verify_tokens: int, max_positions: int = 4096) -> Scheduler:
+    store = SlotAttention(HeadShape(1, 1, 1, 2, torch.float64, torch.device("cpu")))
+    cache = KVCache(store, bound_tokens)
+    return Scheduler(RowTable([cache]), cache, max_rows, verify_tokens, max_positions)
+
+
+def admit(scheduler: Scheduler) -> list[Row]:
+    """As the engine does, without what it computes for them."""
+    admitted = scheduler.admit()
+    for row in admitted:
+        scheduler.rows.append(row)
+    return admitted
 
 
 def request(number: int, prompt_tokens: int, new_tokens: int) -> Request:
@@ -33,15 +42,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(bound=st.integers(60, 500), max_rows=st.integers(1, 6), verify_tokens=st.integers(1, 12))
     def start(self, bound: int, max_rows: int, verify_tokens: int) -> None:
-        self.cache = cache_of(bound)
         self.verify_tokens = verify_tokens
-        self.scheduler = Scheduler(self.cache, max_rows, verify_tokens)
+        self.scheduler = scheduler_of(bound, max_rows, verify_tokens)
+        self.cache, self.rows = self.scheduler.cache, self.scheduler.rows
         self.submitted: list[int] = []
         self.finished: list[int] = []
         self.first_admissions: list[int] = []
 
     def fill(self, slot: int, start: int, stop: int) -> None:
-        number = self.scheduler.live[slot].request.seed
+        number = self.rows[slot].request.seed
         self.cache.store.keys[0][slot, 0, start:stop, 0] = 1000.0 * number + torch.arange(start, stop)
 
     @rule(sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=5))
@@ -52,29 +61,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.submit([request(first + i, p, n) for i, (p, n) in enumerate(sizes)])
         self.submitted += range(first, first + len(sizes))
 
-    @precondition(lambda self: self.scheduler.waiting or self.scheduler.live)
+    @precondition(lambda self: self.scheduler.waiting or self.rows)
     @rule(growth=st.lists(st.integers(1, 12), min_size=6, max_size=6))
     def one_round(self, growth: list[int]) -> None:
         line = list(self.scheduler.waiting)
-        standing = list(self.scheduler.live)
-        admitted = self.scheduler.admit()
+        standing = list(self.rows)
+        admitted = admit(self.scheduler)
         assert admitted == line[: len(admitted)], "admission is in order"
-        assert self.scheduler.live == standing + admitted
+        assert list(self.rows) == standing + admitted
         if admitted:
             self.first_admissions += [row.request.seed for row in admitted if not row.tokens]
-            self.scheduler.reserve()
-            for slot in range(len(standing), len(self.scheduler.live)):
-                self.fill(slot, 0, self.scheduler.live[slot].kv_length)
-        before = list(self.scheduler.live)
+            for slot in range(len(standing), len(self.rows)):
+                self.fill(slot, 0, self.rows[slot].kv_length)
+        before = list(self.rows)
         left = self.scheduler.make_room(self.verify_tokens)
-        assert self.scheduler.live == before[: len(before) - len(left)], "the last rows leave"
-        assert list(self.scheduler.waiting)[: len(left)] == left[::-1], "those that left stand first in line, in order"
-        assert self.scheduler.live, "something always runs"
+        stay = len(before) - left
+        assert list(self.rows) == before[:stay], "the last rows leave"
+        assert list(self.scheduler.waiting)[:left] == before[stay:], "those that left stand first in line, in order"
+        assert self.rows, "something always runs"
         self.decode(growth)
 
     def decode(self, growth: Sequence[int]) -> None:
         finished = []
-        for slot, row in enumerate(self.scheduler.live):
+        for slot, row in enumerate(self.rows):
             new = min(growth[slot], self.verify_tokens, row.request.sampling.max_new_tokens - len(row.tokens))
             self.fill(slot, row.kv_length, row.kv_length + new)
             row.tokens += [0] * new
@@ -84,17 +93,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.finish(slot)
 
     def finish(self, slot: int) -> None:
-        self.finished.append(self.scheduler.live[slot].request.seed)
-        self.scheduler.remove(slot)
+        self.finished.append(self.rows[slot].request.seed)
+        self.rows.remove(slot)
 
-    @precondition(lambda self: self.scheduler.live)
+    @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def stop_early(self, data: st.DataObject) -> None:
-        self.finish(data.draw(st.integers(0, len(self.scheduler.live) - 1)))
+        self.finish(data.draw(st.integers(0, len(self.rows) - 1)))
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
-            while self.scheduler.waiting or self.scheduler.live:
+            while self.scheduler.waiting or self.rows:
                 self.one_round([self.verify_tokens] * 6)
             self.nothing_is_lost_or_doubled()
             assert sorted(self.finished) == self.submitted
@@ -103,18 +112,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_bounds_hold(self) -> None:
         store = self.cache.store
         assert store.slots * store.tokens <= self.cache.bound_tokens
-        assert len(self.scheduler.live) <= min(self.scheduler.max_rows, max(store.slots, 0))
-        assert all(row.kv_length <= store.tokens for row in self.scheduler.live)
+        assert len(self.rows) <= min(self.scheduler.max_rows, max(store.slots, 0))
+        assert all(row.kv_length <= store.tokens for row in self.rows)
 
     @invariant()
     def slots_and_rows_agree(self) -> None:
-        for slot, row in enumerate(self.scheduler.live):
+        for slot, row in enumerate(self.rows):
             held = self.cache.store.keys[0][slot, 0, : row.kv_length, 0]
             assert held.tolist() == [1000.0 * row.request.seed + place for place in range(row.kv_length)]
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        everywhere = [row.request.seed for row in (*self.scheduler.waiting, *self.scheduler.live)] + self.finished
+        everywhere = [row.request.seed for row in (*self.scheduler.waiting, *self.rows)] + self.finished
         assert sorted(everywhere) == self.submitted
 
     @invariant()
@@ -136,7 +145,7 @@ TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=25
 def test_a_request_that_can_never_run_is_refused_before_any_is_queued(
     prompt_tokens: int, new_tokens: int, says: str
 ) -> None:
-    scheduler = Scheduler(cache_of(100, max_positions=100), max_rows=2, verify_tokens=1)
+    scheduler = scheduler_of(100, max_rows=2, verify_tokens=1, max_positions=100)
     with pytest.raises(ValueError, match=says) as caught:
         scheduler.submit([request(1, 3, 3), request(3, prompt_tokens, new_tokens)])
     assert "\n" not in str(caught.value)
@@ -144,21 +153,20 @@ def test_a_request_that_can_never_run_is_refused_before_any_is_queued(
 
 
 def test_the_largest_request_that_fits_runs_to_its_end() -> None:
-    scheduler = Scheduler(cache_of(100), max_rows=2, verify_tokens=4)
+    scheduler = scheduler_of(100, max_rows=2, verify_tokens=4)
     scheduler.submit([request(1, 8, 100 - 8 - scheduler.headroom)])
-    (row,) = scheduler.admit()
-    scheduler.reserve()
+    (row,) = admit(scheduler)
     while len(row.tokens) < row.request.sampling.max_new_tokens:
-        assert scheduler.make_room(4) == []
+        assert scheduler.make_room(4) == 0
         row.tokens.append(0)
 
 
 def test_a_long_request_at_the_head_of_the_line_is_not_overtaken_by_short_ones() -> None:
-    scheduler = Scheduler(cache_of(200), max_rows=4, verify_tokens=1)
+    scheduler = scheduler_of(200, max_rows=4, verify_tokens=1)
     scheduler.submit([request(1, 10, 10), request(2, 100, 10), request(3, 1, 10)])
-    assert [row.request.seed for row in scheduler.admit()] == [1]
-    scheduler.remove(0)
-    assert [row.request.seed for row in scheduler.admit()] == [2]
+    assert [row.request.seed for row in admit(scheduler)] == [1]
+    scheduler.rows.remove(0)
+    assert [row.request.seed for row in admit(scheduler)] == [2]
 
 
 def test_a_rows_cache_holds_all_of_its_tokens_but_the_last() -> None:

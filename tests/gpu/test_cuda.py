@@ -79,8 +79,7 @@ def test_speculation_changes_no_token_in_float64(model: Any, drafter: Any) -> No
 def test_a_small_cache_preempts_and_changes_nothing(model: Any) -> None:
     target, asked = decoder(model, torch.float64), requests(80)
     roomy = tokens(Engine(target, EngineConfig()), asked)
-    tight = Engine(target, EngineConfig())
-    tight.cache.bound_tokens = 300
+    tight = Engine(target, EngineConfig(), kv_tokens=300)
     assert tokens(tight, asked) == roomy
     assert tight.stats.preemptions > 0
 

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import cache_for
 from tiny import add_node
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tlt.draft.tree import DraftTree, stack
-from tlt.engine.kv_cache import KVCache
+from tlt.engine.laws import law_of
 from tlt.engine.noise import NoiseWindow
-from tlt.engine.runner import Runner, law_of
+from tlt.engine.runner import Runner
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.types import SamplingParams
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -135,15 +136,16 @@ class Rows:
         options = decoder_options(read_config(folder))
         self.decoder = kind(options, dtype, CPU)
         self.decoder.load(read_safetensors(folder), version=0)
-        self.cache = KVCache(options, dtype, CPU, memory_mb=64)
+        self.cache = cache_for(self.decoder, 100_000)
         self.cache.reserve(len(contexts), max(map(len, contexts)) + 40)
-        self.runner = Runner(self.decoder, self.cache, prefill_tokens)
+        self.runner = Runner(self.decoder, self.cache, None, prefill_tokens)
         self.runner.prefill(0, contexts)
         self.lengths = [len(context) - 1 for context in contexts]
         self.law = law_of([SamplingParams()] * len(contexts), CPU)
         self.noise = NoiseWindow(len(contexts), options.vocab_size, 16, CPU)
+        long = SamplingParams(max_new_tokens=10**6)
         for row in range(len(contexts)):
-            self.noise.append(seed=row, position=0, end=10**6)
+            self.noise.append(Row(Request(Prompt(0, "", (1,)), 0, 0, row, long)), kept=0)
 
     def logits(self, trees: Sequence[DraftTree]) -> Tensor:
         """One target pass over the trees, whose root is each row's last token; nothing is committed."""
@@ -157,7 +159,7 @@ class Rows:
         """Keep the keys of these nodes of the tree just verified, as the engine does after its walk."""
         start = self.lengths[row]
         moves = torch.tensor([(row, start + node, start + i) for i, node in enumerate(path)])
-        self.cache.store.move(*moves.unbind(1))
+        self.cache.move(*moves.unbind(1))
         self.lengths[row] += len(path)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small import cache_for
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tlt.engine.kv_cache import KVCache
+from tlt.engine.rows import RowTable
 from tlt.engine.scheduler import Scheduler
 from tlt.models.decoder import Decoder
 from tlt.models.families import FAMILIES, DecoderOptions, ModelError, decoder_options, read_config
@@ -227,8 +228,9 @@ LIMITS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", LIMITS)
 def test_a_sequence_longer_than_the_model_is_good_for_is_refused_at_submit(folder: Path, case: str) -> None:
     change_config(folder, **({"max_position_embeddings": 64} | LIMITS[case]))
-    cache = KVCache(decoder_options(read_config(folder)), torch.float32, CPU, memory_mb=4)
-    scheduler = Scheduler(cache, max_rows=4, verify_tokens=8)
+    options = decoder_options(read_config(folder))
+    cache = cache_for(Decoder(options, torch.float32, CPU), 10_000)
+    scheduler = Scheduler(RowTable([]), cache, max_rows=4, verify_tokens=8, max_positions=options.max_positions)
 
     def submit(prompt_tokens: int, new_tokens: int) -> None:
         prompt = Prompt(17, "", (1,) * prompt_tokens)

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from small import cache_for
 from tiny import decoder_options
 from torch import Tensor
 
 from tlt.draft.tree import DraftTree, stack
-from tlt.engine.kv_cache import KVCache
+from tlt.engine.laws import law_of
 from tlt.engine.noise import NoiseWindow
-from tlt.engine.runner import Runner, law_of
+from tlt.engine.runner import Runner
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
-from tlt.types import SamplingParams
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 CPU = torch.device("cpu")
 OPTIONS = decoder_options(
@@ -71,11 +72,11 @@ class RecordingDecoder(Decoder):
 
 def logits(decoder: RecordingDecoder) -> Tensor:
     """Of the token behind 1, 2, 3."""
-    cache, noise = KVCache(OPTIONS, decoder.dtype, CPU, memory_mb=1), NoiseWindow(1, OPTIONS.vocab_size, 1, CPU)
+    cache, noise = cache_for(decoder, 10_000), NoiseWindow(1, OPTIONS.vocab_size, 1, CPU)
     cache.reserve(1, 8)
-    noise.append(seed=0, position=0, end=10**6)
+    noise.append(Row(Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams(max_new_tokens=10**6))), kept=0)
     noise.prepare([0], 0)
-    runner = Runner(decoder, cache, prefill_tokens=8)
+    runner = Runner(decoder, cache, window=None, prefill_tokens=8)
     runner.prefill(0, [[1, 2, 3]])
     runner.verify(stack([DraftTree([3])], CPU), [2], noise, torch.tensor([0]), law_of([SamplingParams()], CPU))
     return decoder.last

@@ -77,7 +77,7 @@ class _Contender:
     name: str
     tuner: Tuner
     harvest: bool = False
-    calibration: Calibration | None = None
+    calibration: Calibration = field(default_factory=Calibration)
     speeds: list[float] = field(default_factory=list)
     accept_length: float = 1.0
 
@@ -193,16 +193,15 @@ class _Bench:
         if contender.tuner.strategies == (PLAIN,):
             drafters, layout = [], layout if contender.harvest else None
         buffer = HarvestBuffer(self.config.drafter.buffer_tokens)
-        engine = Engine(
+        return Engine(
             self.target,
             self.config.engine.model_copy(update={"max_rows": batch}),
             drafters,
             contender.tuner,
             layout=layout,
             on_harvest=buffer.add if contender.harvest else None,
+            calibration=contender.calibration,
         )
-        engine.calibration = contender.calibration = contender.calibration or engine.calibration
-        return engine
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:
         plain = contenders[0].speeds

@@ -5,48 +5,59 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tlt.config import Config
 from tlt.draft.average import Replica
+from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.worth import STRETCH, Worth
 from tlt.engine.engine import Engine
-from tlt.types import RolloutStats
+from tlt.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Budget:
-    """Trains `layer`, which the engine drafts with; saves what is published in the run's folder."""
+    """Trains `layer`, which the engine begins with; saves what is published in the run's folder. The engine gives its
+    harvest to `harvest`."""
 
-    def __init__(self, engine: Engine, layer: EagleLayer, config: Config) -> None:
-        self.engine, self.share, self.version = engine, config.drafter.budget, 0
+    def __init__(self, layer: EagleLayer, target: Decoder, config: Config) -> None:
+        self.target, self.share, self.version = target, config.drafter.budget, 0
         self.worth = Worth(config.drafter.unroll, trained=layer.trained)
         self.folder = Path(config.run.folder) / "drafter"
-        self.trainer: SpotTrainer | None = SpotTrainer(layer, engine.target, config.drafter, config.run.seed)
+        self.trainer: SpotTrainer | None = SpotTrainer(layer, target, config.drafter, config.run.seed)
         self.saver = DrafterSaver(self.folder, layer.options)
         self.micro_batches, self.seconds = 0, 0.0  # of training that was not judged yet
-        engine.on_harvest = self.trainer.harvest
 
-    def spend(self, stats: RolloutStats) -> None:
-        """After a rollout, of which `stats` are: what was done is written there."""
+    def harvest(self, item: Harvest) -> None:
+        self._guarded(lambda trainer: trainer.harvest(item))
+
+    def spend(self, engine: Engine) -> None:
+        """After a rollout of the engine: what was done is written in its stats."""
+        began, stats = time.perf_counter(), engine.stats
+        if self.trainer:
+            stats.spot = self._guarded(lambda trainer: self._train(trainer, engine)) or {}
+            stats.seconds["spot"] = time.perf_counter() - began
+
+    def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
         if self.trainer is None:
-            return
-        began = time.perf_counter()
+            return None
         try:
-            stats.spot = self._train(self.trainer, stats)
+            return act(self.trainer)
         except Exception:
             log.exception("the drafter's training failed; going on without")
-            self.trainer = self.engine.on_harvest = None
-        stats.seconds["spot"] = time.perf_counter() - began
+            self.trainer = None
+            return None
 
-    def _train(self, trainer: SpotTrainer, stats: RolloutStats) -> dict[str, float]:
+    def _train(self, trainer: SpotTrainer, engine: Engine) -> dict[str, float]:
+        stats = engine.stats
         rollout_seconds = sum(stats.seconds.values())
         facts = {"version": float(self.version)}
         if self.worth.pays_back(rollout_seconds):
@@ -66,31 +77,29 @@ class Budget:
             self.worth.gained(facts["accept_length"], facts["candidate"], self.seconds)
             self.micro_batches, self.seconds = 0, 0.0
             if judged.is_better:
-                self._publish(trainer, replica, judged.first / judged.entries)
+                self._publish(engine, trainer, replica, judged.first / judged.entries)
                 facts["version"] = float(self.version)
         return facts
 
-    def _publish(self, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
+    def _publish(self, engine: Engine, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
         layer = trainer.publish(replica.tensors, agreement)
-        self.engine.swap(EagleDrafter(layer, self.engine.target))
+        engine.swap(EagleDrafter(layer, self.target))
         self.version += 1
         self.saver.save(self.version, replica, agreement)
 
     def target_moved(self) -> None:
-        if self.trainer:
-            self.trainer.target_moved()
+        self._guarded(lambda trainer: trainer.target_moved())
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint; the drafter itself lies in `folder`."""
         return {"worth": self.worth.state(), "version": self.version}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the drafter that was published last."""
+    def load_state(self, state: Mapping[str, Any], engine: Engine) -> None:
+        """Go on with the drafter that was published last, in the engine too."""
         self.worth.load_state(state["worth"])
-        saved = load_latest(self.folder, self.engine.target.options)
+        saved = load_latest(self.folder, self.target.options)
         if saved and self.trainer:
             self.version = saved.number
             self.trainer.adopt(saved.replica)
             layer = self.trainer.publish(saved.replica.tensors, saved.layer.agreement)
-            self.engine.start(())
-            self.engine.swap(EagleDrafter(layer, self.engine.target))
+            engine.swap(EagleDrafter(layer, self.target))

@@ -20,9 +20,8 @@ from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.engine.scheduler import Row
 from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Tracer
-from tlt.types import Request, Response, RolloutStats, TrainBatch
+from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 _ATTEMPTS = 5  # at an update from which workers are lost
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin

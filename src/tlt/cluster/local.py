@@ -15,7 +15,7 @@ from tlt.types import Request, Response, RolloutStats
 class LocalRollout:
     def __init__(self, engine: Engine, budget: Budget | None = None) -> None:
         self.engine, self.budget = engine, budget
-        self.tracer = engine.tracer = Tracer()
+        self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
 
     def sync(self, policy: Trainable, version: int) -> None:
@@ -34,7 +34,7 @@ class LocalRollout:
             on_response(response)
         if self.budget:
             self.tracer.enter(SPOT)
-            self.budget.spend(self.engine.stats)
+            self.budget.spend(self.engine)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
 
@@ -44,7 +44,7 @@ class LocalRollout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
         if self.budget and state.get("drafter"):
-            self.budget.load_state(state["drafter"])
+            self.budget.load_state(state["drafter"], self.engine)
 
     def release(self) -> None:
         self.tracer.enter(UPDATE)

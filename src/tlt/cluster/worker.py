@@ -23,13 +23,12 @@ from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
-from tlt.engine.scheduler import Row
 from tlt.models.weights import read_safetensors
 from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy
 from tlt.trace import Span, Tracer
-from tlt.types import Request, Response, RolloutStats, TrainBatch
+from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,9 +82,10 @@ class Worker:
         layer = starting_drafter(config, self.target.options)
         self.spot_trainer = SpotTrainer(layer, self.target, config.drafter, config.run.seed + index) if layer else None
         on_harvest = self._harvest if layer else None
-        self.engine = make_engine(config.engine, config.speculation, self.target, tokenizer, layer, on_harvest)
-        self.engine.start(())
-        self.tracer = self.engine.tracer = Tracer()
+        self.tracer = Tracer()
+        self.engine = make_engine(
+            config.engine, config.speculation, self.target, tokenizer, layer, on_harvest, self.tracer
+        )
         self.device = torch_device(config.model)
         kind = ShardedPolicy if config.train.shard else Policy
         self.policy = kind(
@@ -111,8 +111,8 @@ class Worker:
             responses += self.engine.round()
             if time.perf_counter() - began >= seconds:
                 break
-        live = {row.request.seed: len(row.tokens) for row in self.engine.scheduler.live}
-        waiting = [row.request.seed for row in self.engine.scheduler.waiting]
+        live = {row.request.seed: len(row.tokens) for row in self.engine.rows}
+        waiting = [row.request.seed for row in self.engine.waiting]
         return Slice(responses, given_up, self.engine.stats, live, waiting, time.perf_counter() - began)
 
     # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
@@ -168,7 +168,7 @@ class Worker:
             return act(self.spot_trainer)
         except Exception:
             log.exception("the drafter's training failed on worker %d; it goes on without", self.index)
-            self.spot_trainer = self.engine.on_harvest = None
+            self.spot_trainer = None
             return None
 
     # -- update --------------------------------------------------------------------------------------------------------

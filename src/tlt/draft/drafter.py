@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.draft.features import FeatureWindow
+from tlt.draft.features import FeatureView
 from tlt.sampling import Law
 from tlt.types import Request
 
 
 class Level(NamedTuple):
-    """The nodes of one level of every row's tree: what is to be continued. Arrays, as trees grow on the host."""
+    """The nodes of one level of every row's tree: what is to be continued. Arrays, as trees grow on the host; copies,
+    so that a drafter which writes to them changes no tree."""
 
     depth: int
     """0: the roots (the last committed tokens), W = 1"""
@@ -40,20 +41,21 @@ class Candidates(NamedTuple):
 
     ids: Tensor | None
     log_q: Tensor
-    kinds: Tensor | None = None
+    kinds: np.ndarray | None = None
     """[B, W] class of guess, below calibration.KINDS, calibrated apart (how long the match was, say)"""
 
 
 class Drafter(Protocol):
-    """Rows stand in the engine's order: a new one comes last, and the last one takes the place of one that leaves.
-    The calls of a rollout: begin, then open, commit and close as rows come and go, and rounds of predict, a level at a
-    time from the roots down."""
+    """Rows stand in the engine's order. The calls of a rollout: begin, then open, commit and close as rows come and go,
+    and rounds of predict, a level at a time from the roots down. All it is given is its own copy, or a view that it
+    cannot write through: whatever a drafter does, it costs speed alone."""
 
     name: str
     agreement: float | None
     """how often its first guess was right when it was made, if that is known"""
+    # One that is made of others of the engine's also names these in `parts`, and is told of a swap by `swapped`.
 
-    def begin(self, window: FeatureWindow | None) -> None:
+    def begin(self, window: FeatureView | None) -> None:
         """No row is live. `window` holds what the target computed for their last tokens, if the engine keeps that."""
         ...
 
@@ -65,8 +67,8 @@ class Drafter(Protocol):
         """The engine committed these tokens."""
         ...
 
-    def close(self, row: int) -> None:
-        """The request is finished or preempted; the last row takes its place."""
+    def close(self, row: int, last: int) -> None:
+        """The request of `row` leaves; that of `last`, the last row, stands there from now on (or was it itself)."""
         ...
 
     def predict(self, level: Level) -> Candidates:
@@ -102,7 +104,7 @@ class NodeDrafter(ABC):
     name = "nodes"
     agreement: float | None = None
 
-    def begin(self, window: FeatureWindow | None) -> None:
+    def begin(self, window: FeatureView | None) -> None:
         self.rows: list[tuple[Request, list[int]]] = []
         self._level: list[list[Node | None]] = []
         self._states: dict[tuple[int, int], dict[int, Any]] = {}
@@ -113,10 +115,9 @@ class NodeDrafter(ABC):
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         self.rows[row][1].extend(tokens)
 
-    def close(self, row: int) -> None:
-        last = self.rows.pop()
-        if row < len(self.rows):
-            self.rows[row] = last
+    def close(self, row: int, last: int) -> None:
+        self.rows[row] = self.rows[last]
+        self.rows.pop()
 
     @abstractmethod
     def propose(self, nodes: Sequence[Node]) -> Offer: ...
@@ -156,12 +157,12 @@ class NodeDrafter(ABC):
         shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
         log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
         ids = None if offer.ids is None else torch.full(shape, -1, device=device)
-        kinds = None if offer.kinds is None else torch.zeros(nodes, dtype=torch.long, device=device)
+        kinds = None if offer.kinds is None else np.zeros(nodes, dtype=np.int64)
         if places:
             row, place = torch.tensor(places, device=device).unbind(1)
             log_q[row, place] = offer.log_q
             if ids is not None and offer.ids is not None:
                 ids[row, place] = offer.ids.to(device)
-            if kinds is not None:
-                kinds[row, place] = torch.tensor(offer.kinds, device=device)
+            if kinds is not None and offer.kinds is not None:
+                kinds[tuple(np.array(places).T)] = offer.kinds
         return Candidates(ids, log_q, kinds)

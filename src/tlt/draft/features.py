@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tlt.types import Row
+
 _SLACK = 64  # entries beyond the window, so that a whole window can still be read after some rounds' commits
 _LAZY = 32  # rounds whose entries are put into the ring together, unless somebody reads it before
 
@@ -27,8 +29,8 @@ class FeatureLayout(NamedTuple):
 
 
 class FeatureWindow:
-    """Entry p of a row is the features of its token p with token p + 1; entries [first, length) are there, of which
-    the last `window` are used. Rows follow the engine's order.
+    """A per-row store: entry p of a row is the features of its token p with token p + 1; entries [first, length) are
+    there, of which the last `window` are used.
 
     What a round writes is kept as it came until somebody reads, or for some rounds: on a small model, to put every
     round's entries into the ring by themselves takes a tenth of the round."""
@@ -39,9 +41,9 @@ class FeatureWindow:
         self._features = torch.zeros(0, self.capacity, layout.width(hidden_size), dtype=dtype, device=device)
         self._tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
         self._blocks: list[tuple[list[int], Tensor, Sequence[int]]] = []  # places, features, next tokens
-        self.first: list[int] = []
+        self.live = 0
+        self.first: list[int] = []  # of live rows, and behind them of what free places still hold
         self.length: list[int] = []
-        self._held = 0  # the oldest entry that the first free place still has
 
     @property
     def features(self) -> Tensor:
@@ -55,20 +57,22 @@ class FeatureWindow:
         self._settle()
         return self._tokens
 
-    def append(self, inherited: int = 0) -> None:
-        """A new last row that holds nothing yet, or so many first entries of the row that left its place."""
-        self.first.append(min(self._held, inherited))
-        self.length.append(inherited)
-        if len(self.first) > len(self._features):
+    def append(self, row: Row, kept: int) -> None:
+        place = self.live
+        self.live += 1
+        if place == len(self.first):
+            self.first.append(0)
+            self.length.append(0)
+        if place == len(self._features):
             self._features, self._tokens = _grown(self._features), _grown(self._tokens)
+        self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
+        self.length[place] = kept
 
-    def remove(self, row: int) -> None:
-        """The last row takes its place."""
+    def remove(self, place: int, last: int) -> None:
         self._settle()
-        last = len(self.first) - 1
-        if row != last:
-            self.copy(last, row, self.length[last], self.first[last])
-        self._held = max(self.first.pop(), self.length.pop() - self.capacity)
+        if place != last:
+            self.copy(last, place, self.length[last], self.first[last])
+        self.live -= 1
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
         """Entries below `length` of another row, as far back as that row still has them."""
@@ -122,6 +126,33 @@ class FeatureWindow:
         if not around:
             return rings[0][begin:end].clone(), rings[1][begin:end].clone()
         return torch.cat([rings[0][begin:], rings[0][:around]]), torch.cat([rings[1][begin:], rings[1][:around]])
+
+
+class FeatureView:
+    """What drafters see of a window: nothing of the engine's own books can be changed through it."""
+
+    def __init__(self, window: FeatureWindow) -> None:
+        self._window = window
+        self.layout, self.capacity = window.layout, window.capacity
+
+    @property
+    def features(self) -> Tensor:
+        """The ring of each row [R, C, F]: entry p lies at p modulo C."""
+        return self._window.features
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R, C] the token that follows each."""
+        return self._window.tokens
+
+    @property
+    def starts(self) -> list[int]:
+        """The oldest entry in use of each live row."""
+        return [self._window.start(row) for row in range(self._window.live)]
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._window.length[: self._window.live]
 
 
 def _grown(ring: Tensor) -> Tensor:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tlt.draft.drafter import Candidates, Drafter, Level
-from tlt.draft.features import FeatureWindow
+from tlt.draft.features import FeatureView
 from tlt.draft.suffix import SuffixDrafter
 from tlt.types import Request
 
-_WEIGHTS = (0.0, 0.1, 0.3, 0.6)  # of the suffix's law, by its kind of match: none, 2, 4 or 8 tokens
+_WEIGHTS = np.array([0.0, 0.1, 0.3, 0.6])  # of the suffix's law, by its kind of match: none, 2, 4 or 8 tokens
 
 
 class MixedDrafter:
@@ -22,6 +23,7 @@ class MixedDrafter:
     def __init__(self, learned: Drafter, suffix: SuffixDrafter) -> None:
         self.learned, self.suffix = learned, suffix
         self.agreement = learned.agreement
+        self.parts = (learned.name, suffix.name)
 
     def swapped(self, drafter: Drafter) -> bool:
         """Called where `drafter` has taken the place of another one of the engine's; whether that changes this one."""
@@ -29,21 +31,21 @@ class MixedDrafter:
         self.learned = drafter if mine else self.learned
         return mine
 
-    def begin(self, window: FeatureWindow | None) -> None: ...
+    def begin(self, window: FeatureView | None) -> None: ...
 
     def open(self, request: Request, committed: Sequence[int]) -> None: ...
 
     def commit(self, row: int, tokens: Sequence[int]) -> None: ...
 
-    def close(self, row: int) -> None: ...
+    def close(self, row: int, last: int) -> None: ...
 
     def predict(self, level: Level) -> Candidates:
         learned, suffix = self.learned.predict(level), self.suffix.predict(level)
         assert suffix.ids is not None, "the suffix drafter lists its candidates"
         assert suffix.kinds is not None, "and says how long the matches were"
         q = learned.log_q.exp()
-        ids, kinds, known = (x.to(q.device) for x in (suffix.ids, suffix.kinds, suffix.log_q))
-        weight = torch.tensor(_WEIGHTS, dtype=q.dtype, device=q.device)[kinds][..., None]
+        ids, known = suffix.ids.to(q.device), suffix.log_q.to(q.device)
+        weight = torch.tensor(_WEIGHTS[suffix.kinds], dtype=q.dtype, device=q.device)[..., None]
         known = known.to(q.dtype).exp().masked_fill_(ids < 0, 0.0)
         q = q.mul_(1 - weight).scatter_add_(-1, ids.clamp(min=0), known * weight)
-        return Candidates(None, q.log_(), kinds)
+        return Candidates(None, q.log_(), suffix.kinds)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tlt.draft.drafter import Node, NodeDrafter, Offer
-from tlt.draft.features import FeatureWindow
+from tlt.draft.features import FeatureView
 from tlt.types import Request
 
 _ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
@@ -63,7 +63,7 @@ class SuffixDrafter(NodeDrafter):
         self.epochs: dict[int, list[int]] = {}  # prompt id -> epochs kept, the oldest first
         self.begin(None)
 
-    def begin(self, window: FeatureWindow | None) -> None:
+    def begin(self, window: FeatureView | None) -> None:
         super().begin(window)
         self.live: dict[tuple[int, int], int] = {}  # requests now open
 
@@ -87,10 +87,10 @@ class SuffixDrafter(NodeDrafter):
         history = self.histories[request.prompt.prompt_id, request.epoch]
         self._extend(history, history.sequences[request.index], tokens)
 
-    def close(self, row: int) -> None:
+    def close(self, row: int, last: int) -> None:
         request = self.rows[row][0]
         self.live[request.prompt.prompt_id, request.epoch] -= 1
-        super().close(row)
+        super().close(row, last)
 
     def _extend(self, history: _History, sequence: list[int], tokens: Sequence[int]) -> None:
         history.extend(sequence, tokens)

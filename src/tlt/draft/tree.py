@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.attention.backend import TreeBatch
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Drafter, Level
 from tlt.draft.strategy import Strategy
-from tlt.sampling import Law, Ranking, rank
+from tlt.host import to_host
+from tlt.sampling import Law, rank
 
 
 @dataclass
@@ -35,15 +37,6 @@ class DraftTree:
     cells: list[int] = field(default_factory=lambda: [-1])
 
 
-class TreeBatch(NamedTuple):
-    """Trees of B rows, padded to N nodes. `visible` [B, N, N]: node n sees node m, its ancestor or itself (None for
-    chains, where it sees all before it)."""
-
-    tokens: Tensor
-    depths: Tensor
-    visible: Tensor | None
-
-
 class Roots(NamedTuple):
     """What the trees of B rows grow from."""
 
@@ -54,6 +47,9 @@ class Roots(NamedTuple):
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     law: Law
+    """for the drafter"""
+    device: torch.device
+    """where the noise lies"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]
@@ -91,9 +87,8 @@ def _grow_chains(
     for depth in range(min(strategy.depth, strategy.verify_tokens - 1)):
         if not alive.any():
             break
-        candidates = drafter.predict(Level(depth, tokens, none, alive, roots.law))
-        best = rank(candidates.log_q, noise_of(depth, candidates.ids), k=2)
-        tokens, cells, valid = _children(candidates, best, 1, depth, vocab_size, calibration)
+        candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.law))
+        tokens, cells, valid = _children(candidates, 1, depth, roots, noise_of, vocab_size, calibration)
         tokens, cells = tokens[..., 0], cells[..., 0]
         reach = reach * alive * valid[..., 0] * calibration.table[cells]
         reach *= reach >= strategy.min_chance
@@ -116,14 +111,15 @@ def _grow_trees(
     rows = np.arange(B)[:, None]
     chance, numbers, count = np.ones((B, 1)), np.zeros((B, 1), dtype=np.int64), 1
     grown = [_Grown(tokens, numbers, chance, numbers - 1, 0)]
-    level = Level(0, tokens, numbers, roots.room[:, None] > 1, roots.law)
+    parents, alive = numbers, roots.room[:, None] > 1
     for depth in range(strategy.depth):
-        if not level.alive.any():
+        if not alive.any():
             break
-        candidates = drafter.predict(level)
-        best = rank(candidates.log_q, noise_of(depth, candidates.ids), k=strategy.branching + 1)
-        tokens, cells, valid = _children(candidates, best, strategy.branching, depth, vocab_size, calibration)
-        reach = (chance * level.alive)[..., None] * calibration.table[cells] * valid
+        candidates = drafter.predict(Level(depth, tokens.copy(), parents.copy(), alive.copy(), roots.law))
+        tokens, cells, valid = _children(
+            candidates, strategy.branching, depth, roots, noise_of, vocab_size, calibration
+        )
+        reach = (chance * alive)[..., None] * calibration.table[cells] * valid
         reach *= reach >= strategy.min_chance
         k, tokens, chance, cells = cells.shape[-1], *(x.reshape(B, -1) for x in (tokens, reach, cells))
         grown.append(_Grown(tokens, np.repeat(numbers, k, axis=1), chance, cells, depth + 1))
@@ -136,24 +132,31 @@ def _grow_trees(
         alive = _go_on(tokens, chance, depth + 1, roots)
         if count > strategy.verify_tokens:
             alive &= chance >= _least(grown, strategy.verify_tokens)
-        level = Level(depth + 1, tokens, picks // k, alive, roots.law)
+        parents = picks // k
     return _cut(grown, strategy.verify_tokens)
 
 
 def _children(
-    candidates: Candidates, best: Ranking, branching: int, depth: int, vocab_size: int, calibration: Calibration
+    candidates: Candidates,
+    branching: int,
+    depth: int,
+    roots: Roots,
+    noise_of: NoiseOf,
+    vocab_size: int,
+    calibration: Calibration,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each node's best candidates [B, W, k]: tokens, the calibration's cells, and whether they may be its
-    children."""
-    ids = best.picks if candidates.ids is None else candidates.ids.gather(-1, best.picks)
-    scores, tokens = best.scores.cpu().numpy(), ids[..., :branching].cpu().numpy()
-    kinds = None if candidates.kinds is None else candidates.kinds.cpu().numpy()
+    """Of each node's best candidates under the noise [B, W, k]: tokens, the calibration's cells, and whether they may
+    be its children. The one time that a level waits for the device."""
+    ids = None if candidates.ids is None else candidates.ids.to(roots.device)
+    best = rank(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
+    tokens = best.picks if ids is None else ids.gather(-1, best.picks)
+    scores, tokens = to_host(best.scores, tokens[..., :branching])
     valid = np.isfinite(scores[..., :branching])
-    if candidates.ids is not None:
+    if ids is not None:
         valid &= (tokens >= 0) & (tokens < vocab_size)
         same = (tokens[..., :, None] == tokens[..., None, :]) & valid[..., None, :]
         valid &= ~np.tril(same, -1).any(-1)
-    return tokens, calibration.cells(kinds, depth, scores, branching), valid
+    return tokens, calibration.cells(candidates.kinds, depth, scores, branching), valid
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:

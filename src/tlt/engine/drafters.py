@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from tlt.draft.drafter import Drafter
-from tlt.draft.features import FeatureWindow
-from tlt.types import Request
+from tlt.draft.features import FeatureView
+from tlt.types import Row
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,41 +46,39 @@ class Agreement:
 
 
 class Drafters:
-    """All of them are told what happens, whichever drafts: any may be asked in any round."""
+    """A per-row store. All drafters are told what happens, whichever drafts: any may be asked in any round."""
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.agreement = {name: Agreement(drafter.agreement) for name, drafter in self.usable.items()}
         self.failures = 0
 
-    def begin(self, window: FeatureWindow | None) -> None:
+    def begin(self, view: FeatureView | None) -> None:
         self.failures = 0
-        self._tell(lambda drafter: drafter.begin(window), "begin")
+        self._tell(lambda drafter: drafter.begin(view), "begin")
 
-    def open(self, request: Request, committed: Sequence[int]) -> None:
-        self._tell(lambda drafter: drafter.open(request, committed), "open")
+    def append(self, row: Row, kept: int) -> None:
+        self._tell(lambda drafter: _open(drafter, row), "open")
 
-    def commit(self, row: int, tokens: Sequence[int]) -> None:
-        self._tell(lambda drafter: drafter.commit(row, tokens), "commit")
+    def commit(self, place: int, tokens: Sequence[int]) -> None:
+        self._tell(lambda drafter: drafter.commit(place, tuple(tokens)), "commit")
 
-    def close(self, row: int) -> None:
-        self._tell(lambda drafter: drafter.close(row), "close")
+    def remove(self, place: int, last: int) -> None:
+        self._tell(lambda drafter: drafter.close(place, last), "close")
 
-    def swap(
-        self, drafter: Drafter, window: FeatureWindow | None, live: Iterable[tuple[Request, Sequence[int]]]
-    ) -> list[str]:
+    def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> list[str]:
         """Put a drafter in the place of the one of its name, between two rounds. Returns whose guesses change."""
         changed = [drafter.name]
-        for other in self.usable.values():
-            if (tell := getattr(other, "swapped", None)) and tell(drafter):  # one that is made of others
-                changed.append(other.name)
+        for name, other in list(self.usable.items()):
+            if tell := getattr(other, "swapped", None):  # one that is made of others
+                changed += [name] * bool(self.guard(name, partial(tell, drafter), "take over"))
         self.usable[drafter.name] = drafter
         self.agreement[drafter.name] = Agreement(drafter.agreement)
 
         def enter() -> None:
-            drafter.begin(window)
-            for request, committed in live:
-                drafter.open(request, committed)
+            drafter.begin(view)
+            for row in rows:
+                _open(drafter, row)
 
         self.guard(drafter.name, enter, "enter")
         return changed
@@ -91,8 +91,17 @@ class Drafters:
             log.exception("the drafter %s failed to %s; going on without it", name, what)
             self.failures += 1
             del self.usable[name]
+            for other in [other for other in self.usable.values() if name in getattr(other, "parts", ())]:
+                log.warning("nor can the drafter %s go on, which is made of it", other.name)
+                del self.usable[other.name]
             return None
 
     def _tell(self, call: Callable[[Drafter], None], what: str) -> None:
         for name, drafter in list(self.usable.items()):
             self.guard(name, lambda drafter=drafter: call(drafter), what)
+
+
+def _open(drafter: Drafter, row: Row) -> None:
+    """Copies alone: the request without what its reward needs, the tokens as they are now."""
+    request = replace(row.request, prompt=replace(row.request.prompt, data={}))
+    drafter.open(request, tuple(row.tokens))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt.sampling import gumbel_noise
+from tlt.types import Row
 
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
@@ -16,8 +17,8 @@ _LEAST_CALL = 32  # positions that a call fills at least: on a CPU it costs as m
 
 
 class NoiseWindow:
-    """A ring of W positions for each of R rows: [R, W, V]; position t lies at t mod W. Rows follow the scheduler's
-    order."""
+    """A per-row store: a ring of W positions for each of R rows, [R, W, V]; position t lies at t mod W. A greedy row's
+    noise is zero, for its drafts as for its tokens."""
 
     def __init__(self, max_rows: int, vocab_size: int, max_depth: int, device: torch.device) -> None:
         affordable = _WINDOW_BYTES // (max_rows * vocab_size * 4)
@@ -28,20 +29,22 @@ class NoiseWindow:
         self.ends: list[int] = []  # no row needs a position from here on
         self.ready: list[int] = []  # positions below this one are in the ring
 
-    def append(self, seed: int, position: int, end: int) -> None:
-        self.seeds.append(seed)
-        self.ends.append(end)
-        self.ready.append(position)
+    def append(self, row: Row, kept: int) -> None:
+        params, place = row.request.sampling, len(self.seeds)
+        self.seeds.append(row.request.seed)
+        self.ends.append(params.max_new_tokens)
+        self.ready.append(len(row.tokens) if params.temperature > 0 else params.max_new_tokens)
         if len(self.seeds) > len(self.ring):
             more = torch.zeros(max(8, len(self.ring)), self.width, self.vocab_size, device=self.device)
             self.ring = torch.cat([self.ring, more])
+        if params.temperature == 0:
+            self.ring[place] = 0
 
-    def remove(self, row: int) -> None:
-        """The last row takes the place of the removed one."""
-        last = len(self.seeds) - 1
-        self.ring[row] = self.ring[last]
+    def remove(self, place: int, last: int) -> None:
+        if place != last:
+            self.ring[place] = self.ring[last]
         for per_row in (self.seeds, self.ends, self.ready):
-            per_row[row] = per_row[last]
+            per_row[place] = per_row[last]
             per_row.pop()
 
     @torch.inference_mode()
@@ -70,3 +73,22 @@ class NoiseWindow:
         """Noise of (row, position, token id) index tensors that broadcast together; an id out of range gets some id's
         noise."""
         return self.ring[rows, positions % self.width, ids.clamp(0, self.vocab_size - 1)]
+
+
+class DraftNoise:
+    """The noise of one round's drafts: that of each row's next positions."""
+
+    def __init__(self, window: NoiseWindow, positions: Tensor, depth: int) -> None:
+        """`positions` [B] of the rows' next tokens; `depth`: levels that may be asked for."""
+        self.window, self.positions, self.depth = window, positions, depth
+        self.rows = torch.arange(len(positions), device=positions.device)
+        self._whole: Tensor | None = None
+
+    def __call__(self, depth: int, ids: Tensor | None) -> Tensor:
+        """At each row's next position + depth: of the tokens `ids` [B, W, K] -> [B, W, K], or of all [B, 1, V]."""
+        if ids is not None:
+            return self.window.at_ids(self.rows[:, None, None], (self.positions + depth)[:, None, None], ids)
+        if self._whole is None:  # of all levels at once: a look-up costs as much for one
+            depths = torch.arange(max(1, self.depth), device=self.positions.device)
+            self._whole = self.window.at(self.rows[:, None], self.positions[:, None] + depths)
+        return self._whole[:, depth : depth + 1]

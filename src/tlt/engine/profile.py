@@ -51,13 +51,13 @@ def _profile_rows(
     engine.start(_requests(rows, target.options.vocab_size))
     engine.round()  # prefill
     engine.make_room(widest)
-    trees = {n: [_chain(n)] * len(engine.scheduler.live) for n in _NODES}
+    trees = {n: [_chain(n)] * len(engine.rows) for n in _NODES}
     drafts = {(s.drafter, depth, s.branching) for s in strategies if s != PLAIN for depth in (_SHORT, _LONG)}
     least = _least_seconds(
         {
             PLAIN: engine.round,
-            **{n: partial(engine.verify, trees[n]) for n in _NODES},
-            **{d: partial(engine.draft, Strategy(*d, widest.verify_tokens)) for d in drafts},
+            **{n: partial(_verify, engine, widest, trees[n]) for n in _NODES},
+            **{d: partial(_draft, engine, Strategy(*d, widest.verify_tokens)) for d in drafts},
         },
         target.device,
     )
@@ -69,6 +69,14 @@ def _profile_rows(
             drafting = short + (s.depth - _SHORT) * (long - short) / (_LONG - _SHORT)
             costs[s] = least[PLAIN] + interpolate(verify, s.verify_tokens) + drafting
     return costs
+
+
+def _verify(engine: Engine, strategy: Strategy, trees: Sequence[DraftTree]) -> None:
+    engine.verify(engine.open_round(strategy), trees)
+
+
+def _draft(engine: Engine, strategy: Strategy) -> None:
+    engine.draft(engine.open_round(strategy))
 
 
 def _requests(rows: int, vocab_size: int) -> list[Request]:

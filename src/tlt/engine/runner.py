@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.attention.backend import TreeBatch
 from tlt.draft.features import FeatureWindow
-from tlt.draft.tree import TreeBatch
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
+from tlt.host import to_host
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law, log_law, rank
-from tlt.types import SamplingParams
 
 
 class Sampled(NamedTuple):
@@ -24,29 +26,22 @@ class Sampled(NamedTuple):
     tokens: list[list[int]]
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
+    finite: list[bool] | None
+    """[B] whether all of a row's nodes are finite; None: all are, in every row"""
     features: Tensor | None = None
     """[B, N, F], if a feature window wants them"""
 
 
-def law_of(params: Sequence[SamplingParams], device: torch.device) -> Law:
-    return Law(
-        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-        restricted=any(p.top_k > 0 or p.top_p < 1 for p in params),
-        tempered=any(p.temperature != 1 for p in params),
-    )
-
-
 class Runner:
-    def __init__(self, target: Decoder, cache: KVCache, prefill_tokens: int) -> None:
-        self.target, self.cache, self.prefill_tokens = target, cache, prefill_tokens
-        self.window: FeatureWindow | None = None  # what is computed for its rows is kept there
+    """`window`: what is computed for the rows' last tokens is kept there."""
 
-    def prefill(self, first: int, contexts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
+        self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
+
+    def prefill(self, first: int, contexts: Sequence[Sequence[int]]) -> list[bool]:
         """Fill slots first.. with the keys and values of all tokens but the last of each context (the root of its
-        first round)."""
-        start = 0
+        first round). Returns whether these are finite."""
+        start, finite = 0, []
         while start < len(contexts):
             stop, longest = start + 1, len(contexts[start])
             while (
@@ -54,20 +49,24 @@ class Runner:
             ):
                 longest = max(longest, len(contexts[stop]))
                 stop += 1
-            self._prefill_rows(first + start, contexts[start:stop])
+            finite += self._prefill_rows(first + start, contexts[start:stop])
             start = stop
+        return finite
 
-    def _prefill_rows(self, first: int, contexts: Sequence[Sequence[int]]) -> None:
+    def _prefill_rows(self, first: int, contexts: Sequence[Sequence[int]]) -> list[bool]:
         longest = max(len(c) for c in contexts) - 1
         chunk = max(1, self.prefill_tokens // len(contexts))
+        total = torch.zeros(len(contexts), device=self.target.device)
         for lo in range(0, longest, chunk):
             width = min(chunk, longest - lo)
             part = [list(c[lo : min(lo + width, len(c) - 1)]) for c in contexts]
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
             depths = torch.arange(width, device=tokens.device).expand_as(tokens)
-            _, features = self._pass(first, tokens, [lo] * len(contexts), depths, None)
+            hidden, features = self._pass(first, TreeBatch(tokens, depths, None), [lo] * len(contexts))
+            total = total + hidden.sum((1, 2))  # finite where all of its terms are
             if self.window is not None and features is not None:
                 self._keep(self.window, features, first, lo, contexts)
+        return np.isfinite(to_host(total)[0]).tolist()
 
     def _keep(
         self, window: FeatureWindow, features: Tensor, first: int, low: int, contexts: Sequence[Sequence[int]]
@@ -82,36 +81,33 @@ class Runner:
             window.first[first + row] = max(0, len(context) - 1 - window.window)
         if places:
             rows, positions = zip(*places, strict=True)
-            at = features[list(rows), [p - low for p in positions]]
-            window.write([first + row for row in rows], positions, at, [contexts[row][p + 1] for row, p in places])
+            row, offset = self._tensor([rows, [p - low for p in positions]])
+            following = [contexts[r][p + 1] for r, p in places]
+            window.write([first + r for r in rows], positions, features[row, offset], following)
 
     def verify(self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, law: Law) -> Sampled:
         """Slots 0..: one pass over all trees; the target's sample at each node, under the noise of that node's
-        position."""
-        device = self.target.device
-        hidden, features = self._pass(0, trees.tokens, lengths, trees.depths, trees.visible)
+        position. The one time that a round of plain decoding waits for the device."""
+        hidden, features = self._pass(0, trees, lengths)
         log_p, log_full = log_law(self.target.logits(hidden), law)
-        rows = torch.arange(len(lengths), device=device)[:, None]
-        noise_here = noise.at(rows, times[:, None] + trees.depths)
-        greedy = law.temperature == 0
-        if bool(greedy.any()):
-            noise_here = noise_here.masked_fill(greedy[:, None, None], 0.0)
-        token = rank(log_p, noise_here).picks
-        logprob = log_p.gather(-1, token).masked_fill(greedy[:, None, None], 0.0)
-        tokens, logprobs, full = (x.squeeze(-1).tolist() for x in (token, logprob, log_full.gather(-1, token)))
-        return Sampled(tokens, logprobs, full, features)
+        rows = torch.arange(len(lengths), device=self.target.device)[:, None]
+        token = rank(log_p, noise.at(rows, times[:, None] + trees.depths)).picks
+        logprob = log_p.gather(-1, token)
+        if law.greedy:
+            logprob = logprob.masked_fill((law.temperature == 0)[:, None, None], 0.0)
+        tokens, logprobs, full = (x[..., 0] for x in to_host(token, logprob, log_full.gather(-1, token)))
+        finite = None if math.isfinite(full.sum()) else [bool(row.all()) for row in np.isfinite(full)]
+        return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, features)
 
-    def _pass(
-        self, first: int, tokens: Tensor, lengths: Sequence[int], depths: Tensor, visible: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _pass(self, first: int, trees: TreeBatch, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Hidden states [B, N, D], and the features [B, N, F] that the window wants."""
-        layout = self.cache.store.layout(first, lengths, visible, tokens.shape[1])
-        positions = self._tensor(lengths)[:, None] + depths
-        attend = partial(self.cache.store.attend, layout)
+        plan = self.cache.plan(first, lengths, trees, self.target.version)
+        positions = self._tensor(lengths)[:, None] + trees.depths
+        attend = partial(self.cache.store.attend, plan)
         if self.window is None:
-            return self.target.forward(tokens, positions, attend), None
+            return self.target.forward(trees.tokens, positions, attend), None
         taps: dict[int, Any] = dict.fromkeys(self.window.layout.taps)
-        hidden = self.target.forward(tokens, positions, attend, taps)
+        hidden = self.target.forward(trees.tokens, positions, attend, taps)
         tapped = [taps[layer].view_as(hidden) for layer in self.window.layout.taps]
         return hidden, torch.cat([*tapped, hidden], dim=-1) if tapped else hidden
 

@@ -1,50 +1,24 @@
-"""Who is decoded now: the waiting line, the live rows, admission under the cache's bound, preemption."""
+"""Who is decoded now: the waiting line, admission under the cache's bound, preemption."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
 from tlt.engine.kv_cache import KVCache
-from tlt.types import Request
+from tlt.engine.rows import RowTable
+from tlt.types import Request, Row
 
 _HEADROOM = 32  # tokens that rows must be able to grow by before one more is worth admitting
 
 
-@dataclass
-class Row:
-    """A request and its tokens so far. Its cache holds all of them but the last: that one is the root of the next
-    round."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    full_logprobs: list[float] = field(default_factory=list)
-    harvested: int = 0
-    """entries of the feature window below this one have been given away"""
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        return (*self.request.prompt.token_ids, *self.tokens)
-
-    @property
-    def kv_length(self) -> int:
-        return len(self.request.prompt.token_ids) + len(self.tokens) - 1
-
-    @property
-    def root(self) -> int:
-        return self.tokens[-1] if self.tokens else self.request.prompt.token_ids[-1]
-
-
 class Scheduler:
-    """Rows [0, len(live)) of every per-row structure belong to `live`, in this order; the last row fills a hole."""
+    """`max_positions`: the longest sequence that the target is good for; `verify_tokens`: the largest tree."""
 
-    def __init__(self, cache: KVCache, max_rows: int, verify_tokens: int) -> None:
-        self.cache, self.max_rows = cache, max_rows
+    def __init__(self, rows: RowTable, cache: KVCache, max_rows: int, verify_tokens: int, max_positions: int) -> None:
+        self.rows, self.cache, self.max_rows, self.max_positions = rows, cache, max_rows, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
-        self.live: list[Row] = []
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """Raises ValueError for a request that could never run, before any is queued. Those `resumed` were begun
@@ -58,10 +32,10 @@ class Scheduler:
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
         if not request.prompt.token_ids:
             raise ValueError(f"prompt {request.prompt.prompt_id} is empty: give it at least one token")
-        if longest > self.cache.max_tokens:
+        if longest > self.max_positions:
             raise ValueError(
                 f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but the model is good "
-                f"for {self.cache.max_tokens}: lower rollout.max_new_tokens"
+                f"for {self.max_positions}: lower rollout.max_new_tokens"
             )
         if not self.cache.fits(1, longest + self.headroom):
             raise ValueError(
@@ -70,53 +44,45 @@ class Scheduler:
             )
 
     def admit(self) -> list[Row]:
-        """Take from the waiting line what fits, in order; the new rows stand behind the live ones.
+        """Take from the waiting line what fits, in order, and have the cache hold it together with the live rows, and
+        what all may grow by until the next admission is worth a thought.
 
         An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
         to be free.
         """
+        live = len(self.rows)
         admitted: list[Row] = []
-        if self.max_rows - len(self.live) < min(len(self.waiting), self.max_rows // 8):
+        if self.max_rows - live < min(len(self.waiting), self.max_rows // 8):
             return admitted
         longest = self._longest()
-        while self.waiting and len(self.live) < self.max_rows:
-            longest = max(longest, self.waiting[0].kv_length)
-            if not self.cache.fits(len(self.live) + 1, longest + self.headroom):
+        while self.waiting and live + len(admitted) < self.max_rows:
+            with_next = max(longest, self.waiting[0].kv_length)
+            if not self.cache.fits(live + len(admitted) + 1, with_next + self.headroom):
                 break
+            longest = with_next
             admitted.append(self.waiting.popleft())
-            self.live.append(admitted[-1])
+        if admitted:
+            self.cache.reserve(live + len(admitted), longest + self.headroom)
         return admitted
 
-    def reserve(self) -> None:
-        """Have the cache hold the live rows and what they may grow by until the next admission is worth a thought."""
-        self.cache.reserve(len(self.live), self._longest() + self.headroom)
-
-    def make_room(self, new: int) -> list[Row]:
+    def make_room(self, new: int) -> int:
         """Have the cache hold `new` more tokens of every row; where its bound forbids that, the youngest rows leave
-        and wait.
-
-        Returns those that left, in the order of leaving; each was the last row at that moment.
-        """
-        left: list[Row] = []
-        while not self.cache.fits(len(self.live), self._longest() + new):
-            left.append(self.live.pop())
-            self.waiting.appendleft(left[-1])
-        self.cache.reserve(len(self.live), self._longest() + new)
+        and stand first in the waiting line. Returns how many left."""
+        left = 0
+        while not self.cache.fits(len(self.rows), self._longest() + new):
+            self.waiting.appendleft(self.rows.remove(len(self.rows) - 1))
+            left += 1
+        self.cache.reserve(len(self.rows), self._longest() + new)
         return left
 
     def _longest(self) -> int:
-        return max((s.kv_length for s in self.live), default=0)
+        return max((row.kv_length for row in self.rows), default=0)
 
     def withdraw(self, seeds: Collection[int]) -> list[Row]:
-        """Those of the waiting line leave it."""
+        """These requests leave, from the waiting line and from among the live rows."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
+        for place in reversed(range(len(self.rows))):
+            if self.rows[place].request.seed in seeds:
+                left.append(self.rows.remove(place))
         return left
-
-    def remove(self, row: int) -> None:
-        """A finished row leaves; the last row moves into its slot."""
-        last = len(self.live) - 1
-        if row != last:
-            self.cache.store.copy_slot(last, row, self.live[last].kv_length)
-            self.live[row] = self.live[last]
-        self.live.pop()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt.build import make_target, torch_dtype
 from tlt.config import Config
-from tlt.engine.runner import law_of
+from tlt.engine.laws import law_of
 from tlt.fidelity.oracle import last_logits
 from tlt.models.decoder import Decoder
 from tlt.sampling import gumbel_noise, log_law

@@ -50,9 +50,9 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
             everything(), make_tuner(speculation.model_copy(update={"drafter": "adaptive"}), config.engine, target)
         ),
     }
-    swapped = engine([EagleDrafter(layer, target)], Fixed(tree))
     weights = itertools.cycle([layer, _fresh(config, target)])
-    swapped.tuner = Swapping(tree, lambda: swapped.swap(EagleDrafter(next(weights), target)))
+    swapping = Swapping(tree, lambda: swapped.swap(EagleDrafter(next(weights), target)))
+    swapped = engine([EagleDrafter(layer, target)], swapping)
     # plain comes last, so that its state is what the next step starts from
     return {**found, "swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
 

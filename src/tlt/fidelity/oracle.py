@@ -14,7 +14,7 @@ from tlt.config import EngineConfig
 from tlt.draft.drafter import Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.runner import law_of
+from tlt.engine.laws import law_of
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.sampling import log_law
@@ -76,10 +76,10 @@ def oracle_checks(
         rows = min(_ROWS, len(prompts))
         requests = [Request(prompts[i], 0, 0, 1000 + i, params) for i in range(rows)]
         chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
-        engine = Engine(target, config, [OracleDrafter(target)], Fixed(chain))
         # nothing stops early, so all rows are admitted and outgrow the cache later: what comes back must agree as well
         longest = max(len(request.prompt.token_ids) for request in requests)
-        engine.cache.bound_tokens = max(rows * (longest + 36), longest + _TOKENS + 32)
+        bound = max(rows * (longest + 36), longest + _TOKENS + 32)
+        engine = Engine(target, config, [OracleDrafter(target)], Fixed(chain), kv_tokens=bound)
         for _ in engine.generate(requests):
             pass
         stats = engine.stats

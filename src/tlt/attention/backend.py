@@ -1,0 +1,106 @@
+"""The attention protocol. A new backend (pages, another kernel) is one file with these methods.
+
+Shapes: R slots, B rows of a pass, N new nodes a row, H query heads, K key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TreeBatch(NamedTuple):
+    """The new tokens of a pass: a tree for each of B rows, padded to N nodes. A node stands `depths` positions behind
+    the committed tokens of its row. `visible` [B, N, N] says that node n sees node m, its ancestor or itself (None for
+    chains, where a node sees those before it and itself)."""
+
+    tokens: Tensor
+    """[B, N]"""
+    depths: Tensor
+    """[B, N]"""
+    visible: Tensor | None
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What the keys and values of a model look like."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Entries(NamedTuple):
+    """Keys and values that a pass writes, in the order in which it gets them: rows [M] of the pass and positions
+    [M]."""
+
+    rows: Tensor
+    positions: Tensor
+
+
+class AttentionBackend(Protocol):
+    """Keys and values of R slots, and attention over them. One slot is one sequence; position p of it may lie wherever
+    the backend likes."""
+
+    @property
+    def slots(self) -> int:
+        """R"""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Positions that every slot can hold at once."""
+        ...
+
+    def resize(self, slots: int, tokens: int) -> None:
+        """Have so many slots of so many tokens; what fits in both sizes is kept, the rest reads as zeros."""
+        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Slot `target` holds the first `length` positions of slot `source`."""
+        ...
+
+    def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Position `sources[i]` of slot `slots[i]` goes to `targets[i]`; all are read before any is written."""
+        ...
+
+    def wipe(self, slot: int, start: int) -> None:
+        """Positions from `start` on read as zeros: what is not finite must not stay behind a mask, as 0 * NaN is
+        NaN."""
+        ...
+
+    def plan(
+        self,
+        first: int,
+        lengths: Sequence[int],
+        new: int,
+        visible: Tensor | None = None,
+        starts: Sequence[int] | None = None,
+        written: Entries | None = None,
+    ) -> Any:
+        """A pass over slots first .. first + B, for `attend`: each row adds `new` nodes behind its `lengths` committed
+        positions. A node sees the committed positions of its slot from `starts` on (None: all), and of the nodes those
+        that `visible` [B, N, N] says (None: those before it and itself). `written` lists the keys and values that the
+        pass writes, if these are not those of its nodes alone."""
+        ...
+
+    def deeper(self, plan: Any, new: int, visible: Tensor | None = None) -> Any:
+        """The pass after `plan`, whose nodes are kept and stand in front of `new` more of each row. `visible`
+        [B, new, old + new] speaks of old and new nodes (None: chains)."""
+        ...
+
+    def attend(self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write key and value [B * N, K, E] (or those of `written`); attend query [B * N, H, E] scaled by E ** -0.5
+        -> [B * N, H * E]. Softmax in float32 or wider."""
+        ...

@@ -1,0 +1,62 @@
+"""The harvest: what the rollout computed for its tokens goes to whoever trains a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.draft.buffer import Harvest
+from tlt.draft.features import FeatureWindow
+from tlt.types import Row
+
+_GROWN = 16  # tokens of a row between two looks for windows that filled up: the ring holds more beyond a window
+
+
+class Harvester:
+    """Writes a round's features into the window, and gives away whole windows as they fill up and the last window of
+    what has finished."""
+
+    def __init__(self, window: FeatureWindow, version: int, give: Callable[[Harvest], None] | None) -> None:
+        """`version` of the target; without `give` features are kept for drafters alone."""
+        self.window, self.version, self.give = window, version, give
+        self._grown = 0
+
+    def write(self, features: Tensor, entries: Sequence[tuple[int, int, int, int]], grown: int) -> None:
+        """`features` [B, N, F] of a pass; `entries` (place, node, position, the token that follows) of what was
+        committed, at most `grown` of a row."""
+        places, nodes, positions, following = zip(*entries, strict=True)
+        plain = features.shape[1] == 1
+        if plain:
+            kept = features[:, 0]
+        else:
+            index = torch.tensor([places, nodes], device=features.device)
+            kept = features[index[0], index[1]]
+        self.window.write(places, positions, kept, following)
+        self._grown += grown
+
+    def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
+        """Give away what is complete; `finished` are places of rows that end with this round."""
+        if not finished and self._grown < _GROWN:
+            return
+        self._grown = 0
+        if self.give is None:
+            return
+        size = self.window.window
+        for place, row in enumerate(rows):
+            if not row.finite:  # nothing to learn from
+                continue
+            low, length = max(row.harvested, self.window.first[place]), self.window.length[place]
+            while length - low >= size:
+                self._give(row, place, low, low + size)
+                low += size
+            if place in finished and low < length:
+                self._give(row, place, self.window.start(place), length)
+
+    def _give(self, row: Row, place: int, low: int, high: int) -> None:
+        assert self.give is not None, "asked for just above"
+        features, tokens = self.window.read(place, low, high)
+        row.harvested = high
+        prompt = row.request.prompt
+        self.give(Harvest(self.version, low, len(prompt.token_ids), tokens.cpu(), features.cpu(), prompt.prompt_id))

@@ -1,0 +1,61 @@
+"""The live rows' sampling laws and stop tokens, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tlt.sampling import Law
+from tlt.types import Row, SamplingParams
+
+
+def law_of(params: Sequence[SamplingParams], device: torch.device) -> Law:
+    return Law(
+        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+        torch.tensor([p.top_k for p in params], device=device),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        restricted=any(p.top_k > 0 or p.top_p < 1 for p in params),
+        tempered=any(p.temperature != 1 for p in params),
+        greedy=any(p.temperature == 0 for p in params),
+    )
+
+
+class BatchLaw(NamedTuple):
+    """Of all live rows."""
+
+    law: Law
+    shown: Law
+    """a copy for drafters, which may do with it what they like"""
+    stops: np.ndarray
+    """[B, S] stop tokens, padded with -1"""
+
+
+class LawTable:
+    """Per row its sampling parameters; the arrays are made anew only when rows came or went."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._params: list[SamplingParams] = []
+        self._batch: BatchLaw | None = None
+
+    def append(self, row: Row, kept: int) -> None:
+        self._params.append(row.request.sampling)
+        self._batch = None
+
+    def remove(self, place: int, last: int) -> None:
+        self._params[place] = self._params[last]
+        self._params.pop()
+        self._batch = None
+
+    @property
+    def batch(self) -> BatchLaw:
+        if self._batch is None:
+            stops = [params.stop_token_ids for params in self._params]
+            most = max(1, max(len(s) for s in stops))
+            padded = np.array([[*s, *[-1] * (most - len(s))] for s in stops])
+            law, shown = (law_of(self._params, self.device) for _ in range(2))
+            self._batch = BatchLaw(law, shown, padded)
+        return self._batch

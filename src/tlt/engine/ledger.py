@@ -1,0 +1,65 @@
+"""The debug mode's books: what every place of the key-value cache was computed from, held against what it should be.
+
+The key of a token depends on the target's weights and on all tokens before it. So each place is booked with a checksum
+of (target version, tokens and positions up to its own), which goes wherever the place's keys and values go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.attention.backend import TreeBatch
+
+_PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd; sums and products wrap modulo 2^64
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.booked = torch.zeros(0, 0, dtype=torch.int64)  # [slots, tokens], 0: nothing
+
+    def resized(self, slots: int, tokens: int) -> None:
+        old, self.booked = self.booked, torch.zeros(slots, tokens, dtype=torch.int64)
+        r, t = min(slots, len(old)), min(tokens, old.shape[1])
+        self.booked[:r, :t] = old[:r, :t]
+
+    def wrote(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
+        """A node's sum is that of the committed token before the row's root, and of the nodes it sees."""
+        B, N = trees.tokens.shape
+        committed, row = torch.tensor(lengths), torch.arange(first, first + B)
+        before = torch.where(committed > 0, self.booked[row, (committed - 1).clamp(min=0)], _begin(version))
+        own = _mixed(trees.tokens.cpu(), committed[:, None] + trees.depths.cpu())
+        visible = torch.ones(N, N, dtype=torch.bool).tril() if trees.visible is None else trees.visible.cpu()
+        sums = before[:, None] + (visible * own[:, None, :]).sum(-1)
+        self.booked[row[:, None], committed[:, None] + torch.arange(N)] = sums
+
+    def copied(self, source: int, target: int, length: int) -> None:
+        self.booked[target, :length] = self.booked[source, :length]
+
+    def moved(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+        slots, sources, targets = slots.cpu(), sources.cpu(), targets.cpu()
+        self.booked[slots, targets] = self.booked[slots, sources]
+
+    def wiped(self, slot: int, start: int) -> None:
+        self.booked[slot, start:] = 0
+
+    def check(self, contexts: Sequence[Sequence[int]], version: int) -> None:
+        """Slot s holds the keys and values of contexts[s], from its beginning on."""
+        for slot, context in enumerate(contexts):
+            tokens = torch.tensor(context, dtype=torch.int64)
+            want = _begin(version) + _mixed(tokens, torch.arange(len(tokens))).cumsum(0)
+            wrong = (self.booked[slot, : len(tokens)] != want).nonzero()
+            assert not len(wrong), f"slot {slot} does not hold what it should from position {int(wrong[0])} on"
+
+
+def _begin(version: int) -> Tensor:
+    """What stands before the first token."""
+    return torch.tensor(version) * _VERSION
+
+
+def _mixed(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Of each token at its position; sums of these wrap modulo 2^64."""
+    x = (tokens * 1_000_003 + positions + 1) * _PRIME
+    return (x ^ (x >> 29)) * _PRIME

@@ -1,0 +1,40 @@
+"""Where the first keys and values of new rows come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tlt.engine.kv_cache import KVCache
+from tlt.types import Row
+
+
+class Placing(NamedTuple):
+    """New rows in the order in which they take the free places."""
+
+    kept: list[Row]
+    """the place still holds their prompt, of a sibling that left"""
+    fresh: list[Row]
+    """they need a prefill"""
+    copies: list[Row]
+    """a sibling, live or among the two above, has their prompt"""
+
+
+def place_new_rows(new: Sequence[Row], live: Sequence[Row] | Iterable[Row], cache: KVCache) -> Placing:
+    live, rest = list(live), list(new)
+    kept: list[Row] = []
+    while (at := _holder(rest, cache.held(len(live) + len(kept)))) is not None:
+        kept.append(rest.pop(at))
+    known = {row.request.prompt.token_ids for row in (*live, *kept)}
+    fresh: list[Row] = []
+    copies: list[Row] = []
+    for row in rest:
+        prompt = row.request.prompt.token_ids
+        (copies if prompt in known and not row.tokens else fresh).append(row)
+        known.add(prompt)
+    return Placing(kept, fresh, copies)
+
+
+def _holder(rows: Sequence[Row], held: tuple[int, ...]) -> int | None:
+    """The first of the rows that begins with just this prompt."""
+    return next((i for i, row in enumerate(rows) if not row.tokens and row.request.prompt.token_ids == held), None)

@@ -1,0 +1,149 @@
+"""Rounds on a device that this machine lacks: nothing mixes devices, and the host waits no more than it must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_gpu import HostSuffix, bytes_of, device, fake_gpu
+from tiny import decoder_options
+
+from tlt.config import EngineConfig
+from tlt.draft.drafter import Drafter
+from tlt.draft.eagle import EagleLayer, Kind, eagle_options
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.mixed import MixedDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.models.decoder import Decoder
+from tlt.types import Prompt, Request, SamplingParams
+
+SHAPE = {"vocab_size": 50, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "num_layers": 4}
+STRATEGIES = {
+    "plain": PLAIN,
+    "suffix": Strategy("suffix", 4, 2, 8),
+    "eagle chain": Strategy("eagle", 5, 1, 6),
+    "eagle tree": Strategy("eagle", 3, 2, 8),
+    "mixed": Strategy("mixed", 3, 2, 8),
+}
+LAWS = (
+    SamplingParams(max_new_tokens=40),
+    SamplingParams(temperature=0.0, max_new_tokens=40),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, max_new_tokens=40, stop_token_ids=(7,)),
+)
+
+
+def decoder(dtype: torch.dtype = torch.float32, **shape: int) -> Decoder:
+    o = decoder_options(**(SHAPE | shape), inv_freq=torch.ones((SHAPE | shape)["head_dim"] // 2))
+    made = Decoder(o, dtype, device())
+    D, E = o.hidden_size, o.head_dim
+    sizes = {"model.embed_tokens.weight": (o.vocab_size, D), "model.norm.weight": (D,)}
+    for i in range(o.num_layers):
+        layer = {
+            "input_layernorm": (D,),
+            "post_attention_layernorm": (D,),
+            "self_attn.q_proj": (o.num_heads * E, D),
+            "self_attn.k_proj": (o.num_kv_heads * E, D),
+            "self_attn.v_proj": (o.num_kv_heads * E, D),
+            "self_attn.o_proj": (D, o.num_heads * E),
+            "mlp.gate_proj": (o.intermediate_size, D),
+            "mlp.up_proj": (o.intermediate_size, D),
+            "mlp.down_proj": (D, o.intermediate_size),
+        }
+        sizes |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
+    made.load({name: torch.empty(size, dtype=dtype, device=device()) for name, size in sizes.items()}, version=0)
+    return made
+
+
+def engine_for(target: Decoder, strategy: Strategy, kind: Kind = "eagle3", **config: int) -> Engine:
+    layer = EagleLayer(eagle_options(target.options, kind, 16))
+    learned, suffix = EagleDrafter(layer, target), HostSuffix(1000)
+    drafters: list[Drafter] = [learned, suffix, MixedDrafter(learned, suffix)]
+    settings = EngineConfig(**({"max_rows": 8} | config))
+    return Engine(target, settings, drafters, Fixed(strategy), layout=layer.options.layout, on_harvest=lambda _: None)
+
+
+def requests(count: int) -> list[Request]:
+    """Two of a group each; the suffix drafter finds its matches in the prompts."""
+    prompts = [Prompt(i, "", (1, 2, 3, 1, 1, 1, 1, 1, 1)[: 5 + i]) for i in range((count + 1) // 2)]
+    return [Request(prompts[n // 2], n % 2, 0, n, LAWS[n % len(LAWS)]) for n in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: Kind
+) -> None:
+    """Through admission of siblings, rows that leave and come back, growth, and a swap."""
+    strategy = STRATEGIES[name]
+    with fake_gpu(monkeypatch) as trips:
+        engine = engine_for(decoder(), strategy, kind)
+        engine.start(requests(6))
+        engine.round()  # a prefill, and the round
+        for _ in range(5):
+            before = trips.count
+            engine.round()
+            assert trips.count - before == 1 + strategy.depth
+        left = engine.give_up([1, 2])
+        engine.submit(requests(8)[6:], left)
+        engine.round()
+        layer = EagleLayer(eagle_options(engine.target.options, kind, 16))
+        engine.swap(EagleDrafter(layer, engine.target))
+        while engine.busy:
+            engine.round()
+        assert engine.stats.drafter_failures == 0
+        assert (engine.stats.drafted > 0) == (strategy != PLAIN)
+
+
+def test_a_hidden_copy_to_the_host_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above relies on."""
+    with fake_gpu(monkeypatch):
+        there = torch.ones(3, device=device())
+        for copy in (there.tolist, there[0].item, there.any().__bool__, there.cpu().numpy):
+            with pytest.raises((RuntimeError, TypeError)):
+                copy()
+        with pytest.raises(Exception, match="device"):
+            there + torch.ones(3)
+
+
+LARGE = {
+    "7B": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_layers": 28,
+        "num_heads": 28,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 18_944,
+        "max_positions": 32_768,
+    },
+    "32B": {
+        "vocab_size": 152_064,
+        "hidden_size": 5120,
+        "num_layers": 64,
+        "num_heads": 40,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 27_648,
+        "max_positions": 32_768,
+    },
+}
+"""the shapes of Qwen2.5, with tied heads"""
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_rounds_of_a_large_model(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    with fake_gpu(monkeypatch):
+        shape = LARGE[size]
+        target = decoder(torch.bfloat16, **shape)
+        engine = engine_for(target, STRATEGIES["eagle chain"], "eagle1", kv_memory_mb=8192, max_rows=64)
+        engine.start(requests(64))
+        for _ in range(3):
+            engine.round()
+        assert engine.stats.drafter_failures == 0
+        D, E, F = shape["hidden_size"], shape["head_dim"], shape["intermediate_size"]
+        heads = shape["num_heads"] + shape["num_kv_heads"]
+        layer = 2 * (D * heads * E) + 3 * D * F
+        weights = 2 * (shape["num_layers"] * layer + shape["vocab_size"] * D)
+        assert bytes_of(target) == pytest.approx(weights, rel=0.01)
+        assert bytes_of(engine.cache) <= 8192 * 2**20

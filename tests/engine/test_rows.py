@@ -1,0 +1,289 @@
+"""Who stands where, what a free place still holds, and the ledger that checks it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import small
+import torch
+from hypothesis import given
+from small import Target, cache_for, reference
+from torch import Tensor
+
+import tlt.engine.engine
+from tlt.attention.slots import SlotAttention
+from tlt.config import EngineConfig
+from tlt.draft.strategy import Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.kv_cache import KVCache
+from tlt.engine.placing import place_new_rows
+from tlt.engine.rows import RowTable
+from tlt.engine.tuner import Fixed
+from tlt.types import Prompt, Request, Row, SamplingParams
+
+TARGET = Target(seed=0)
+
+
+def request(prompt: Sequence[int], seed: int, new_tokens: int = 8, **law: Any) -> Request:
+    params = SamplingParams(**({"temperature": 0.7} | law), max_new_tokens=new_tokens)
+    return Request(Prompt(seed // 10, "", tuple(prompt)), seed % 10, 0, seed, params)
+
+
+def row(prompt: Sequence[int], seed: int, tokens: Sequence[int] = ()) -> Row:
+    return Row(request(prompt, seed), list(tokens))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """A store that does what it is told, and nothing of its own."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int]] = []
+
+    def append(self, row: Row, kept: int) -> None:
+        self.rows.append((row.request.seed, kept))
+
+    def remove(self, place: int, last: int) -> None:
+        assert last == len(self.rows) - 1
+        self.rows[place] = self.rows[last]
+        self.rows.pop()
+
+
+@given(st.lists(st.integers(-1, 6), max_size=40))
+def test_every_store_follows_the_table(actions: list[int]) -> None:
+    """-1: a row comes; n: the one at place n leaves, if there is one."""
+    stores = [Follower(), Follower()]
+    table, alive = RowTable(stores), set()
+    for number, action in enumerate(actions):
+        if action < 0:
+            table.append(row((1,), number), kept=number)
+            alive.add(number)
+        elif action < len(table):
+            alive.remove(table.remove(action).request.seed)
+        order = [row.request.seed for row in table]
+        assert sorted(order) == sorted(alive)
+        assert all(store.rows == [(seed, seed) for seed in order] for store in stores)
+
+
+# -- what a free place still holds -------------------------------------------------------------------------------------
+
+
+def filled(slots: int, *prompts: Sequence[int]) -> tuple[KVCache, RowTable]:
+    """A cache of so many slots that rows with these prompts went through; none of them is live."""
+    cache = cache_for(TARGET.decoder, 10_000)
+    table = RowTable([cache])
+    cache.reserve(slots, 16)
+    for number, prompt in enumerate(prompts):
+        table.append(row(prompt, number))
+    while len(table):
+        table.remove(len(table) - 1)
+    return cache, table
+
+
+def test_a_free_slot_says_whose_prompt_it_holds_until_something_is_done_to_it() -> None:
+    a, b = (1, 2, 3), (4, 0)
+    cache, _ = filled(3, a, b)
+    assert [cache.held(slot) for slot in range(4)] == [a, b, (), ()]
+    cache.reserve(1, 100)  # the tail grows its own slots alone
+    assert cache.store.slots == 1
+    assert [cache.held(slot) for slot in range(2)] == [a, ()]
+    cache.wipe(0, 0)
+    assert cache.held(0) == ()
+    for forget in (KVCache.release, KVCache.clear):
+        cache, _ = filled(3, a, b)
+        forget(cache)
+        assert [cache.held(slot) for slot in range(3)] == [(), (), ()]
+
+
+def test_rows_find_their_prompt_in_the_free_places_or_at_a_sibling() -> None:
+    a, b, c = (1, 2, 3), (4, 0), (2, 2)
+    cache, table = filled(3, a, b)
+    new = [row(c, 30), row(b, 20), row(a, 10), row(a, 11, tokens=[3]), row(c, 31), row(b, 21)]
+    kept, fresh, copies = place_new_rows(new, table, cache)
+    assert [r.request.seed for r in kept] == [10, 20], "in the order of the places"
+    assert [r.request.seed for r in fresh] == [30, 11], "one that was begun has more than its prompt to fill in"
+    assert [r.request.seed for r in copies] == [31, 21]
+    live = row(a, 12)
+    kept, fresh, copies = place_new_rows([row(a, 13)], [live], cache)
+    assert (len(kept), len(fresh), len(copies)) == (0, 0, 1), "place 1 holds another prompt, but a sibling is live"
+
+
+def outgrown(engine: Engine) -> None:
+    """A long row (a prompt of 20, 300 tokens to come) beside a short one that ends; then it outgrows the slots."""
+    engine.start([request([1, 2] * 10, 0, 300), request((4, 0, 2, 2, 1), 10, 5)])
+    for _ in range(200):
+        engine.round()
+
+
+def test_a_sibling_that_comes_after_its_slot_was_given_up_is_prefilled() -> None:
+    engine = small.build(TARGET)
+    outgrown(engine)
+    late, prefilled = request((4, 0, 2, 2, 1), 11, 12), engine.stats.prefill_tokens
+    engine.submit([late])
+    (found,) = [r for _ in range(12) for r in engine.round() if r.request is late]
+    assert engine.stats.prefill_tokens - prefilled == 4
+    assert found.token_ids == reference(TARGET, [late])[0].token_ids
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_siblings_that_come_after_theirs_left_need_no_prefill(leaves: int) -> None:
+    """So many that ended left as many slots behind; a row before them goes on."""
+    engine = small.build(TARGET)
+    group = [request((4, 0, 2, 2, 1), 10 + i, 3) for i in range(leaves)]
+    engine.start([request((1, 2, 3), 0, 30), *group])
+    for _ in range(4):
+        engine.round()
+    late, prefilled = [request((4, 0, 2, 2, 1), 15 + i, 9) for i in range(2)], engine.stats.prefill_tokens
+    engine.submit(late)
+    found = {r.request.seed: r.token_ids for _ in range(9) for r in engine.round()}
+    assert engine.stats.prefill_tokens == prefilled
+    for asked, want in zip(late, reference(TARGET, late), strict=True):
+        assert found[asked.seed] == want.token_ids
+
+
+def test_a_new_rollout_trusts_no_slot_of_the_one_before() -> None:
+    engine = small.build(Target(seed=0))
+    first, second = request((1, 2, 3), 0, 3), request((1, 2, 3), 1, 3)
+    list(engine.generate([first]))
+    other = Target(seed=1)
+    engine.target.load(other.model.state_dict(), version=1)
+    (found,) = engine.generate([second])
+    assert found.token_ids == reference(other, [second])[0].token_ids
+
+
+def test_a_target_that_changes_amid_a_rollout_is_a_bug_that_shows() -> None:
+    target = Target(seed=0)
+    engine = small.build(target)
+    engine.start([request((1, 2, 3), 0, 30)])
+    engine.round()
+    target.decoder.load(target.model.state_dict(), version=1)
+    with pytest.raises(AssertionError, match="call start"):
+        engine.round()
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+
+class Replay(small.ContextDrafter):
+    pass
+
+
+def speculating() -> Engine:
+    return small.build(TARGET, Replay(TARGET, 0.7, 0.7), Strategy("", 3, 2, 8), max_rows=4, bound_tokens=85)
+
+
+def run(engine: Engine) -> None:
+    for _ in engine.generate([request((1, 2, 3) * (1 + n % 3), n, 40) for n in range(9)]):
+        pass
+
+
+def test_the_ledger_is_on_in_tests_and_passes_what_is_right() -> None:
+    engine = speculating()
+    assert engine.cache.ledger is not None
+    run(engine)
+    assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("fault", ["moves", "copies", "a slot that lost its tokens", "walk", "weights"])
+def test_the_ledger_sees_what_a_slot_should_not_hold(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    engine = speculating()
+    if fault == "moves":
+        monkeypatch.setattr(KVCache, "move", lambda self, *moves: None)
+    elif fault == "copies":
+        monkeypatch.setattr(KVCache, "copy", lambda self, *slots: None)
+    elif fault == "a slot that lost its tokens":
+        resize = KVCache._resize
+
+        def forgetful(self: KVCache, slots: int, tokens: int) -> None:
+            held = list(self._held)
+            resize(self, slots, tokens)
+            self._held[: len(held)] = held[:slots]
+            if self.ledger:
+                self.ledger.booked.zero_()
+
+        monkeypatch.setattr(KVCache, "_resize", forgetful)
+    elif fault == "walk":
+        monkeypatch.setattr(tlt.engine.engine, "walk", lambda tree, sampled: [0, len(tree.tokens) - 1])
+    else:
+        monkeypatch.setattr(Engine, "round", lambda self, one=Engine.round: self.cache.check(7) or one(self))
+    with pytest.raises(AssertionError, match=r"slot \d+ does not hold"):
+        run(engine)
+
+
+# -- what is not finite ------------------------------------------------------------------------------------------------
+
+
+class Poisoned(small.Decoder):
+    """Hidden states, keys and values of one token are not finite, and of whatever attends to it."""
+
+    token = -1
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Any, taps: Any = None) -> Tensor:
+        bad = (tokens == self.token).view(-1, 1, 1)
+
+        def spoiled(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key, value = (torch.where(bad, torch.nan, x) for x in (key, value))
+            return attend(layer, query, key, value)
+
+        return super().forward(tokens, positions, spoiled, taps)
+
+
+def poisoned(token: int) -> Poisoned:
+    made = Poisoned(TARGET.decoder.options, torch.float64, torch.device("cpu"))
+    made.load(TARGET.model.state_dict(), version=0)
+    made.token = token
+    return made
+
+
+@pytest.mark.parametrize("where", ["prompt", "response"])
+@pytest.mark.parametrize("max_rows", [1, 2, 3])
+def test_a_row_that_is_not_finite_poisons_nobody(max_rows: int, where: str) -> None:
+    """Those who share its slot before, beside and after it get their own tokens."""
+    good = [r for n in range(40) if 4 not in reference(TARGET, [r := request((1, 2, 3), n, 6)])[0].token_ids]
+    bad = request((1, 4, 3), 400, 6)
+    if where == "response":
+        bad = next(r for n in range(400, 500) if 4 in reference(TARGET, [r := request((2, 2), n, 6)])[0].token_ids[:3])
+    asked = [good[0], bad, *good[1:5], dataclasses.replace(bad, seed=bad.seed + 1), *good[5:9]]
+    engine = Engine(poisoned(4), EngineConfig(max_rows=max_rows, prefill_tokens=8))
+    found = {r.request.seed: r for r in engine.generate(asked)}
+    for right in good[:9]:
+        assert found[right.seed].token_ids == reference(TARGET, [right])[0].token_ids
+    assert not all(torch.tensor(found[bad.seed].full_logprobs).isfinite())
+
+
+class Sure(small.NodeDrafter):
+    """Always proposes the same token."""
+
+    name = "sure"
+
+    def propose(self, nodes: Sequence[small.Node]) -> small.Offer:
+        return small.Offer(torch.full((len(nodes), 2), 4) - torch.arange(2), torch.tensor([[0.0, -1.0]] * len(nodes)))
+
+
+@pytest.mark.parametrize("strategy", [Strategy("sure", 3, 1, 4), Strategy("sure", 2, 2, 6)], ids=["chain", "tree"])
+def test_a_draft_that_leads_to_what_is_not_finite_changes_no_token(strategy: Strategy) -> None:
+    good = [r for n in range(60) if 4 not in reference(TARGET, [r := request((1, 2, 3), n, 9)])[0].token_ids][:6]
+    engine = Engine(poisoned(4), EngineConfig(max_rows=3), [Sure()], Fixed(strategy))
+    found = {r.request.seed: r for r in engine.generate(good)}
+    assert engine.stats.drafted == 0, "each such round is decided by its roots"
+    for right, want in zip(good, reference(TARGET, good), strict=True):
+        assert found[right.seed].token_ids == want.token_ids
+        assert found[right.seed].logprobs == pytest.approx(want.logprobs, abs=1e-9)
+
+
+def test_slots_read_zeros_where_they_were_wiped() -> None:
+    store = SlotAttention(cache_for(TARGET.decoder, 100).store.shape)
+    store.resize(2, 8)
+    for tensor in (*store.keys, *store.values):
+        tensor.fill_(torch.nan)
+    store.wipe(1, 3)
+    for tensor in (*store.keys, *store.values):
+        assert tensor[1, :, 3:].eq(0).all()
+        assert tensor[1, :, :3].isnan().all()
+        assert tensor[0].isnan().all()
