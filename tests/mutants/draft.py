@@ -196,7 +196,7 @@ MUTANTS = [
         "draft/trainer.py",
         "if norm.isfinite():",
         "if True:",
-        "draft/test_spot.py",
+        "draft/test_trainer.py",
     ),
     Mutant(
         "Adam counts its steps from 0 in a state that was taken over",
