@@ -93,7 +93,7 @@ def _pytest(home: Path, tests: Sequence[str]) -> tuple[int | None, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="make mutants", description="Plants faults that tests must notice.")
     parser.add_argument("-k", default="", help="only mutants with this in their area, file or name")
     parser.add_argument("-j", type=int, default=2, help="how many at a time")
     asked = parser.parse_args()
