@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo test lint clean
+.PHONY: all demo test mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -21,6 +21,10 @@ demo: all
 # Two processes of one thread each: the models are tiny, and threads that wait for a busy core make them many times slower.
 test: all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations 10
+
+# Plants the faults listed in tests/mutants one at a time: each must be noticed. ARGS="-k word -j 1" for some of them.
+mutants: all
+	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
 
 lint: all
 	$(BIN)/ruff check .

@@ -147,6 +147,13 @@ def test_winners_do_not_tie() -> None:
     assert torch.isfinite(g).all()
 
 
+def test_the_first_and_the_last_word_have_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes once in 2^32 draws: u = 2^-33 and 1 - 2^-33, and -log(-log(1 - u))."""
+    first, last = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), 2**32 - 1)
+    monkeypatch.setattr("tlt.sampling.philox", lambda counter, key: (first, last, first, last))
+    assert noise(0, 0, 2).tolist() == pytest.approx([33 * math.log(2), -math.log(33 * math.log(2))], abs=1e-5)
+
+
 # -- seeds ------------------------------------------------------------------------------------------------------------
 
 
@@ -241,12 +248,12 @@ def test_each_row_has_its_own_law() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_what_is_off_stays_off_beside_a_row_that_has_it_on(dtype: torch.dtype) -> None:
-    """A row's law may not depend on its neighbours: top_p = 1 keeps every token, however small its mass."""
+    """A row's law may not depend on its neighbours by a bit: top_p = 1 keeps every token, however small its mass."""
     logits = torch.randn(2, 5000, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4
     alone, _ = log_law(logits[:1], law_of((1.0, 0, 1.0)))
     beside, _ = log_law(logits, law_of((1.0, 0, 1.0), (1.0, 0, 0.5)))
     assert torch.isfinite(beside[0]).all()
-    assert torch.allclose(beside[0], alone[0], rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+    assert torch.equal(beside[0], alone[0])
 
 
 def test_top_k_alone_keeps_k() -> None:
@@ -260,6 +267,24 @@ def test_top_k_alone_keeps_k() -> None:
 def test_top_p_is_never_empty(top_p: float) -> None:
     log_p, _ = log_law(torch.tensor([[1.0, 5.0, 2.0], [0.0, 0.0, 0.0]]), law_of(*[(1.0, 0, top_p)] * 2))
     assert log_p.tolist() == [[-INF, 0.0, -INF], [0.0, -INF, -INF]]
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_a_prefix_that_has_exactly_the_mass_is_enough(top_p: float, kept: int) -> None:
+    """Four equal tokens: all sums are exact."""
+    log_p, _ = log_law(torch.zeros(1, 4), law_of((1.0, 0, top_p)))
+    assert log_p[0].exp().tolist() == pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))
+
+
+@pytest.mark.parametrize("top_p", [0.9999, 0.99995])
+def test_the_mass_of_a_long_tail_is_summed_exactly(top_p: float) -> None:
+    """100,000 tokens of about 2e-9 each behind one: next to 1 a float32 is good to 6e-8, which is 30 of them."""
+    logits = 0.5 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)) - 20
+    logits[0, 0] = 0.0
+    log_p, full = log_law(logits, law_of((1.0, 0, top_p)))
+    likeliest_first = full[0].sort(descending=True).values.softmax(-1).double().numpy()
+    kept = 1 + int((np.cumsum(likeliest_first) < top_p).sum())
+    assert abs(int(torch.isfinite(log_p).sum()) - kept) <= 1
 
 
 def test_dtypes_are_kept_or_widened() -> None:

@@ -117,6 +117,39 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     assert not same(before, replica_of(spot))
 
 
+def test_what_is_published_is_the_running_mean_of_the_weights(model: Model, items: list[Harvest]) -> None:
+    """By 2 / (2 + steps) of the distance, so that it is of the later half; once that is small, by 1 / 50."""
+    spot = make_spot(model, items)
+    mean = spot.trainer.layer.fc.weight.detach().clone()
+    for step in (1, 2, 3, 400):
+        spot.trainer.steps = step - 1.0
+        spot.train(0)
+        mean += max(2 / (2 + step), 1 / 50) * (spot.trainer.layer.fc.weight.detach() - mean)
+        assert torch.allclose(replica_of(spot).weights["fc.weight"], mean, rtol=0, atol=1e-12)
+
+
+def test_tokens_are_counted_by_one_replica_alone(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    for _ in range(2):
+        report = spot.train(0)
+        assert replica_of(spot).tokens == report.tokens > 0
+    assert replica_of(spot).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("agreement", "steps", "share"), [(None, 2, 1 / 1.002), (None, 1000, 0.5), (None, 10**6, 0.1), (0.9, 2, 0.1)]
+)
+def test_the_rate_cools_and_one_that_was_trained_before_begins_cold(
+    model: Model, items: list[Harvest], agreement: float | None, steps: int, share: float
+) -> None:
+    layer = fresh_layer(model)
+    layer.agreement = agreement
+    spot = make_spot(model, items, layer=layer)
+    spot.enough, spot.trainer.steps = 1, float(steps)
+    spot.train(0)
+    assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(share * CONFIG.learning_rate)
+
+
 def test_without_harvest_nothing_is_trained(model: Model) -> None:
     spot = make_spot(model, [])
     before = replica_of(spot)

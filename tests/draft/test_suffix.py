@@ -128,6 +128,23 @@ def test_the_newest_epoch_comes_first_when_there_are_more_matches_than_are_looke
     assert set(offers(drafter, live)) == {40}
 
 
+def test_the_newest_matches_of_an_epoch_are_looked_at() -> None:
+    drafter, live = SuffixDrafter(LOTS), request()
+    decoded(drafter, request(index=1), [1, 2, 30] * 20 + [1, 2, 40] * 16)
+    drafter.open(live, [])
+    commit(drafter, live, [7, 1, 2])
+    assert set(offers(drafter, live)) == {40}
+
+
+def test_no_more_than_sixteen_matches_count_over_all_epochs() -> None:
+    drafter, live = SuffixDrafter(LOTS), request(epoch=2)
+    decoded(drafter, request(epoch=0), [1, 2, 30] * 40)
+    decoded(drafter, request(epoch=1), [1, 2, 40] * 10)
+    drafter.open(live, [])
+    commit(drafter, live, [7, 1, 2])
+    assert offers(drafter, live) == pytest.approx({40: 10 / 17.5, 30: 6 / 17.5})
+
+
 # -- what is offered ---------------------------------------------------------------------------------------------------
 
 

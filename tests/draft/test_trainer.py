@@ -27,7 +27,7 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.trainer import LOSSES, DrafterTrainer
 from tlt.draft.tree import Roots, grow
-from tlt.draft.unroll import pack, packs, unroll
+from tlt.draft.unroll import bundles, pack, packs, unroll
 from tlt.engine.engine import Engine
 from tlt.engine.laws import law_of
 from tlt.models.decoder import Decoder
@@ -155,6 +155,15 @@ def test_losses_are_the_hand_worked_ones() -> None:
     # the same winner v: 1 / sum over u of max(p_u / p_v, q_u / q_v)
     agree = 1 / (1 + 1 + 3) + 1 / (5 / 3 + 1 + 3) + 1 / (5 / 2 + 3 / 2 + 1)
     assert trainer.agreement(log_p, log_q, 3).item() == pytest.approx(1 - agree)
+
+
+def test_the_gradient_of_the_hybrid_is_that_of_its_parts() -> None:
+    """By each log q: of the KL -p, of the total variation q / 2 with the sign of q - p. The weight has none."""
+    log_p, log_q = logs(P), logs(Q).requires_grad_()
+    (gradient,) = torch.autograd.grad(trainer.hybrid(log_p, log_q).sum(), log_q)
+    weight = math.exp(-3 * (1 - 0.4))
+    expected = [weight * -p + (1 - weight) * math.copysign(q / 2, q - p) for p, q in zip(P, Q, strict=True)]
+    assert gradient[0].tolist() == pytest.approx(expected)
 
 
 def test_two_tokens_agree_as_often_as_their_laws_overlap() -> None:
@@ -296,6 +305,12 @@ def test_packs_lose_nothing_and_mix_nothing(lengths: list[int], most: int, seed:
     assert sorted(seen) == list(range(len(items)))
 
 
+def test_a_bundle_is_of_one_target_version() -> None:
+    items = [harvest("eagle3", 0, 5)._replace(target_version=version) for version in (0, 0, 1, 1, 1, 2)]
+    found = [[item.target_version for item in held] for held in bundles(items, 12)]
+    assert found == [[0, 0], [1, 1], [1], [2]]
+
+
 def test_an_epoch_comes_in_another_order_every_time() -> None:
     items = [harvest("eagle3", 0, 5, seed=i) for i in range(20)]
     rng = random.Random(0)
@@ -316,6 +331,32 @@ def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> Non
         rates.append(made.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.005])
     assert made.steps == 6
+
+
+def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
+    layer = make_layer(model.decoder, "eagle3", 8)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2, max_grad_norm=1e-3))
+    norms: list[float] = []
+
+    def look(*_: object) -> None:
+        norms.append(math.sqrt(sum(p.grad.square().sum().item() for p in layer.parameters() if p.grad is not None)))
+
+    made.optimizer.register_step_pre_hook(look)
+    made.step(pack(mixed_items(), CPU))
+    assert norms == [pytest.approx(1e-3, rel=1e-3)]
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(model: Model) -> None:
+    layer = make_layer(model.decoder, "eagle3", 8)
+    made, before = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2)), layer.fc.weight.clone()
+    spoilt = layer.q_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    assert all(math.isfinite(overlap) for overlap in made.step(pack(mixed_items(), CPU)))
+    assert made.steps == 0
+    assert torch.equal(layer.fc.weight, before)
+    spoilt.remove()
+    made.step(pack(mixed_items(), CPU))
+    assert made.steps == 1
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize(("reach", "columns"), [(0.0, 1), (0.3, 2), (1.95, 3), (2.2, 4), (3.9, 5), (5.0, 5)])

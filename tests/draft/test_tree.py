@@ -285,6 +285,21 @@ def test_what_was_counted_long_ago_fades() -> None:
     assert known.table[where] > 0.9
 
 
+def test_a_rate_that_stays_is_known_however_long_it_lasts() -> None:
+    """One guess in four is right, through many half-lives."""
+    known, where = Calibration(), cells([1.0, 0.0])[0]
+    for turn in range(4000):
+        known.observe([-1, where], [0, 0], [0, 1] if turn % 4 == 0 else [0])
+        known.next_round()
+    assert known.table[where] == pytest.approx(0.25, abs=0.02)
+
+
+def test_no_kind_shares_a_cell_with_a_depth_of_another() -> None:
+    known, scores = Calibration(), np.array([[[4.0, 3.0, 2.0, 1.0, 0.0]]])
+    seen = {tuple(known.cells(np.array([[kind]]), depth, scores, 4).ravel()) for kind in range(8) for depth in range(8)}
+    assert len({cell for cells in seen for cell in cells}) == 8 * 8 * 4
+
+
 def test_a_draft_that_was_never_taken_is_no_longer_verified() -> None:
     drafter, strategy = TableDrafter(1, listed=False), Strategy("table", 3, 2, 8, min_chance=0.2)
     known, row = Calibration(), (request(), [5])

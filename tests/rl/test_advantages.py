@@ -90,6 +90,21 @@ def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [[0.707106, -0.707106], [-0.707106, 0.707106]]),
+        ("dr_grpo", [[0.5, -0.5], [-1.5, 1.5]]),
+        ("rloo", [[1.0, -1.0], [-3.0, 3.0]]),
+        ("reinforce_pp", [[0.0, -0.707107], [-0.707107, 1.414214]]),  # squares 0 + 1 + 1 + 4, / 3, root 1.414214
+    ],
+)
+def test_each_name_stands_for_its_own(name: str, expected: list[list[float]]) -> None:
+    """Of the rewards 1, 0 and 0, 3, the mean of all of which is 1."""
+    found = ADVANTAGES[name]([[1.0, 0.0], [0.0, 3.0]])
+    assert [a for group in found for a in group] == pytest.approx([a for group in expected for a in group], abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_rollout_without_spread_or_without_groups_teaches_nothing(name: str) -> None:
     assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7]) == [[0.0] * 3, [0.0] * 7]

@@ -29,7 +29,7 @@ def group(row: int, *rewards: float | None, lengths: list[int] | None = None) ->
         request = Request(PROMPTS[row], i, 2, 2**63 + 100 * row + i, SAMPLING)
         tokens, logprobs = [10 * row + i] * length, [-0.1 * (i + 1)] * length
         outcome = "timeout" if reward is None else ""
-        responses.append(Response(request, tokens, [-0.3] * length, logprobs, "stop", "té\ud800xt", reward, outcome))
+        responses.append(Response(request, tokens, [-9.0] * length, logprobs, "stop", "té\ud800xt", reward, outcome))
     return Group(PROMPTS[row], responses)
 
 

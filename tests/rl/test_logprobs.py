@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.rl.logprobs import chunk_tokens, in_chunks
+from tlt.rl.logprobs import chunk_tokens, in_chunks, token_logprobs
+from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -82,6 +83,19 @@ def test_chunks_under_autocast_are_computed_anew_under_autocast(tmp_path: Path) 
     name = "model.embed_tokens.weight/exp_avg"
     one, other = chunked.optimizer_state()[name], whole.optimizer_state()[name]
     assert (one - other).norm() < 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_bfloat16_logits_are_widened_before_the_softmax(tmp_path: Path, temperature: float) -> None:
+    """Log-probs in bfloat16 are good to 1 % at best."""
+    policy, batch, seen = make_policy(save_weights(tmp_path, 31), torch.bfloat16), random_batch(31), []
+    policy.model.lm_head.register_forward_hook(lambda module, given, logits: seen.append(logits.detach().double()))
+    (micro,) = policy._micro_batches(batch, range(6), Alone())
+    logprobs, entropy = token_logprobs(policy.model, micro, temperature, 512, autocast=True)
+    law = torch.distributions.Categorical(logits=seen[0] / temperature)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    assert torch.allclose(logprobs.double(), law.log_prob(micro.targets), rtol=0, atol=1e-5)
+    assert torch.allclose(entropy.double(), law.entropy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 26), (torch.float64, 13), (torch.bfloat16, 26)])

@@ -446,6 +446,15 @@ def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
     assert sha256(policy.state_dict()) == sha256(twin.state_dict())
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_mean_entropy_is_of_the_tokens_that_went_through(folder: Path, loss: str) -> None:
+    batch, some = random_batch(VOCAB), (1, 2, 5)
+    lists = (batch.prompt_ids, batch.response_ids, batch.advantages, batch.rollout_logprobs)
+    alone = TrainBatch(*([given[i] for i in some] for given in lists))
+    found = make_policy(folder, loss=loss).update(without_spread(batch, (0, 3, 4)), 0)["entropy"]
+    assert found == pytest.approx(make_policy(folder, loss=loss).update(alone, 0)["entropy"], rel=1e-9)
+
+
 # -- the mismatch ------------------------------------------------------------------------------------------------------
 
 
