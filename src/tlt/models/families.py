@@ -36,6 +36,7 @@ class DecoderOptions:
     out_bias: bool
     mlp_bias: bool
     tied: bool
+    """the embedding is the head, unless the weights hold another one"""
     max_positions: int
     """positions the weights and the rotary embedding are good for; longer sequences are refused"""
     inv_freq: Tensor
