@@ -117,8 +117,8 @@ def _refuse_unknown(c: Any) -> None:
     known = {"full_attention"} | ({"sliding_attention"} if window else set())
     if c.model_type in ("qwen2", "qwen3") and (unknown := set(c.layer_types) - known):
         raise ModelError(
-            f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, which is not known to the "
-            f"rollout decoder; known here: {', '.join(sorted(known))}"
+            f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, and the rollout decoder "
+            f"knows only {', '.join(sorted(known))} there"
         )
 
 
