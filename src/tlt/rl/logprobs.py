@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tlt.rl.batching import MicroBatch
+from tlt.sampling import lowest_temperature
 
 
 def token_logprobs(
@@ -30,7 +31,7 @@ def token_logprobs(
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        log_p = torch.log_softmax(wide / temperature, dim=-1)
+        log_p = torch.log_softmax(wide / max(temperature, lowest_temperature(wide.dtype)), dim=-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         with torch.no_grad():
             return chosen, -(log_p.exp() * log_p).sum(-1)
