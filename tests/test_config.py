@@ -93,6 +93,8 @@ def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
         ("rollout.top_p", "0"),
         ("rollout.top_p", "1.5"),
         ("rollout.temperature", "-1"),
+        ("rollout.temperature", "nan"),
+        ("rollout.temperature", "inf"),
         ("rollout.stop_strings", "one"),
         ("model.dtype", "float16"),
         ("speculation.drafter", "eagel"),

@@ -307,6 +307,36 @@ def test_temperature_zero_counts_as_one() -> None:
         assert torch.equal(full, torch.log_softmax(logits, dim=-1))
 
 
+LOWEST = [1e-29, 1e-37, 1e-39, 1e-42, 1e-46, 1e-300, 1e-310, 5e-324]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (3, 0.4)])
+@pytest.mark.parametrize("logits", [[0.25, 100.0, -3.0, 100.0, 99.5], [-1e4, 1e4, 0.0], [0.0, 0.0, -1e-3]], ids=str)
+def test_the_lowest_temperatures_share_the_law_among_the_best(
+    logits: list[float], top_k: int, top_p: float, dtype: torch.dtype
+) -> None:
+    """Below 1e-38 a temperature is subnormal or 0 in float32, and a logit divided by it infinite."""
+    rows = [(temperature, top_k, top_p) for temperature in (*LOWEST, 1.0, 0.0)]
+    law = law_of(*rows)._replace(temperature=torch.tensor([row[0] for row in rows], dtype=torch.float64))
+    log_p, full = log_law(torch.tensor([logits] * len(rows), dtype=dtype), law)
+    for row, temperature in enumerate([*LOWEST, 1.0, 1.0]):
+        rounded = torch.tensor(logits, dtype=dtype).tolist()
+        assert log_p[row].exp().tolist() == pytest.approx(brute_force(rounded, temperature, top_k, top_p), abs=1e-6)
+        assert full[row].exp().tolist() == pytest.approx(brute_force(rounded, temperature, 0, 1.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_of_another_law_depends_on_that(dtype: torch.dtype) -> None:
+    temperatures = torch.tensor([10.0**k for k in range(-29, 30)] + [0.3, 0.6, 1.0, 1.7], dtype=torch.float64)
+    count = len(temperatures)
+    logits = (torch.randn(count, 400, generator=torch.Generator().manual_seed(7)) * 9).to(dtype)
+    wide = logits if dtype == torch.float64 else logits.float()
+    expected = torch.log_softmax(wide / temperatures.to(wide.dtype)[:, None], dim=-1)
+    law = law_of(*[(1.0, 0, 1.0)] * count)._replace(temperature=temperatures)
+    assert torch.equal(log_law(logits, law)[0], expected)
+
+
 # -- the sample -------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.resume import refuse_changes
 from tlt.rewards import make_reward
+from tlt.rl.agreement import check_agreement
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, stop_request
@@ -131,6 +132,7 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     engine = make_engine(config.engine, config.speculation, target, tokenizer, layer, on_harvest, Tracer())
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
+    check_agreement(target, policy)
     return LocalRollout(engine, budget), policy
 
 

@@ -83,6 +83,12 @@ class Law(NamedTuple):
     greedy: bool = True
 
 
+def lowest_temperature(dtype: torch.dtype) -> float:
+    """A lower one counts as this: a logit divided by it could overflow, and the law is all on the best tokens here too.
+    Logits up to 4e8 stay finite."""
+    return torch.finfo(dtype).tiny * 1e8
+
+
 def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """(log p, log softmax(logits / temperature)) over [M, ..., V]; p after temperature, top-k, top-p, in that order.
 
@@ -93,8 +99,8 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     shape = (-1,) + (1,) * (logits.dim() - 1)
     if law.tempered:
-        temperature = law.temperature.to(wide.dtype)
-        wide = wide / torch.where(temperature > 0, temperature, 1.0).view(shape)
+        temperature = law.temperature.clamp(min=lowest_temperature(wide.dtype)).to(wide.dtype)
+        wide = wide / torch.where(law.temperature > 0, temperature, 1.0).view(shape)
     full = torch.log_softmax(wide, dim=-1)
     if not law.restricted:
         return full, full

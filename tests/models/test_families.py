@@ -18,7 +18,7 @@ from tlt.engine.rows import RowTable
 from tlt.engine.scheduler import Scheduler
 from tlt.models.decoder import Decoder
 from tlt.models.families import FAMILIES, DecoderOptions, ModelError, decoder_options, read_config
-from tlt.models.weights import read_safetensors
+from tlt.models.weights import read_safetensors, sha256
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -136,6 +136,36 @@ def test_values_that_make_no_model_are_refused(folder: Path, changes: dict[str, 
     refusal(folder)
 
 
+DISAGREEING: dict[str, tuple[dict[str, Any], str]] = {
+    "attention that is not causal": ({"is_causal": False}, "is_causal"),
+    "quantized weights": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "weights of another name": ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+    "a window of nothing": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+    "a window of less": ({"model_type": "mistral", "sliding_window": -3}, "sliding_window"),
+    "layers without their window": (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"], "sliding_window": None},
+        "layer_types",
+    ),
+    "layers of another kind": ({"model_type": "qwen2", "layer_types": ["chunked_attention"]}, "chunked_attention"),
+    "a family that transformers sees behind it": (
+        {"model_type": "mistral", "layer_types": ["full_attention"]},
+        "'ministral'",
+    ),
+    "a rope that turns a part of each head": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25}},
+        "partial_rotary_factor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEING)
+def test_what_transformers_does_and_the_decoder_does_not_is_refused(folder: Path, case: str) -> None:
+    """Each would have the engine decode from another law than the policy's, or the policy fail later."""
+    changes, named = DISAGREEING[case]
+    change_config(folder, **changes)
+    assert named in refusal(folder)
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,14 +219,26 @@ def test_an_index_that_points_outside_the_folder_is_refused(folder: Path, name: 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
 def test_a_broken_index_is_refused(folder: Path, text: str) -> None:
+    (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text(text)
     assert INDEX in refusal(folder)
 
 
 def test_a_shard_that_is_not_there_is_named(folder: Path) -> None:
-    names = {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / WEIGHTS).rename(folder / names["a"])
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
     assert "model-00002-of-00002.safetensors" in refusal(folder)
+
+
+def test_of_one_file_and_an_index_the_file_counts_as_in_transformers(folder: Path) -> None:
+    """An index that an earlier save left behind, with its shards."""
+    shard = "model-00001-of-00001.safetensors"
+    (folder / WEIGHTS).rename(folder / shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(folder / shard), shard)}))
+    save_file({name: tensor + 1 for name, tensor in load_file(folder / shard).items()}, folder / WEIGHTS)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert sha256(read_safetensors(folder)) == sha256(theirs)
 
 
 def test_a_snapshot_of_the_hub_cache_loads(folder: Path) -> None:

@@ -179,13 +179,42 @@ def test_the_decoder_takes_its_own_dtype_whatever_the_policy_has() -> None:
         assert logits(decoder).dtype == dtype
 
 
-def test_a_tied_head_follows_the_embedding_and_ignores_a_stored_head() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_among_the_weights_is_the_head_whatever_the_config_says(tied: bool) -> None:
+    """transformers unties such a model too, and says so in a warning alone."""
     state = policy_state()
-    tied = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
-    untied = RecordingDecoder(OPTIONS, torch.float64, CPU)
-    tied.load(state, version=0)
-    untied.load(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, version=0)
-    torch.testing.assert_close(logits(tied), logits(untied), rtol=0, atol=0)
+    decoder = RecordingDecoder(replace(OPTIONS, tied=tied), torch.float64, CPU)
+    decoder.load(state, version=0)
+    torch.testing.assert_close(decoder.head, state["lm_head.weight"], rtol=0, atol=0)
+    assert float((logits(decoder) - logits(loaded(state | {"lm_head.weight": embedding(state)}))).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("stored", ["no head", "the same memory", "a copy"])
+def test_a_tied_head_is_the_embedding_and_takes_no_memory(stored: str) -> None:
+    state = policy_state()
+    del state["lm_head.weight"]
+    heads = {"the same memory": embedding(state), "a copy": embedding(state).clone()}
+    decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
+    decoder.load(state | ({"lm_head.weight": heads[stored]} if stored != "no head" else {}), version=0)
+    assert decoder.head is decoder.embedding
+    expected = logits(loaded(state | {"lm_head.weight": embedding(state)}))
+    torch.testing.assert_close(logits(decoder), expected, rtol=0, atol=0)
+
+
+def test_a_tied_head_of_another_shape_is_refused() -> None:
+    decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
+    with pytest.raises(ModelError, match=r"lm_head\.weight.*\[7, 8\].*\[11, 8\]"):
+        decoder.load(policy_state() | {"lm_head.weight": torch.ones(7, 8)}, version=0)
+
+
+def loaded(state: dict[str, Tensor]) -> RecordingDecoder:
+    decoder = RecordingDecoder(OPTIONS, torch.float64, CPU)
+    decoder.load(state, version=0)
+    return decoder
+
+
+def embedding(state: dict[str, Tensor]) -> Tensor:
+    return state["model.embed_tokens.weight"]
 
 
 def test_reading_gives_the_tensors_that_were_saved_bit_for_bit(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tlt.config import RolloutConfig, TrainConfig
+from tlt.rl.batching import pack
 from tlt.rl.logprobs import chunk_tokens, in_chunks, token_logprobs
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
@@ -63,6 +64,20 @@ def test_without_gradients_chunks_work_as_well() -> None:
     with torch.no_grad():
         logprobs, _ = in_chunks(law_under(head), hidden, targets, 4)
     assert torch.equal(logprobs, in_chunks(law_under(head), hidden, targets, 4)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46, 5e-324])
+def test_the_lowest_temperatures_have_finite_log_probs(tmp_path: Path, dtype: torch.dtype, temperature: float) -> None:
+    """The law is all on the best token, as in the engine: nothing to learn of it, and nothing that is not a number."""
+    model = make_policy(save_weights(tmp_path, vocab_size=17), dtype).model
+    tokens = torch.arange(5)
+    best = model(tokens[None]).logits[0].argmax(-1)
+    micro = pack([[0]], [[0]], [tokens[1:].tolist()], CPU)._replace(targets=best[:4])
+    logprobs, entropy = token_logprobs(model, micro, temperature, 256, False)
+    logprobs.sum().backward()
+    assert logprobs.tolist() == entropy.tolist() == [0.0] * 4
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def make_policy(folder: Path, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:

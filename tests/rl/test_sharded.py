@@ -6,6 +6,7 @@ import gc
 import math
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import qwen3, random_batch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tlt.config import RolloutConfig, TrainConfig
+from tlt.models.decoder import Decoder
+from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.batching import plan
 from tlt.rl.parallel import Alone, GroupBroken, Meeting, Processes, ProcessGroup, shard
 from tlt.rl.policy import Policy
@@ -268,6 +273,58 @@ def test_checkpoints_are_the_same_and_either_goes_on_from_them(folder: Path, tmp
         close(member, whole)
     for member in together(2, go_on, batch, many):
         assert all(np.array_equal(member[name], shards[name]) for name in shards), "the same bits"
+
+
+# -- the engine beside it ----------------------------------------------------------------------------------------------
+
+
+def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> tuple[str, str, str]:
+    """Before the policy is in shards, after an update of them, and with another engine; then a checkpoint."""
+    target = Decoder(decoder_options(read_config(folder)), torch.float64, CPU)
+    target.load(read_safetensors(folder), version=0)
+    policy = ShardedPolicy(folder, torch.float64, CPU, TrainConfig(learning_rate=1e-2), RolloutConfig())
+    check_agreement(target, policy)
+    policy.spread(group)
+    policy.update(batch, 0, group)
+    take_weights(target, policy, version=1)
+    digest = policy.sha256()
+    policy.save(place)
+    target.head = target.embedding.flip(0)
+    try:
+        check_agreement(target, policy)
+    except ModelError as error:
+        return digest, policy.sha256(), str(error)
+    return digest, policy.sha256(), ""
+
+
+@pytest.mark.parametrize("head", ["tied", "untied", "its own"])
+def test_the_engine_and_shards_are_one_model(folders: dict[str, Path], head: str, tmp_path: Path) -> None:
+    folder = folders.get(head, tmp_path)
+    if head == "its own":
+        shutil.copytree(folders["tied"], folder, dirs_exist_ok=True)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(1).contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    members = together(2, agree, folder, random_batch(VOCAB), tmp_path)
+    policy = make_policy(Alone(), tmp_path / "policy", {})
+    for before, after, said in members:
+        assert before == after == policy.sha256()
+        assert "not one model at version 1" in said
+
+
+def lost_sync(group: ProcessGroup, folder: Path) -> str:
+    policy = make_policy(group, folder, {})
+    if group.rank:
+        os._exit(1)
+    try:
+        policy.logits(torch.arange(4))
+    except GroupBroken:
+        return "broken"
+    return ""
+
+
+def test_a_member_lost_amid_the_comparison_breaks_the_group(folder: Path) -> None:
+    assert together(2, lost_sync, folder) == ["broken", None]
 
 
 # -- a member that is lost ---------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from typing import Any
 from tlt.cluster.budget import Budget
 from tlt.engine.engine import Engine
 from tlt.loop import Trainable
+from tlt.rl.agreement import take_weights
+from tlt.rl.policy import Policy
 from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats
 
@@ -19,7 +21,8 @@ class LocalRollout:
         self.tracer.enter(IDLE)
 
     def sync(self, policy: Trainable, version: int) -> None:
-        self.engine.target.load(policy.state_dict(), version)
+        assert isinstance(policy, Policy), "the one in this process"
+        take_weights(self.engine.target, policy, version)
         if self.budget:
             self.budget.target_moved()
         self.tracer.enter(IDLE)

@@ -24,6 +24,7 @@ from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
 from tlt.models.weights import read_safetensors
+from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy
@@ -91,6 +92,7 @@ class Worker:
         self.policy = kind(
             folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
         )
+        check_agreement(self.target, self.policy)
         self._rollout = -1
         self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the update under way
@@ -222,7 +224,7 @@ class Worker:
         """The engine takes the policy's weights; the update can no longer be rolled back."""
         self._before = None
         with self.tracer.span("sync"):
-            self.target.load(self.policy.state_dict(), version)
+            take_weights(self.target, self.policy, version)
             self._guarded(lambda trainer: trainer.target_moved())
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ class Worker:
     def take_state(self, state: State) -> None:
         """Go on as the worker that this state is of."""
         self._restore(state)
-        self.target.load(self.policy.state_dict(), state.version)
+        take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
 
     def _restore(self, state: State) -> None:

@@ -120,7 +120,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(default=16, gt=0)
     group_size: int = Field(default=8, gt=1)
     max_new_tokens: int = Field(default=512, gt=0)
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop_strings: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.laws import law_of
 from tlt.engine.tuner import Fixed
+from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
 from tlt.sampling import log_law
 from tlt.types import Prompt, Request, SamplingParams
@@ -40,21 +40,10 @@ class OracleDrafter(NodeDrafter):
 
 def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
     """Logits [M, V] after each context, by plain causal attention over right-padded rows."""
-    options, rows, width = target.options, len(contexts), max(len(c) for c in contexts)
+    width = max(len(c) for c in contexts)
     tokens = torch.tensor([[*c, *[0] * (width - len(c))] for c in contexts], device=target.device)
-    causal = torch.ones(width, width, dtype=torch.bool, device=target.device).tril()
-    share = options.num_heads // options.num_kv_heads
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (query, key, value))
-        key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
-        scores = query @ key.transpose(2, 3) * options.head_dim**-0.5
-        weights = torch.softmax(scores.masked_fill(~causal, -math.inf), dim=-1)
-        return (weights @ value).transpose(1, 2).reshape(rows * width, -1)
-
-    hidden = target.forward(tokens, torch.arange(width, device=target.device).expand_as(tokens), attend)
     last = torch.tensor([len(c) - 1 for c in contexts], device=target.device)
-    return target.logits(hidden[torch.arange(len(contexts), device=target.device), last])
+    return target.logits(causal_hidden(target, tokens)[torch.arange(len(contexts), device=target.device), last])
 
 
 def oracle_checks(

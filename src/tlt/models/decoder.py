@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tlt.models.families import DecoderOptions, ModelError
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 class Attend(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -91,11 +93,10 @@ class Decoder:
         the old ones."""
         loader = _Loader(state, self.options, self.dtype, self.device)
         layers = [loader.layer(i) for i in range(self.options.num_layers)]
-        embedding = loader.take("model.embed_tokens.weight", (self.options.vocab_size, self.options.hidden_size))
-        tied = self.options.tied
-        head = embedding if tied else loader.take("lm_head.weight", tuple(embedding.shape))
+        embedding = loader.take(_EMBEDDING, (self.options.vocab_size, self.options.hidden_size))
+        head = loader.head(embedding)
         norm = loader.norm("model.norm.weight")
-        loader.check_all_taken(ignore={"lm_head.weight"} if tied else set())
+        loader.check_all_taken()
         self.layers, self.embedding, self.head, self.norm, self.version = layers, embedding, head, norm, version
 
     @torch.inference_mode()
@@ -179,9 +180,19 @@ class _Loader:
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.take(name, (self.options.hidden_size,)), self.options.rms_norm_eps)
 
-    def check_all_taken(self, ignore: set[str]) -> None:
+    def head(self, embedding: Tensor) -> Tensor:
+        """A head among the weights counts even where config.json says that it is tied, as in transformers; one that
+        equals the embedding is not kept twice."""
+        tied, state = self.options.tied, self.state
+        if tied and (_HEAD not in state or state[_HEAD].data_ptr() == state[_EMBEDDING].data_ptr()):
+            self.taken.add(_HEAD)
+            return embedding
+        head = self.take(_HEAD, tuple(embedding.shape))
+        return embedding if tied and torch.equal(head, embedding) else head
+
+    def check_all_taken(self) -> None:
         # old Llama checkpoints carry rotary.inv_freq buffers, which config.json determines
-        rest = sorted(k for k in self.state if k not in self.taken | ignore and not k.endswith("rotary_emb.inv_freq"))
+        rest = sorted(k for k in self.state if k not in self.taken and not k.endswith("rotary_emb.inv_freq"))
         if rest:
             raise ModelError(
                 f"the weights hold {rest[0]}, which the rollout decoder does not know (and {len(rest) - 1} more)"

@@ -36,6 +36,7 @@ class DecoderOptions:
     out_bias: bool
     mlp_bias: bool
     tied: bool
+    """the embedding is the head, unless the weights hold another one"""
     max_positions: int
     """positions the weights and the rotary embedding are good for; longer sequences are refused"""
     inv_freq: Tensor
@@ -53,34 +54,40 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
-    kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ModelError(f"{path}: model_type {kind!r} is not known to the rollout decoder; known are {known}")
+    raw = raw if isinstance(raw, dict) else {}
+    _check_family(path, raw.get("model_type"))
     if raw.get("auto_map"):
         raise ModelError(
             f"{path}: config.json asks for remote code (auto_map), which tlt never runs: remove that entry"
         )
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers' own checks have many types
         raise ModelError(f"{path / 'config.json'} does not make a model: {_last_line(error)}") from None
+    _check_family(path, config.model_type)  # a mistral with layer_types becomes a ministral
+    return config
+
+
+def _check_family(path: Path, kind: Any) -> None:
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ModelError(f"{path}: model_type {kind!r} is not known to the rollout decoder; known are {known}")
 
 
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
     """Options of the decoder for a known family. Raises ModelError for a variant it does not do."""
     c: Any = config
-    if c.hidden_act != "silu":
-        raise ModelError(f"hidden_act {c.hidden_act!r} is not known to the rollout decoder; known is silu")
+    _refuse_unknown(c)
     biased = c.model_type in ("llama", "qwen3") and getattr(c, "attention_bias", False)
-    rotary = _rotary_embedding(c)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    rotary = _rotary_embedding(c, head_dim)
     return DecoderOptions(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         num_layers=c.num_hidden_layers,
         num_heads=c.num_attention_heads,
         num_kv_heads=c.num_key_value_heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        head_dim=head_dim,
         intermediate_size=c.intermediate_size,
         rms_norm_eps=c.rms_norm_eps,
         qk_norm=c.model_type == "qwen3",
@@ -94,16 +101,44 @@ def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
     )
 
 
-def _rotary_embedding(config: Any) -> Any:
+def _refuse_unknown(c: Any) -> None:
+    """What transformers, and with it the policy, would do and the decoder would not."""
+    if c.hidden_act != "silu":
+        raise ModelError(f"hidden_act {c.hidden_act!r} is not known to the rollout decoder; known is silu")
+    if not getattr(c, "is_causal", True):
+        raise ModelError("config.json has is_causal = false, but tokens are decoded one after the other: remove it")
+    if getattr(c, "quantization_config", None) is not None:
+        raise ModelError("config.json has a quantization_config, and such weights cannot be trained: dequantize them")
+    if getattr(c, "transformers_weights", None):
+        raise ModelError("config.json has transformers_weights, but tlt reads model.safetensors: rename the file")
+    window = getattr(c, "sliding_window", None)
+    if window is not None and window < 1:
+        raise ModelError(f"config.json has sliding_window = {window}: give the tokens that it spans, or null for all")
+    known = {"full_attention"} | ({"sliding_attention"} if window else set())
+    if c.model_type in ("qwen2", "qwen3") and (unknown := set(c.layer_types) - known):
+        raise ModelError(
+            f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, and the rollout decoder "
+            f"knows only {', '.join(sorted(known))} there"
+        )
+
+
+def _rotary_embedding(config: Any, head_dim: int) -> Any:
     """The family's own module from transformers, so that every kind of rope scaling is its own arithmetic."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in ROPES:
         raise ModelError(f"rope type {kind!r} is not known to the rollout decoder; known are {', '.join(ROPES)}")
     module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     try:
-        return getattr(module, f"{FAMILIES[config.model_type]}RotaryEmbedding")(config)
+        rotary = getattr(module, f"{FAMILIES[config.model_type]}RotaryEmbedding")(config)
     except Exception as error:
         raise ModelError(f"config.json asks for a {kind} rope that cannot be built: {_last_line(error)}") from None
+    turned = 2 * len(rotary.inv_freq)
+    if turned != head_dim:
+        raise ModelError(
+            f"the rope of config.json turns {turned} of a head's {head_dim} dimensions, and the rollout decoder turns "
+            "all: remove partial_rotary_factor"
+        )
+    return rotary
 
 
 def _last_line(error: Exception) -> str:

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from tlt.models.families import ModelError
 
+_SINGLE = "model.safetensors"
+
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder, single file or sharded. Raises ModelError; pickle files are never read."""
+    """All tensors of a checkpoint folder, sharded if there is no single file, as transformers reads it. Raises
+    ModelError; pickle files are never read."""
     path = Path(folder)
     index = path / "model.safetensors.index.json"
-    names = _shards(index) if index.is_file() else ["model.safetensors"]
+    sharded = index.is_file() and not (path / _SINGLE).is_file()
+    names = _shards(index) if sharded else [_SINGLE]
     tensors: dict[str, Tensor] = {}
     for name in names:
         file = path / name

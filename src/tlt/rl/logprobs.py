@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tlt.rl.batching import MicroBatch
+from tlt.sampling import lowest_temperature
 
 
 def token_logprobs(
     model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
-    # each weight is used once: a cache would keep bfloat16 copies of all layers at the same time
-    cast = torch.autocast(micro.input_ids.device.type, dtype=torch.bfloat16, enabled=autocast, cache_enabled=False)
+    cast = _autocast(micro.input_ids.device, autocast)
     with cast:
         hidden = model.base_model(
             input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask
@@ -31,12 +31,25 @@ def token_logprobs(
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        log_p = torch.log_softmax(wide / temperature, dim=-1)
+        log_p = torch.log_softmax(wide / max(temperature, lowest_temperature(wide.dtype)), dim=-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         with torch.no_grad():
             return chosen, -(log_p.exp() * log_p).sum(-1)
 
     return in_chunks(law, hidden, micro.targets, chunk_tokens(model, logits_mb))
+
+
+def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
+    """Logits [N, V] at each token of one sequence [N], by the arithmetic of `token_logprobs`."""
+    with _autocast(tokens.device, autocast):
+        positions = torch.arange(len(tokens), device=tokens.device)
+        hidden = model.base_model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0]
+        return model.get_output_embeddings()(hidden)
+
+
+def _autocast(device: torch.device, enabled: bool) -> torch.autocast:
+    # each weight is used once: a cache would keep bfloat16 copies of all layers at the same time
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def chunk_tokens(model: Any, logits_mb: int) -> int:

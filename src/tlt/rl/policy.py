@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
 from tlt.rl.batching import MicroBatch, pack, plan
-from tlt.rl.logprobs import token_logprobs
+from tlt.rl.logprobs import sequence_logits, token_logprobs
 from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
 from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
 from tlt.types import TrainBatch
@@ -191,6 +191,11 @@ class Policy:
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(model, micro, self.rollout.temperature, self.config.logits_mb, self.autocast)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[N, V] at each token of one sequence [N]."""
+        return sequence_logits(self.model, tokens.to(self.model.device), self.autocast)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,13 @@ class ShardedPolicy(Policy):
             clip_grads_with_norm_(part, self.config.max_grad_norm, norm)
         return norm
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The same on every member. Raises GroupBroken."""
+        try:
+            return super().logits(tokens)
+        except RuntimeError as error:
+            raise broken(error) or error from None
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Tensor]:

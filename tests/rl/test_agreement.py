@@ -1,0 +1,210 @@
+"""The engine's decoder and the policy are one model: they read the same files, and take the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import qwen3, random_batch, tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tlt.build import load_tokenizer
+from tlt.cluster.worker import Worker
+from tlt.config import Config, RolloutConfig, TrainConfig
+from tlt.fidelity.oracle import last_logits
+from tlt.models.decoder import Decoder
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
+from tlt.rl.agreement import check_agreement, take_weights
+from tlt.rl.policy import Policy
+from tlt.run import make_parts
+
+CPU = torch.device("cpu")
+VOCAB = 31
+TEXT = [5, 1, 30, 2, 2, 17]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def own_head(folder: Path) -> Path:
+    """config.json says that the head is tied, and the file holds another one."""
+    qwen3(vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.3).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    other = torch.randn(VOCAB, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    save_file(tensors | {HEAD: other}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_policy(folder: Path, dtype: torch.dtype = torch.float64) -> Policy:
+    config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=24)
+    return Policy(folder, dtype, CPU, config, RolloutConfig(max_new_tokens=12))
+
+
+def make_decoder(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
+    decoder = Decoder(decoder_options(read_config(folder)), dtype, CPU)
+    decoder.load(read_safetensors(folder), version=0)
+    return decoder
+
+
+def transformers_law(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        return model(torch.tensor([TEXT])).logits[0, -1].softmax(-1)
+
+
+def assert_law(decoder: Decoder, expected: Tensor) -> None:
+    torch.testing.assert_close(last_logits(decoder, [TEXT])[0].softmax(-1), expected, atol=1e-5, rtol=0)
+
+
+def test_a_head_that_config_json_does_not_know_of_is_kept_from_file_to_checkpoint(tmp_path: Path) -> None:
+    """By the policy, the engine, and a checkpoint, before and after an update."""
+    folder = own_head(tmp_path / "model")
+    policy, decoder = make_policy(folder), make_decoder(folder)
+    before = transformers_law(folder)
+    assert_law(decoder, before)
+    policy.update(random_batch(VOCAB), 0)
+    policy.save(tmp_path)
+    decoder.load(policy.state_dict(), version=1)
+    after = transformers_law(tmp_path / "policy")
+    assert float((after - before).abs().sum()) > 0.01
+    assert_law(decoder, after)
+    assert_law(make_decoder(tmp_path / "policy"), after)
+    assert make_policy(tmp_path / "policy").sha256() == policy.sha256()
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def sound(folder: Path) -> Path:
+    qwen3(vocab_size=VOCAB, initializer_range=0.3).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_is_one_model_passes_and_takes_the_new_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = sound(tmp_path)
+    policy, decoder = make_policy(folder, dtype), make_decoder(folder, dtype)
+    check_agreement(decoder, policy)
+    policy.update(random_batch(VOCAB), 0)
+    take_weights(decoder, policy, version=1)
+    assert decoder.version == 1
+    torch.testing.assert_close(decoder.embedding, policy.state_dict()[EMBEDDING].to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = own_head(tmp_path)
+    policy, decoder = make_policy(folder, dtype), make_decoder(folder, dtype)
+    state = policy.state_dict()
+    decoder.load({**state, HEAD: state[EMBEDDING]}, version=7)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        hidden = model.model(torch.arange(0, VOCAB, 2)[None]).last_hidden_state[0]
+        laws = [(hidden @ state[name].double().T).softmax(-1) for name in (HEAD, EMBEDDING)]
+    expected = 0.5 * (laws[0] - laws[1]).abs().sum(-1)
+    with pytest.raises(ModelError, match=r"version 7.*config\.json") as caught:
+        check_agreement(decoder, policy)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(dtype).removeprefix("torch.") in message
+    tokens, apart = (float(message.split(word)[1].split()[0]) for word in ("after", "one are"))
+    assert apart == pytest.approx(expected.max().item(), abs=0.02)
+    assert tokens == int(expected.argmax()) + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda options: replace(options, inv_freq=options.inv_freq**1.1),
+        lambda options: replace(options, attention_scaling=1.1),
+        lambda options: replace(options, rms_norm_eps=1e-2),
+    ],
+    ids=["the rope's base", "the rope's scaling", "the norms"],
+)
+def test_a_decoder_that_computes_another_way_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    folder = sound(tmp_path)
+    decoder = Decoder(change(decoder_options(read_config(folder))), torch.float32, CPU)
+    with pytest.raises(ModelError, match="not one model"):
+        take_weights(decoder, make_policy(folder, torch.float32), version=1)
+
+
+@pytest.mark.parametrize("whose", ["policy", "engine"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_named(tmp_path: Path, whose: str, value: float) -> None:
+    folder = sound(tmp_path)
+    policy, decoder = make_policy(folder), make_decoder(folder)
+    weights = policy.state_dict()["model.norm.weight"] if whose == "policy" else decoder.embedding
+    weights.view(-1)[0] = value
+    with pytest.raises(ModelError, match=f"the {whose}'s logits are not finite at version 0"):
+        check_agreement(decoder, policy)
+
+
+@pytest.mark.parametrize("positions", [1, 5])
+def test_a_model_of_few_positions_is_asked_for_no_more(tmp_path: Path, positions: int) -> None:
+    qwen3(vocab_size=3, max_position_embeddings=positions).save_pretrained(tmp_path)
+    check_agreement(make_decoder(tmp_path), make_policy(tmp_path))
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    folder = sound(tmp_path)
+    policy, decoder = make_policy(folder), make_decoder(folder)
+    random, digest = torch.get_rng_state(), policy.sha256()
+    modes = [module.training for module in policy.model.modules()]
+    check_agreement(decoder, policy)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert policy.sha256() == digest
+    assert [module.training for module in policy.model.modules()] == modes
+    assert not policy.logits(torch.arange(3)).requires_grad
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in policy.model.parameters())
+
+
+# -- where it is asked -------------------------------------------------------------------------------------------------
+
+REAL_LOAD = Decoder.load
+
+
+def as_if_tied(self: Decoder, state: Mapping[str, Tensor], version: int) -> None:
+    """A fault of the decoder that shows only where the head is not the embedding."""
+    REAL_LOAD(self, {**state, HEAD: state[EMBEDDING]}, version)
+
+
+def untied_config(home: Path) -> Config:
+    config = tiny_config(home)
+    sizes = {"vocab_size": 257, "eos_token_id": 256, "initializer_range": 0.5}
+    qwen3(**sizes).save_pretrained(config.model.path)
+    return config
+
+
+def local(config: Config) -> Callable[[], None]:
+    parts, policy = make_parts(config, load_tokenizer(config.model.path))
+    return lambda: parts.rollout.sync(policy, 1)
+
+
+def worker_sync(config: Config) -> Callable[[], None]:
+    worker = Worker(config, 0, config.model.path)
+    return lambda: worker.sync(1)
+
+
+def worker_state(config: Config) -> Callable[[], None]:
+    worker = Worker(config, 0, config.model.path)
+    state = worker.state()._replace(version=1)
+    return lambda: worker.take_state(state)
+
+
+@pytest.mark.parametrize("start", [local, worker_sync, worker_state])
+def test_a_run_of_two_models_ends_at_its_start_and_at_every_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Config], Callable[[], None]]
+) -> None:
+    config = untied_config(tmp_path)
+    sync = start(config)
+    sync()
+    monkeypatch.setattr(Decoder, "load", as_if_tied)
+    with pytest.raises(ModelError, match="not one model at version 1"):
+        sync()
+    with pytest.raises(ModelError, match="not one model at version 0"):
+        start(config)
