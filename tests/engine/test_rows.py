@@ -175,7 +175,7 @@ class Replay(small.ContextDrafter):
 
 
 def speculating() -> Engine:
-    return small.build(TARGET, Replay(TARGET, 0.7, 0.7), Strategy("", 3, 2, 8), max_rows=4, bound_tokens=85)
+    return small.build(TARGET, Replay(TARGET, 0.7, 0.7), Strategy("", 3, 2, 8), max_rows=4, bound_tokens=130)
 
 
 def run(engine: Engine) -> None:

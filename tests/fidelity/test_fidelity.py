@@ -23,6 +23,7 @@ from tlt.config import Config
 from tlt.display import Display
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
+from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
 from tlt.fidelity import forks, oracle
@@ -35,7 +36,7 @@ from tlt.types import Prompt, Request, Response, SamplingParams
 EXPLAINED = 1e-4  # in float32
 MODES = {
     *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree"),
-    *("mixed", "off and on", "swapped every round", "adaptive", "plain"),
+    *("mixed", "off and on", "swapped every round", "adaptive", "plain", "several workers"),
 }
 
 
@@ -234,6 +235,24 @@ def test_a_bug_that_only_costs_speed_is_found_by_the_oracle(
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
     assert any(o["accepted"] < o["drafted"] for o in result["oracle"])
     assert not agree
+
+
+def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker in a process never comes to such a slot: only late siblings do."""
+    resize = KVCache._resize
+
+    def forgetful(self: KVCache, slots: int, tokens: int) -> None:
+        held = self._held
+        resize(self, slots, tokens)
+        self._held = held + [()] * (slots - len(held))
+
+    monkeypatch.setattr(KVCache, "_resize", forgetful)
+    rollout = {"prompts_per_step": 4, "group_size": 6, "max_new_tokens": 32}
+    agree, result = check(small(home, rollout=rollout), tmp_path)
+    assert not agree
+    assert {r["mode"] for r in result["runs"] if r["tokens_different"]} == {"several workers"}
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

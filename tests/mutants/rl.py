@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "the trainer's log-probs are those of temperature 1",
         "rl/logprobs.py",
-        "torch.log_softmax(wide / temperature, dim=-1)",
+        "torch.log_softmax(wide / max(temperature, lowest_temperature(wide.dtype)), dim=-1)",
         "torch.log_softmax(wide, dim=-1)",
         UPDATE,
     ),

@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "a temperature of 0 is a very low one, in the full log-probs too",
         FILE,
-        "torch.where(temperature > 0, temperature, 1.0)",
+        "torch.where(law.temperature > 0, temperature, 1.0)",
         "temperature.clamp(min=1e-3)",
         TESTS,
     ),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tlt.build import all_drafters, detokenizer, make_tuner
+from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
@@ -16,28 +17,32 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
+from tlt.fidelity.several import SeveralWorkers
+from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 
 _WIDE = (3, 4, 12)  # depth, branching, tokens to verify
 
 
-def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
-    """Name -> an engine on the same target. The recipe's own drafter if it names one, else a random one of its kind."""
+def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
+    """Name -> a rollout by engines on the same target. The recipe's own drafter if it names one, else a random one of
+    its kind."""
     speculation, vocab_size = config.speculation, target.options.vocab_size
     layer = _layer(config, target)
 
     def suffix() -> SuffixDrafter:
         return SuffixDrafter(speculation.history_tokens)
 
-    def engine(drafters: Sequence[Drafter], tuner: Tuner) -> Engine:
+    def engine(drafters: Sequence[Drafter], tuner: Tuner, kv_tokens: int | None = None) -> Engine:
         layout = layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
-        return Engine(target, config.engine, drafters, tuner, detokenizer(tokenizer), layout)
+        return Engine(target, config.engine, drafters, tuner, detokenizer(tokenizer), layout, kv_tokens=kv_tokens)
 
     def everything() -> list[Drafter]:
         return all_drafters(layer, target, speculation.history_tokens)
 
     chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
-    found = {
+    changing = [PLAIN] * 3 + [tree] * 2 + [tree._replace(drafter="suffix")]
+    one = {
         "suffix": engine([suffix()], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
         "suffix, wide": engine([suffix()], Fixed(Strategy("suffix", *_WIDE))),
         "random": engine([RandomDrafter(vocab_size)], Fixed(Strategy("random", *_WIDE))),
@@ -45,7 +50,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
         "learned, chain": engine([EagleDrafter(layer, target)], Fixed(chain)),
         "learned, tree": engine([EagleDrafter(layer, target)], Fixed(tree)),
         "mixed": engine(everything(), Fixed(tree._replace(drafter="mixed"))),
-        "off and on": engine(everything(), InTurn([PLAIN] * 3 + [tree] * 2 + [tree._replace(drafter="suffix")])),
+        "off and on": engine(everything(), InTurn(changing)),
         "adaptive": engine(
             everything(), make_tuner(speculation.model_copy(update={"drafter": "adaptive"}), config.engine, target)
         ),
@@ -53,8 +58,15 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Engine]:
     weights = itertools.cycle([layer, _fresh(config, target)])
     swapping = Swapping(tree, lambda: swapped.swap(EagleDrafter(next(weights), target)))
     swapped = engine([EagleDrafter(layer, target)], swapping)
+    several = SeveralWorkers(
+        lambda kv_tokens: engine(everything(), InTurn([chain, *changing]), kv_tokens),
+        target,
+        lambda other: other.swap(EagleDrafter(next(weights), target)),
+    )
     # plain comes last, so that its state is what the next step starts from
-    return {**found, "swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
+    last = {"swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
+    rollouts = {name: LocalRollout(engine) for name, engine in (one | last).items()}
+    return {"several workers": several, **rollouts}
 
 
 def _layer(config: Config, target: Decoder) -> EagleLayer:

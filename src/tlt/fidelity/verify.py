@@ -23,11 +23,10 @@ from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data import Cursor
-from tlt.engine.engine import Engine
 from tlt.fidelity.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.fidelity.modes import modes
 from tlt.fidelity.oracle import oracle_checks
-from tlt.loop import Parts, StepResult, one_step
+from tlt.loop import Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
@@ -64,14 +63,14 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     assert isinstance(parts.rollout, LocalRollout)
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
-    engines = modes(config, target, tokenizer)
-    runs = {name: ModeRun(name) for name in engines}
+    rollouts = modes(config, target, tokenizer)
+    runs = {name: ModeRun(name) for name in rollouts}
     forks: list[Fork] = []
     tokens = 0
     with console.status("") as status:
         for step in range(steps):
             status.update(f"step {step + 1}/{steps}")
-            tokens += _verify_step(config, step, policy, parts, engines, runs, forks, status)
+            tokens += _verify_step(config, step, policy, parts, rollouts, runs, forks, status)
         status.update("oracle drafter")
         oracle = oracle_checks(
             float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
@@ -125,7 +124,7 @@ def _verify_step(
     step: int,
     policy: Policy,
     parts: Parts,
-    engines: dict[str, Engine],
+    rollouts: dict[str, Rollout],
     runs: dict[str, ModeRun],
     forks: list[Fork],
     status: Any,
@@ -134,12 +133,12 @@ def _verify_step(
     before = _Snapshot.take(policy)
     start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}
-    for name, engine in engines.items():
+    for name, rollout in rollouts.items():
         status.update(f"step {step + 1}: {name}")
         before.restore(policy)
         began = time.perf_counter()
-        mode = replace(parts, rollout=LocalRollout(engine), cursor=Cursor(**start), carried=carried)
-        mode.rollout.sync(policy, step)
+        mode = replace(parts, rollout=rollout, cursor=Cursor(**start), carried=carried)
+        rollout.sync(policy, step)
         results[name] = one_step(mode, config, _Silent(), step)
         run, metrics = runs[name], results[name].metrics
         run.seconds += time.perf_counter() - began
