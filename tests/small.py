@@ -480,11 +480,10 @@ def check_integrity(engine: Engine, tolerance: float = 1e-9) -> None:
     Runner(engine.target, fresh, window=None, prefill_tokens=10**6).prefill(0, contexts)
     for layer in range(engine.target.options.num_layers):
         for slot, context in enumerate(contexts):
-            for name in ("keys", "values"):
-                got, want = (getattr(store, name)[layer][slot] for store in (engine.cache.store, fresh.store))
-                T = len(context) - 1  # of [K, T, E]; the last token is the root of the round to come
-                same = torch.allclose(got[:, :T], want[:, :T], rtol=0, atol=tolerance)
-                _require(same, f"slot {slot}, layer {layer}: {name} are not those of its context")
+            got, want = (cache.store.layers[layer][:, slot] for cache in (engine.cache, fresh))
+            T = len(context) - 1  # of [2, K, T, E]; the last token is the root of the round to come
+            same = torch.allclose(got[:, :, :T], want[:, :, :T], rtol=0, atol=tolerance)
+            _require(same, f"slot {slot}, layer {layer}: keys and values are not those of its context")
 
 
 def check_oracle(steps: Sequence[Step], strategy: Strategy) -> None:

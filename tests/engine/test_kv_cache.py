@@ -35,8 +35,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def store_number(self, slot: int, place: int, number: float) -> None:
         for layer in range(LAYERS):
-            self.cache.store.keys[layer][slot, :, place] = number + layer
-            self.cache.store.values[layer][slot, :, place] = -number - layer
+            self.cache.store.layers[layer][0][slot, :, place] = number + layer
+            self.cache.store.layers[layer][1][slot, :, place] = -number - layer
 
     def keep_only_allocated(self) -> None:
         store = self.cache.store
@@ -99,8 +99,8 @@ class CacheMachine(RuleBasedStateMachine):
     def holds_what_was_written(self) -> None:
         for (slot, place), number in self.model.items():
             for layer in range(LAYERS):
-                assert bool((self.cache.store.keys[layer][slot, :, place] == number + layer).all())
-                assert bool((self.cache.store.values[layer][slot, :, place] == -number - layer).all())
+                assert bool((self.cache.store.layers[layer][0][slot, :, place] == number + layer).all())
+                assert bool((self.cache.store.layers[layer][1][slot, :, place] == -number - layer).all())
 
 
 TestCacheMachine = CacheMachine.TestCase
@@ -112,7 +112,7 @@ def test_the_bound_in_bytes_is_kept_to_the_last_token(dtype: torch.dtype) -> Non
     decoder = Decoder(decoder_options(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM), dtype, CPU)
     cache = Engine(decoder, EngineConfig(kv_memory_mb=1)).cache
     cache.reserve(2, cache.bound_tokens // 2)
-    in_use = sum(t.nbytes for t in cache.store.keys + cache.store.values)
+    in_use = sum(t.nbytes for t in cache.store.layers)
     one_token = 2 * LAYERS * HEADS * HEAD_DIM * dtype.itemsize
     assert 2**20 - 2 * one_token < in_use <= 2**20
 
@@ -129,9 +129,9 @@ def test_growth_is_ahead_of_need_so_that_few_tokens_cost_no_copy() -> None:
 def test_a_tail_grows_its_own_slots_alone() -> None:
     cache = cache_of(100_000)
     cache.reserve(64, 96)
-    cache.store.keys[0][1, 0, 95] = 7.0
+    cache.store.layers[0][0][1, 0, 95] = 7.0
     cache.reserve(2, cache.store.tokens + 1)
     assert cache.store.slots == 2
-    assert bool((cache.store.keys[0][1, 0, 95] == 7.0).all())
+    assert bool((cache.store.layers[0][0][1, 0, 95] == 7.0).all())
     cache.reserve(64, 96)
     assert cache.store.slots == 64

@@ -280,10 +280,10 @@ def test_a_draft_that_leads_to_what_is_not_finite_changes_no_token(strategy: Str
 def test_slots_read_zeros_where_they_were_wiped() -> None:
     store = SlotAttention(cache_for(TARGET.decoder, 100).store.shape)
     store.resize(2, 8)
-    for tensor in (*store.keys, *store.values):
+    for tensor in store.layers:
         tensor.fill_(torch.nan)
     store.wipe(1, 3)
-    for tensor in (*store.keys, *store.values):
-        assert tensor[1, :, 3:].eq(0).all()
-        assert tensor[1, :, :3].isnan().all()
-        assert tensor[0].isnan().all()
+    for tensor in store.layers:
+        assert tensor[:, 1, :, 3:].eq(0).all()
+        assert tensor[:, 1, :, :3].isnan().all()
+        assert tensor[:, 0].isnan().all()

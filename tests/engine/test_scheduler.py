@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def fill(self, slot: int, start: int, stop: int) -> None:
         number = self.rows[slot].request.seed
-        self.cache.store.keys[0][slot, 0, start:stop, 0] = 1000.0 * number + torch.arange(start, stop)
+        self.cache.store.layers[0][0][slot, 0, start:stop, 0] = 1000.0 * number + torch.arange(start, stop)
 
     @rule(sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=5))
     def submit(self, sizes: list[tuple[int, int]]) -> None:
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def slots_and_rows_agree(self) -> None:
         for slot, row in enumerate(self.rows):
-            held = self.cache.store.keys[0][slot, 0, : row.kv_length, 0]
+            held = self.cache.store.layers[0][0][slot, 0, : row.kv_length, 0]
             assert held.tolist() == [1000.0 * row.request.seed + place for place in range(row.kv_length)]
 
     @invariant()
