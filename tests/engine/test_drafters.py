@@ -1,18 +1,27 @@
-"""The alarm: a drafter whose guesses went wrong changes no token, so only its agreement shows it."""
+"""Drafters behind their wall. One whose guesses went wrong changes no token, so only its agreement shows it; one that
+fails, or writes where it should not, costs speed alone."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+import small
 import torch
 from small import Target, build, learned, make_requests
 
-from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.drafter import Candidates, Level, Node, NodeDrafter, Offer
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import Strategy
+from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.drafters import Agreement, Drafters
-from tlt.types import Prompt, SamplingParams
+from tlt.sampling import Law
+from tlt.types import Prompt, Request, SamplingParams
 
 
 class Nothing(NodeDrafter):
@@ -96,3 +105,103 @@ def test_a_drafter_is_judged_by_its_own_guesses() -> None:
     for _ in engine.generate(make_requests([Prompt(0, "", (1, 2))], [SamplingParams(max_new_tokens=9)])):
         pass
     assert engine.stats.agreement == {}
+
+
+# -- what a drafter can reach ------------------------------------------------------------------------------------------
+
+
+class Grabbing(NodeDrafter):
+    """Keeps all that it is given, and writes into it when it is asked to draft."""
+
+    name = "grabbing"
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def open(self, request: Request, committed: Sequence[int]) -> None:
+        super().open(request, committed)
+        self.given += [request, committed]
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        super().commit(row, tokens)
+        self.given.append(tokens)
+
+    def predict(self, level: Level) -> Candidates:
+        drafted = super().predict(level)
+        self.given += [level.tokens, level.parents, level.alive, level.law]
+        for thing in self.given:
+            if isinstance(thing, np.ndarray):
+                thing[...] = 1
+            elif isinstance(thing, Law):
+                for tensor in (thing.temperature, thing.top_k, thing.top_p):
+                    tensor.fill_(2)
+            elif isinstance(thing, Request):
+                thing.prompt.data["answer"] = "another"
+            else:
+                assert isinstance(thing, tuple), "nothing that can grow"
+        return drafted
+
+    def propose(self, nodes: Sequence[Node]) -> Offer:
+        return Offer(None, torch.zeros(len(nodes), small.VOCAB))
+
+
+@pytest.mark.parametrize("strategy", [Strategy("", 3, 1, 4), Strategy("", 2, 2, 6)], ids=["chain", "tree"])
+def test_a_drafter_that_writes_wherever_it_can_changes_nothing(strategy: Strategy) -> None:
+    target, drafter = Target(), Grabbing()
+    laws = [SamplingParams(0.7, max_new_tokens=20), SamplingParams(0.9, top_k=3, max_new_tokens=20)]
+    prompts = [Prompt(i, "", (1, 2, i), {"answer": "right"}) for i in range(3)]
+    asked = make_requests(prompts, laws)
+    engine = build(target, drafter, strategy, max_rows=3)
+    found = small.decode(engine, asked)
+    small.check_tokens(found, small.reference(target, asked))
+    small.check_logprobs(found, small.reference(target, asked))
+    assert engine.stats.accepted > 0
+    assert engine.stats.drafter_failures == 0
+    assert all(prompt.data == {"answer": "right"} for prompt in prompts)
+    assert len(drafter.given) > 50
+
+
+def test_a_drafter_sees_the_window_and_cannot_change_its_books() -> None:
+    target, seen = Target(), []
+
+    class Looking(EagleDrafter):
+        def predict(self, level: Level) -> Candidates:
+            for books in (self.window.lengths, self.window.starts):
+                seen.append(list(books))
+                books[:] = [99] * len(books)
+            return super().predict(level)
+
+    made = learned(target)
+    torch.manual_seed(0)
+    engine = build(target, Looking(EagleLayer(made.options).double(), target.decoder), Strategy("", 3, 1, 4))
+    asked = make_requests([Prompt(0, "", (1, 2, 3))], [SamplingParams(0.7, max_new_tokens=20)])
+    small.check_tokens(small.decode(engine, asked), small.reference(target, asked))
+    assert engine.stats.drafter_failures == 0
+    assert all(number < 99 for books in seen for number in books)
+
+
+def test_a_part_that_cannot_follow_a_swap_goes_and_the_engine_goes_on() -> None:
+    target = Target()
+    first, suffix = learned(target), SuffixDrafter(1000)
+    mixed = MixedDrafter(first, suffix)
+
+    def swapped(drafter: Any) -> bool:
+        raise RuntimeError("planted in a test")
+
+    mixed.swapped = swapped  # type: ignore[method-assign]
+    engine = build(target, first, Strategy("", 2, 1, 3), beside=[suffix, mixed])
+    asked = make_requests([Prompt(0, "", (1, 2, 3))], [SamplingParams(0.7, max_new_tokens=9)])
+    engine.start(asked)
+    engine.round()
+    engine.swap(learned(target, seed=1))
+    assert set(engine.drafters.usable) == {"eagle", "suffix"}
+    found = {id(r.request): r for _ in range(9) if engine.busy for r in engine.round()}
+    small.check_tokens([found[id(r)] for r in asked], small.reference(target, asked))
+
+
+def test_a_drafter_that_is_made_of_one_that_fails_goes_with_it() -> None:
+    target = Target()
+    first, suffix = learned(target), SuffixDrafter(1000)
+    engine = build(target, first, Strategy("", 2, 1, 3), beside=[suffix, MixedDrafter(first, suffix)])
+    assert engine.drafters.guard("suffix", lambda: 1 / 0, "count") is None
+    assert set(engine.drafters.usable) == {"eagle"}

@@ -95,9 +95,10 @@ class AttentionBackend(Protocol):
         pass writes, if these are not those of its nodes alone."""
         ...
 
-    def deeper(self, plan: Any, new: int, visible: Tensor | None = None) -> Any:
-        """The pass after `plan`, whose nodes are kept and stand in front of `new` more of each row. `visible`
-        [B, new, old + new] speaks of old and new nodes (None: chains)."""
+    def deeper(self, plan: Any, new: int, parents: Tensor | None = None) -> Any:
+        """The next level of drafting: `new` nodes of each row behind those of `plan`, which may no longer be used. A
+        node sees itself and what its parent sees, `parents` [B, new] among the nodes of `plan` (None: of one node a
+        row, the only one)."""
         ...
 
     def attend(self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

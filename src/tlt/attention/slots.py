@@ -43,7 +43,7 @@ class SlotPlan(NamedTuple):
     biases: list[Tensor | None]
     """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None: all is visible"""
     ahead: _Ahead | None
-    """what `deeper` goes on from; None for a pass over several spans"""
+    """what `deeper` goes on from, in windowed plans"""
 
 
 class _Ahead(NamedTuple):
@@ -53,10 +53,10 @@ class _Ahead(NamedTuple):
     """[B, 1, K] where each slot's heads begin"""
     beyond: Tensor
     """[B, T] how far each index is behind the committed positions: 0 at the first new node, negative before"""
-    by_head: Tensor | None
-    """the same [B * K, 1, T]; None where chains see all of it up to their last node"""
     wraps: bool
     """whether some row may come to the end of its ring"""
+    seen: Tensor | None
+    """[B * K, N, T] the bias of the nodes of the last pass; None while there are chains that see everything"""
 
 
 class SlotAttention:
@@ -118,37 +118,55 @@ class SlotAttention:
         if starts is None:
             spans, most = _spans(lengths, new), longest + new
         else:  # all about as long as the window: one span
-            most = min(self.tokens, longest + new + _AHEAD)
-            spans = [Span(0, rows, min(self.tokens, longest + new))]
+            spans, most = [Span(0, rows, min(self.tokens, longest + new))], self.tokens
         beyond = self._beyond(committed, most, starts)
         slot_places = torch.arange(first * heads, (first + rows) * heads, device=device).view(rows, 1, heads)
         slot_places = slot_places * self.tokens
         if written is not None:
             places = slot_places[written.rows, 0] + (written.positions % self.tokens)[:, None]
         else:
-            places = self._places(slot_places, committed, 0, new)
-        ahead = by_head = None
-        if len(spans) == 1:
-            if visible is not None or min(lengths) < longest or max(starts or (0,)) > 0:
-                by_head = beyond[:, None].expand(rows, heads, most).reshape(rows * heads, 1, most)
-            ahead = _Ahead(
-                committed, slot_places, beyond, by_head, any(n % self.tokens + _AHEAD >= self.tokens for n in lengths)
+            places = slot_places + self._indices(committed, 0, new)[..., None]
+        ahead, biases = None, []
+        if starts is not None:
+            assert new == 1, "windowed passes begin at the last committed token"
+            wraps = any(length % self.tokens + new + _AHEAD > self.tokens for length in lengths)
+            all_seen = min(lengths) == longest and max(starts) == 0
+            seen = None if all_seen else self._bias(beyond, None, new).contiguous()  # `deeper` writes to it
+            ahead = _Ahead(committed, slot_places, beyond, wraps, seen)
+            biases = [None if seen is None else seen[..., : spans[0].tokens]]
+        for span in spans[len(biases) :]:
+            rows_of = slice(span.low, span.high)
+            biases.append(
+                self._bias(beyond[rows_of, : span.tokens], None if visible is None else visible[rows_of], new)
             )
-        biases = [self._bias(span, beyond, by_head, visible, 0, new) for span in spans]
         return SlotPlan(first, 0, new, self._both(places), spans, biases, ahead)
 
-    def deeper(self, plan: SlotPlan, new: int, visible: Tensor | None = None) -> SlotPlan:
-        ahead, old = plan.ahead, plan.old + plan.nodes
-        assert ahead is not None, "a plan of one span"
-        (before,) = plan.spans
-        span = before._replace(tokens=min(self.tokens, before.tokens + new))
-        assert span.tokens <= ahead.beyond.shape[1], "a plan has room for so many nodes"
-        if new == plan.nodes == 1 and plan.old > 0 and not ahead.wraps:
+    def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
+        ahead, old, heads = plan.ahead, plan.old + plan.nodes, self.shape.num_kv_heads
+        assert ahead is not None, "a windowed plan"
+        assert old + new <= 1 + _AHEAD, "a plan has room for so many nodes"
+        (span,) = plan.spans
+        span = span._replace(tokens=min(self.tokens, span.tokens + new))
+        chain = new == plan.nodes == 1
+        indices = None
+        if chain and plan.old > 0 and not ahead.wraps:
             places = plan.places + 1
         else:
-            places = self._both(self._places(ahead.slot_places, ahead.committed, old, new))
-        bias = self._bias(span, ahead.beyond, ahead.by_head, visible, old, new)
-        return SlotPlan(plan.first, old, new, places, [span], [bias], ahead)
+            indices = self._indices(ahead.committed, old, new)
+            places = self._both(ahead.slot_places + indices[..., None])
+        seen = ahead.seen
+        if chain and seen is not None:  # the pass before is over: its bias becomes this one's
+            of_keys = places[: len(seen)] - plan.first * heads * self.tokens
+            seen.view(-1).index_fill_(0, of_keys, 0.0)
+        elif not chain:
+            assert parents is not None, "where there are branches, each has a parent"
+            assert indices is not None, "computed just above"
+            before = self._bias(ahead.beyond - (old - 1), None, 1) if seen is None else seen
+            of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, before.shape[-1])
+            seen = before.gather(1, of_parent)
+            seen.scatter_(2, indices.repeat_interleave(heads, dim=0)[..., None], 0.0)
+        bias = None if seen is None else self._by_query(seen[..., : span.tokens])
+        return SlotPlan(plan.first, old, new, places, [span], [bias], ahead._replace(seen=seen))
 
     def _beyond(self, committed: Tensor, tokens: int, starts: Sequence[int] | None) -> Tensor:
         index = torch.arange(tokens, device=committed.device)
@@ -158,33 +176,33 @@ class SlotAttention:
         # the first position seen, and from there around the ring
         return (index - start) % self.tokens + (start - committed[:, None])
 
-    def _places(self, slot_places: Tensor, committed: Tensor, old: int, new: int) -> Tensor:
-        """[B, N, K] of the keys of new nodes."""
-        nodes = torch.arange(old, old + new, device=committed.device)
-        return slot_places + ((committed[:, None] + nodes) % self.tokens)[..., None]
+    def _indices(self, committed: Tensor, old: int, new: int) -> Tensor:
+        """[B, N] of new nodes in their slots."""
+        return (committed[:, None] + torch.arange(old, old + new, device=committed.device)) % self.tokens
 
     def _both(self, places: Tensor) -> Tensor:
         """Of keys, and then of their values."""
         places = places.view(-1)
         return torch.cat([places, places + self.slots * self.shape.num_kv_heads * self.tokens])
 
-    def _bias(
-        self, span: Span, beyond: Tensor, by_head: Tensor | None, visible: Tensor | None, old: int, new: int
-    ) -> Tensor | None:
-        rows, T, heads = slice(span.low, span.high), span.tokens, self.shape.num_kv_heads
-        if visible is None and new == 1 and by_head is not None:
-            return torch.where(by_head[:, :, :T] > old, self._hidden, self._seen)
-        if visible is None and new == 1 and len(beyond) == span.high - span.low:
-            return None
-        beyond = beyond[rows, :T]
+    def _bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
+        """[rows * K, 1 or H/K * N, T], of nodes that stand right behind the committed positions."""
         if visible is None:
-            hidden = beyond[:, None] > torch.arange(old, old + new, device=beyond.device)[:, None]
+            hidden = beyond[:, None] > torch.arange(new, device=beyond.device)[:, None]
         else:
-            which = beyond.clamp(0, old + new - 1)[:, None].expand(-1, new, T)
-            hidden = (beyond >= 0)[:, None] & ~(visible[rows].gather(2, which) & (beyond < old + new)[:, None])
+            which = beyond.clamp(0, new - 1)[:, None].expand(-1, new, -1)
+            hidden = (beyond >= 0)[:, None] & ~(visible.gather(2, which) & (beyond < new)[:, None])
         bias = torch.where(hidden, self._hidden, self._seen)
-        share = self.queries_per_kv if new > 1 else 1
-        return bias[:, None, None].expand(-1, heads, share, -1, -1).reshape(-1, share * new, T)
+        rows, _, T = bias.shape
+        by_head = bias[:, None].expand(rows, self.shape.num_kv_heads, new, T).reshape(-1, new, T)
+        return self._by_query(by_head)
+
+    def _by_query(self, bias: Tensor) -> Tensor:
+        """[rows * K, N, T] -> a row for each query that shares the key-value head; one for all of them if N is 1."""
+        rows, N, T = bias.shape
+        if N == 1 or self.queries_per_kv == 1:
+            return bias
+        return bias[:, None].expand(rows, self.queries_per_kv, N, T).reshape(rows, -1, T)
 
     # -- attention -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
-from tlt.attention.slots import SlotAttention
+from tlt.attention.choose import attention_for
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
@@ -75,7 +75,7 @@ class EagleDrafter:
         o, target = self.options, self.target
         self.window = window
         shape = HeadShape(1, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
-        self.attention = SlotAttention(shape)
+        self.attention = attention_for(shape)
         self.ready: list[int] = []  # entries below this one are in the cache
         small = o.vocab_size * self.from_embedding.shape[1] <= _TABLE
         self.table = self._contribution(target.embedding) if small else None
@@ -144,24 +144,14 @@ class EagleDrafter:
     def _deeper(self, level: Level) -> Tensor:
         B, n = level.tokens.shape
         g, cis = self.hidden, self.cis[:, level.depth - 1]
+        parents = None
         if n > 1 or len(g) > B:
+            parents = self._tensor(level.parents)
             g = g[self._tensor((level.parents + np.arange(B)[:, None] * (len(g) // B)).ravel())]
             cis = cis.repeat_interleave(n, dim=0)
         q, kv, residual = self._project(self._tensor(level.tokens.ravel()), g, cis)
-        self.plan = self.attention.deeper(self.plan, n, self._visible(level))
+        self.plan = self.attention.deeper(self.plan, n, parents)
         return self._attend(q, kv, residual)
-
-    def _visible(self, level: Level) -> Tensor | None:
-        """[B, n, nodes so far]: a guess sees itself and what its parent sees; None while the guesses are chains."""
-        B, n = level.parents.shape
-        if level.depth == 1:
-            self.seen = np.ones((B, 1, 1), dtype=bool)  # the entry that the roots attended from
-        if n == 1 and self.seen.shape[1] == 1:
-            self.seen = np.ones((B, 1, self.seen.shape[2] + 1), dtype=bool)
-            return None
-        own = np.broadcast_to(np.eye(n, dtype=bool), (B, n, n))
-        self.seen = np.concatenate([self.seen[np.arange(B)[:, None], level.parents], own], axis=2)
-        return self._tensor(self.seen)
 
     # -- the layer -----------------------------------------------------------------------------------------------------
 

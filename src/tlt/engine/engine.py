@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import HeadShape
-from tlt.attention.slots import SlotAttention
+from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
 from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
@@ -99,7 +99,7 @@ class Engine:
         o = target.options
         shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         bound = kv_tokens or config.kv_memory_mb * 2**20 // shape.bytes_per_token
-        self.cache = KVCache(SlotAttention(shape), bound)
+        self.cache = KVCache(attention_for(shape), bound)
         self.rollout = self._new_rollout()
 
     def _new_rollout(self) -> RolloutState:
