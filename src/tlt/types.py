@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MOST_GUESSES = 64
+"""nodes that a draft of one row may have, its root not counted"""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -60,7 +60,7 @@ def engine_for(target: Decoder, strategy: Strategy, kind: Kind = "eagle3", **con
     learned, suffix = EagleDrafter(layer, target), HostSuffix(1000)
     drafters: list[Drafter] = [learned, suffix, MixedDrafter(learned, suffix)]
     settings = EngineConfig(**({"max_rows": 8} | config))
-    return Engine(target, settings, drafters, Fixed(strategy), layout=layer.options.layout, on_harvest=lambda _: None)
+    return Engine(target, settings, drafters, Fixed(strategy), layout=layer.options.layout)
 
 
 def requests(count: int) -> list[Request]:

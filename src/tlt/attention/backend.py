@@ -80,23 +80,20 @@ class AttentionBackend(Protocol):
         NaN."""
         ...
 
-    def plan(
-        self,
-        first: int,
-        lengths: Sequence[int],
-        new: int,
-        visible: Tensor | None = None,
-        starts: Sequence[int] | None = None,
-        written: Entries | None = None,
-    ) -> Any:
-        """A pass over slots first .. first + B, for `attend`: each row adds `new` nodes behind its `lengths` committed
-        positions. A node sees the committed positions of its slot from `starts` on (None: all), and of the nodes those
-        that `visible` [B, N, N] says (None: those before it and itself). `written` lists the keys and values that the
-        pass writes, if these are not those of its nodes alone."""
+    def plan(self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None) -> Any:
+        """A pass of the target, for `attend`, over slots first .. first + B: each row adds `new` nodes behind its
+        `lengths` committed positions. A node sees all of these, and of the nodes those that `visible` [B, N, N] says
+        (None: those before it and itself)."""
+        ...
+
+    def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> Any:
+        """The first pass of a draft, over slots 0 .. B: the last of each row's `lengths` committed entries attends to
+        those from `starts` on. `written` lists the keys and values that the pass writes (None: of that last entry
+        alone)."""
         ...
 
     def deeper(self, plan: Any, new: int, parents: Tensor | None = None) -> Any:
-        """The next level of drafting: `new` nodes of each row behind those of `plan`, which may no longer be used. A
+        """The next level of a draft: `new` nodes of each row behind those of `plan`, which may no longer be used. A
         node sees itself and what its parent sees, `parents` [B, new] among the nodes of `plan` (None: of one node a
         row, the only one)."""
         ...

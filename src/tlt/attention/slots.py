@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
+from tlt.types import MOST_GUESSES
 
 _SPAN_COST = 1024  # an extra span costs about as much time as attending this many tokens of one row
-_AHEAD = 64  # nodes that `deeper` passes may add to a windowed plan; then its ring must have room for as many
 
 
 class Span(NamedTuple):
@@ -34,7 +34,7 @@ class SlotPlan(NamedTuple):
 
     first: int
     old: int
-    """nodes of each row that earlier passes of the same plan left behind the committed positions"""
+    """nodes of each row that the levels before left behind the committed positions"""
     nodes: int
     """N"""
     places: Tensor
@@ -43,20 +43,22 @@ class SlotPlan(NamedTuple):
     biases: list[Tensor | None]
     """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None: all is visible"""
     ahead: _Ahead | None
-    """what `deeper` goes on from, in windowed plans"""
+    """of a draft's plan"""
 
 
 class _Ahead(NamedTuple):
-    committed: Tensor
-    """[B]"""
+    """What the next level of a draft is planned from."""
+
+    ends: Tensor
+    """[B] position of each row's last committed entry, the first node"""
     slot_places: Tensor
-    """[B, 1, K] where each slot's heads begin"""
+    """[B, 1, K]"""
     beyond: Tensor
-    """[B, T] how far each index is behind the committed positions: 0 at the first new node, negative before"""
+    """[B, T] how far each index is behind that entry: negative before it"""
     wraps: bool
     """whether some row may come to the end of its ring"""
     seen: Tensor | None
-    """[B * K, N, T] the bias of the nodes of the last pass; None while there are chains that see everything"""
+    """[B * K, N, T] the bias of the last level's nodes; None while there are chains that see everything"""
 
 
 class SlotAttention:
@@ -103,78 +105,68 @@ class SlotAttention:
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        first: int,
-        lengths: Sequence[int],
-        new: int,
-        visible: Tensor | None = None,
-        starts: Sequence[int] | None = None,
-        written: Entries | None = None,
-    ) -> SlotPlan:
-        device, heads, rows, longest = self.shape.device, self.shape.num_kv_heads, len(lengths), max(lengths)
-        assert longest + new <= self.tokens or starts is not None, "the cache makes room before a pass"
-        committed = torch.tensor(lengths, device=device)
-        if starts is None:
-            spans, most = _spans(lengths, new), longest + new
-        else:  # all about as long as the window: one span
-            spans, most = [Span(0, rows, min(self.tokens, longest + new))], self.tokens
-        beyond = self._beyond(committed, most, starts)
-        slot_places = torch.arange(first * heads, (first + rows) * heads, device=device).view(rows, 1, heads)
-        slot_places = slot_places * self.tokens
-        if written is not None:
-            places = slot_places[written.rows, 0] + (written.positions % self.tokens)[:, None]
+    def plan(self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None) -> SlotPlan:
+        longest = max(lengths)
+        assert longest + new <= self.tokens, "the cache makes room before a pass"
+        committed = torch.tensor(lengths, device=self.shape.device)
+        places = self._slot_places(first, len(lengths)) + self._indices(committed, 0, new)[..., None]
+        beyond = torch.arange(longest + new, device=committed.device) - committed[:, None]
+        spans, biases = _spans(lengths, new), []
+        for span in spans:
+            rows = slice(span.low, span.high)
+            seen = None if visible is None else visible[rows]
+            biases.append(self._by_query(self._bias(beyond[rows, : span.tokens], seen, new)))
+        return SlotPlan(first, 0, new, self._both(places), spans, biases, None)
+
+    def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
+        rows, size, longest = len(lengths), self.tokens, max(lengths)
+        ends = torch.tensor(lengths, device=self.shape.device) - 1
+        slot_places = self._slot_places(0, rows)
+        if written is None:
+            places = slot_places + self._indices(ends, 0, 1)[..., None]
         else:
-            places = slot_places + self._indices(committed, 0, new)[..., None]
-        ahead, biases = None, []
-        if starts is not None:
-            assert new == 1, "windowed passes begin at the last committed token"
-            wraps = any(length % self.tokens + new + _AHEAD > self.tokens for length in lengths)
-            all_seen = min(lengths) == longest and max(starts) == 0
-            seen = None if all_seen else self._bias(beyond, None, new).contiguous()  # `deeper` writes to it
-            ahead = _Ahead(committed, slot_places, beyond, wraps, seen)
-            biases = [None if seen is None else seen[..., : spans[0].tokens]]
-        for span in spans[len(biases) :]:
-            rows_of = slice(span.low, span.high)
-            biases.append(
-                self._bias(beyond[rows_of, : span.tokens], None if visible is None else visible[rows_of], new)
-            )
-        return SlotPlan(first, 0, new, self._both(places), spans, biases, ahead)
+            places = slot_places[written.rows, 0] + (written.positions % size)[:, None]
+        beyond = torch.arange(size, device=ends.device) - ends[:, None]
+        if max(starts) > 0:  # the first position seen lies at its index, the others from there around the ring
+            start = torch.tensor(starts, device=ends.device)[:, None]
+            around = torch.arange(size, device=ends.device) - start % size
+            beyond = around + size * (around < 0) + (start - ends[:, None])
+        seen = None
+        if min(lengths) < longest or max(starts) > 0:
+            seen = self._bias(beyond, None, 1)
+        span = Span(0, rows, min(size, longest))
+        wraps = any((length - 1) % size + MOST_GUESSES >= size for length in lengths)
+        ahead = _Ahead(ends, slot_places, beyond, wraps, seen)
+        bias = None if seen is None else seen[..., : span.tokens]
+        return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
 
     def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
         ahead, old, heads = plan.ahead, plan.old + plan.nodes, self.shape.num_kv_heads
-        assert ahead is not None, "a windowed plan"
-        assert old + new <= 1 + _AHEAD, "a plan has room for so many nodes"
+        assert ahead is not None, "a draft's plan"
         (span,) = plan.spans
         span = span._replace(tokens=min(self.tokens, span.tokens + new))
-        chain = new == plan.nodes == 1
-        indices = None
+        chain, seen = new == plan.nodes == 1, ahead.seen
         if chain and plan.old > 0 and not ahead.wraps:
             places = plan.places + 1
         else:
-            indices = self._indices(ahead.committed, old, new)
-            places = self._both(ahead.slot_places + indices[..., None])
-        seen = ahead.seen
+            places = self._both(ahead.slot_places + self._indices(ahead.ends, old, new)[..., None])
         if chain and seen is not None:  # the pass before is over: its bias becomes this one's
-            of_keys = places[: len(seen)] - plan.first * heads * self.tokens
-            seen.view(-1).index_fill_(0, of_keys, 0.0)
+            seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
         elif not chain:
             assert parents is not None, "where there are branches, each has a parent"
-            assert indices is not None, "computed just above"
-            before = self._bias(ahead.beyond - (old - 1), None, 1) if seen is None else seen
-            of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, before.shape[-1])
-            seen = before.gather(1, of_parent)
-            seen.scatter_(2, indices.repeat_interleave(heads, dim=0)[..., None], 0.0)
+            if seen is None:
+                seen = self._bias(ahead.beyond - (old - 1), None, 1)
+            of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
+            own = self._indices(ahead.ends, old, new).repeat_interleave(heads, dim=0)
+            seen = seen.gather(1, of_parent).scatter_(2, own[..., None], 0.0)
         bias = None if seen is None else self._by_query(seen[..., : span.tokens])
-        return SlotPlan(plan.first, old, new, places, [span], [bias], ahead._replace(seen=seen))
+        return SlotPlan(0, old, new, places, [span], [bias], ahead._replace(seen=seen))
 
-    def _beyond(self, committed: Tensor, tokens: int, starts: Sequence[int] | None) -> Tensor:
-        index = torch.arange(tokens, device=committed.device)
-        if starts is None or max(starts) == 0:
-            return index - committed[:, None]
-        start = torch.tensor(starts, device=committed.device)[:, None]
-        # the first position seen, and from there around the ring
-        return (index - start) % self.tokens + (start - committed[:, None])
+    def _slot_places(self, first: int, rows: int) -> Tensor:
+        """[rows, 1, K] where each slot's heads begin, among all (slot, head, index)."""
+        heads = self.shape.num_kv_heads
+        each = torch.arange(first * heads, (first + rows) * heads, device=self.shape.device)
+        return (each * self.tokens).view(rows, 1, heads)
 
     def _indices(self, committed: Tensor, old: int, new: int) -> Tensor:
         """[B, N] of new nodes in their slots."""
@@ -186,16 +178,13 @@ class SlotAttention:
         return torch.cat([places, places + self.slots * self.shape.num_kv_heads * self.tokens])
 
     def _bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
-        """[rows * K, 1 or H/K * N, T], of nodes that stand right behind the committed positions."""
+        """[rows * K, N, T], of nodes that stand right behind the committed positions; a tensor of its own."""
         if visible is None:
             hidden = beyond[:, None] > torch.arange(new, device=beyond.device)[:, None]
         else:
             which = beyond.clamp(0, new - 1)[:, None].expand(-1, new, -1)
             hidden = (beyond >= 0)[:, None] & ~(visible.gather(2, which) & (beyond < new)[:, None])
-        bias = torch.where(hidden, self._hidden, self._seen)
-        rows, _, T = bias.shape
-        by_head = bias[:, None].expand(rows, self.shape.num_kv_heads, new, T).reshape(-1, new, T)
-        return self._by_query(by_head)
+        return torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
 
     def _by_query(self, bias: Tensor) -> Tensor:
         """[rows * K, N, T] -> a row for each query that shares the key-value head; one for all of them if N is 1."""

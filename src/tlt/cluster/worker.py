@@ -106,8 +106,8 @@ class Worker:
         if work.rollout != self._rollout:
             self.engine.start(())
             self._rollout = work.rollout
-        given_up = self.engine.give_up(work.give_up)
         self.engine.submit(work.requests, work.resumed)
+        given_up = self.engine.give_up(work.give_up)
         responses: list[Response] = []
         while self.engine.busy:
             responses += self.engine.round()

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tlt.types import MOST_GUESSES
+
 BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact", "format", "length")
 
 
@@ -162,8 +164,10 @@ class SpeculationConfig(Section):
                 f"speculation.drafter = '{self.drafter}' needs speculation.path, the folder of a learned drafter: "
                 "make one with tlt draft train"
             )
-        if self.drafter in ("eagle", "mixed") and (self.depth - 1) * self.branching > 64:
-            raise ValueError("speculation.depth and branching ask for more than 64 guesses a row: lower one of them")
+        if self.drafter in ("eagle", "mixed") and (self.depth - 1) * self.branching > MOST_GUESSES:
+            raise ValueError(
+                f"speculation.depth and branching ask for more than {MOST_GUESSES} guesses a row: lower one of them"
+            )
         return self
 
 

@@ -47,13 +47,13 @@ class Candidates(NamedTuple):
 
 class Drafter(Protocol):
     """Rows stand in the engine's order. The calls of a rollout: begin, then open, commit and close as rows come and go,
-    and rounds of predict, a level at a time from the roots down. All it is given is its own copy, or a view that it
-    cannot write through: whatever a drafter does, it costs speed alone."""
+    and rounds of predict, a level at a time from the roots down. All it is given is its own copy, or a view. What
+    it writes into the features of a view may spoil what drafters are trained on; no token depends on anything that a
+    drafter can reach."""
 
     name: str
     agreement: float | None
     """how often its first guess was right when it was made, if that is known"""
-    # One that is made of others of the engine's also names these in `parts`, and is told of a swap by `swapped`.
 
     def begin(self, window: FeatureView | None) -> None:
         """No row is live. `window` holds what the target computed for their last tokens, if the engine keeps that."""
@@ -74,6 +74,17 @@ class Drafter(Protocol):
     def predict(self, level: Level) -> Candidates:
         """log q, under each request's sampling law, of what follows each node. May list nothing for a node."""
         ...
+
+
+class ComposedDrafter(ABC):
+    """Base of drafters that are made of others of the engine's: they go when a part goes."""
+
+    parts: frozenset[str] = frozenset()
+    """names"""
+
+    @abstractmethod
+    def swapped(self, drafter: Drafter) -> bool:
+        """`drafter` has taken the place of the one of its name; whether that changes this one."""
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.types import Row
+from tlt.types import MOST_GUESSES, Row
 
-_SLACK = 64  # entries beyond the window, so that a whole window can still be read after some rounds' commits
+_SLACK = MOST_GUESSES  # entries beyond the window: a drafter's guesses, and what some rounds commit before it is read
 _LAZY = 32  # rounds whose entries are put into the ring together, unless somebody reads it before
 
 
@@ -65,6 +65,7 @@ class FeatureWindow:
             self.length.append(0)
         if place == len(self._features):
             self._features, self._tokens = _grown(self._features), _grown(self._tokens)
+        # of what the row before left here, its ring has no more than the last `capacity` entries
         self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
         self.length[place] = kept
 
@@ -129,7 +130,7 @@ class FeatureWindow:
 
 
 class FeatureView:
-    """What drafters see of a window: nothing of the engine's own books can be changed through it."""
+    """What drafters see of a window. They cannot change its books through it, and must not write to the tensors."""
 
     def __init__(self, window: FeatureWindow) -> None:
         self._window = window

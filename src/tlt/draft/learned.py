@@ -25,9 +25,8 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
 from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
 from tlt.sampling import log_law
-from tlt.types import Request
+from tlt.types import MOST_GUESSES, Request
 
-_MOST_LEVELS = 64  # below the root: the window's slack has room for the guesses of so many
 _TABLE = 1 << 23  # what every token's embedding contributes is computed ahead where the vocabulary allows
 
 
@@ -127,12 +126,12 @@ class EagleDrafter:
             else g[:, -self.options.hidden_size :]
         )
         q, kv, residual = self._project(window.tokens[at], g, self.target.cis(entries))
-        ends = [max(length, 1) - 1 for length in lengths]
-        starts = [min(start, end) for start, end in zip(starts, ends, strict=True)]
+        held = [max(length, 1) for length in lengths]
+        starts = [min(start, count - 1) for start, count in zip(starts, held, strict=True)]
         caught_up = len(todo) == len(last)
-        self.plan = self.attention.plan(0, ends, 1, None, starts, None if caught_up else Entries(rows, entries))
-        depths = torch.arange(1, _MOST_LEVELS + 1, device=rows.device)
-        positions = self._tensor(np.array(ends))[:, None] + depths
+        self.plan = self.attention.plan_draft(held, starts, None if caught_up else Entries(rows, entries))
+        depths = torch.arange(MOST_GUESSES, device=rows.device)
+        positions = self._tensor(np.array(held))[:, None] + depths
         self.cis = self.target.cis(positions.clamp_(max=self.options.max_positions - 1))  # [B, depth, 1, E/2]
         if not caught_up:
             at_last = self._tensor(np.array(last))

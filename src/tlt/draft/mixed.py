@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tlt.draft.drafter import Candidates, Drafter, Level
+from tlt.draft.drafter import Candidates, ComposedDrafter, Drafter, Level
 from tlt.draft.features import FeatureView
 from tlt.draft.suffix import SuffixDrafter
 from tlt.types import Request
@@ -15,7 +15,7 @@ from tlt.types import Request
 _WEIGHTS = np.array([0.0, 0.1, 0.3, 0.6])  # of the suffix's law, by its kind of match: none, 2, 4 or 8 tokens
 
 
-class MixedDrafter:
+class MixedDrafter(ComposedDrafter):
     """Both drafters are the engine's own, which tells them what happens: nothing is told here."""
 
     name = "mixed"
@@ -23,13 +23,14 @@ class MixedDrafter:
     def __init__(self, learned: Drafter, suffix: SuffixDrafter) -> None:
         self.learned, self.suffix = learned, suffix
         self.agreement = learned.agreement
-        self.parts = (learned.name, suffix.name)
+        self.parts = frozenset({learned.name, suffix.name})
 
     def swapped(self, drafter: Drafter) -> bool:
-        """Called where `drafter` has taken the place of another one of the engine's; whether that changes this one."""
-        mine = drafter.name == self.learned.name
-        self.learned = drafter if mine else self.learned
-        return mine
+        if drafter.name == self.learned.name:
+            self.learned = drafter
+        elif isinstance(drafter, SuffixDrafter):
+            self.suffix = drafter
+        return drafter.name in self.parts
 
     def begin(self, window: FeatureView | None) -> None: ...
 

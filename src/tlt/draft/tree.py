@@ -88,7 +88,7 @@ def _grow_chains(
         if not alive.any():
             break
         candidates = drafter.predict(Level(depth, tokens.copy(), none.copy(), alive.copy(), roots.law))
-        tokens, cells, valid = _children(candidates, 1, depth, roots, noise_of, vocab_size, calibration)
+        tokens, cells, valid = _children(candidates, tokens.shape, 1, depth, roots, noise_of, vocab_size, calibration)
         tokens, cells = tokens[..., 0], cells[..., 0]
         reach = reach * alive * valid[..., 0] * calibration.table[cells]
         reach *= reach >= strategy.min_chance
@@ -117,7 +117,7 @@ def _grow_trees(
             break
         candidates = drafter.predict(Level(depth, tokens.copy(), parents.copy(), alive.copy(), roots.law))
         tokens, cells, valid = _children(
-            candidates, strategy.branching, depth, roots, noise_of, vocab_size, calibration
+            candidates, tokens.shape, strategy.branching, depth, roots, noise_of, vocab_size, calibration
         )
         reach = (chance * alive)[..., None] * calibration.table[cells] * valid
         reach *= reach >= strategy.min_chance
@@ -138,6 +138,7 @@ def _grow_trees(
 
 def _children(
     candidates: Candidates,
+    nodes: tuple[int, ...],
     branching: int,
     depth: int,
     roots: Roots,
@@ -145,8 +146,9 @@ def _children(
     vocab_size: int,
     calibration: Calibration,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each node's best candidates under the noise [B, W, k]: tokens, the calibration's cells, and whether they may
-    be its children. The one time that a level waits for the device."""
+    """Of the best candidates of `nodes` (B, W) under the noise, [B, W, k]: tokens, the calibration's cells, and whether
+    they may be children. The one time that a level waits for the device."""
+    _check_shapes(candidates, nodes, vocab_size)
     ids = None if candidates.ids is None else candidates.ids.to(roots.device)
     best = rank(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
     tokens = best.picks if ids is None else ids.gather(-1, best.picks)
@@ -157,6 +159,18 @@ def _children(
         same = (tokens[..., :, None] == tokens[..., None, :]) & valid[..., None, :]
         valid &= ~np.tril(same, -1).any(-1)
     return tokens, calibration.cells(candidates.kinds, depth, scores, branching), valid
+
+
+def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: int) -> None:
+    """Raises ValueError: NumPy would broadcast what is off into nodes at wrong places."""
+    ids, log_q, kinds = candidates
+    width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
+    if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
+        raise ValueError(f"log q of shape {tuple(log_q.shape)} for {nodes} nodes")
+    if ids is not None and ids.dtype != torch.int64:
+        raise ValueError(f"candidates of type {ids.dtype}")
+    if kinds is not None and kinds.shape != nodes:
+        raise ValueError(f"kinds of shape {kinds.shape} for {nodes} nodes")
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from tlt.draft.drafter import Drafter
+from tlt.draft.drafter import ComposedDrafter, Drafter
 from tlt.draft.features import FeatureView
 from tlt.types import Row
 
@@ -70,10 +70,11 @@ class Drafters:
         """Put a drafter in the place of the one of its name, between two rounds. Returns whose guesses change."""
         changed = [drafter.name]
         for name, other in list(self.usable.items()):
-            if tell := getattr(other, "swapped", None):  # one that is made of others
-                changed += [name] * bool(self.guard(name, partial(tell, drafter), "take over"))
+            if self.guard(name, partial(_is_changed, other, drafter), "take over"):
+                changed.append(name)
         self.usable[drafter.name] = drafter
-        self.agreement[drafter.name] = Agreement(drafter.agreement)
+        for name in changed:
+            self.agreement[name] = Agreement(drafter.agreement)
 
         def enter() -> None:
             drafter.begin(view)
@@ -84,24 +85,33 @@ class Drafters:
         return changed
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
-        """The call's result; None if it failed, and then the drafter is gone."""
+        """The call's result; None if it failed, and then the drafter is gone, and those that are made of it."""
+        if name not in self.usable:
+            return None
         try:
             return call()
         except Exception:
             log.exception("the drafter %s failed to %s; going on without it", name, what)
             self.failures += 1
             del self.usable[name]
-            for other in [other for other in self.usable.values() if name in getattr(other, "parts", ())]:
-                log.warning("nor can the drafter %s go on, which is made of it", other.name)
-                del self.usable[other.name]
+            for other, drafter in list(self.usable.items()):
+                if isinstance(drafter, ComposedDrafter) and name in drafter.parts:
+                    log.warning("nor can the drafter %s go on, which is made of it", other)
+                    del self.usable[other]
             return None
 
     def _tell(self, call: Callable[[Drafter], None], what: str) -> None:
         for name, drafter in list(self.usable.items()):
-            self.guard(name, lambda drafter=drafter: call(drafter), what)
+            self.guard(name, partial(call, drafter), what)
+
+
+def _is_changed(drafter: Drafter, swapped: Drafter) -> bool:
+    """Whether it is made of others, and of the one that is swapped."""
+    return isinstance(drafter, ComposedDrafter) and bool(drafter.swapped(swapped))
 
 
 def _open(drafter: Drafter, row: Row) -> None:
     """Copies alone: the request without what its reward needs, the tokens as they are now."""
-    request = replace(row.request, prompt=replace(row.request.prompt, data={}))
+    asked = row.request
+    request = replace(asked, prompt=replace(asked.prompt, data={}), sampling=replace(asked.sampling))
     drafter.open(request, tuple(row.tokens))

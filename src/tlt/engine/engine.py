@@ -101,6 +101,7 @@ class Engine:
         bound = kv_tokens or config.kv_memory_mb * 2**20 // shape.bytes_per_token
         self.cache = KVCache(attention_for(shape), bound)
         self.rollout = self._new_rollout()
+        self._amid_round = False
 
     def _new_rollout(self) -> RolloutState:
         target, config, strategies = self.target, self.config, self.tuner.strategies
@@ -139,9 +140,10 @@ class Engine:
 
     def start(self, requests: Iterable[Request]) -> None:
         """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
-        begun = self.busy or self.stats.rounds or self.target.version != self.rollout.version
-        if begun:
+        begun = self.busy or self.stats.rounds or self._amid_round
+        if begun or self.target.version != self.rollout.version:
             self.rollout = self._new_rollout()
+            self._amid_round = False
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
@@ -182,6 +184,8 @@ class Engine:
     def round(self) -> list[Response]:
         """One turn; returns what finished."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
+        assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
+        self._amid_round = True
         stats, began = self.stats, time.time()
         with self._timed("prefill"):
             prefilled = self._admit()
@@ -208,6 +212,7 @@ class Engine:
         stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
         self.tuner.record(strategy, spent, tokens, scored=not prefilled and not preempted)
+        self._amid_round = False
         return responses
 
     def _admit(self) -> bool:
@@ -257,8 +262,8 @@ class Engine:
         trees = None
         if drafter is not None:
             tokens, room = np.array(
-                [(row.root, row.request.sampling.max_new_tokens - len(row.tokens)) for row in now.rows]
-            ).T
+                [(row.root, (row.request.sampling.max_new_tokens - len(row.tokens)) * row.finite) for row in now.rows]
+            ).T  # a row that is not finite gets no draft
             roots = Roots(tokens, room, now.batch.stops, now.batch.shown, self.target.device)
             noise = self.draft_noise(now)
             vocab_size = self.target.options.vocab_size
@@ -276,13 +281,14 @@ class Engine:
         """One target pass over all trees. The trees come back, as they are the roots alone where a draft led to where
         the target is not finite: 0 * NaN behind a mask is NaN, so that it would reach the tokens."""
         sampled = self._pass(now, trees)
-        if sampled.finite and any(len(tree.tokens) > 1 for tree in trees):
-            for place, length in enumerate(now.lengths):
-                self.cache.wipe(place, length)
+        spoiled = _spoiled(now, sampled)
+        if spoiled and any(len(tree.tokens) > 1 for tree in trees):
+            for place in spoiled:
+                self.cache.wipe(place, now.lengths[place])
             trees = _roots(now)
             sampled = self._pass(now, trees)
-        for row, good in zip(now.rows, sampled.finite or [True] * len(now.rows), strict=True):
-            row.finite &= good
+        for place in _spoiled(now, sampled):
+            now.rows[place].finite = False
         return trees, sampled
 
     def _pass(self, now: Round, trees: Sequence[DraftTree]) -> Sampled:
@@ -362,6 +368,12 @@ class Engine:
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:
             self.tracer.add(name, began, time.time(), **facts)
+
+
+def _spoiled(now: Round, sampled: Sampled) -> list[int]:
+    """Rows that were finite until this pass."""
+    finite = sampled.finite or [True] * len(now.rows)
+    return [place for place, row in enumerate(now.rows) if row.finite and not finite[place]]
 
 
 def _roots(now: Round) -> list[DraftTree]:

@@ -27,8 +27,7 @@ class Harvester:
         """`features` [B, N, F] of a pass; `entries` (place, node, position, the token that follows) of what was
         committed, at most `grown` of a row."""
         places, nodes, positions, following = zip(*entries, strict=True)
-        plain = features.shape[1] == 1
-        if plain:
+        if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
         else:
             index = torch.tensor([places, nodes], device=features.device)
@@ -56,7 +55,9 @@ class Harvester:
 
     def _give(self, row: Row, place: int, low: int, high: int) -> None:
         assert self.give is not None, "asked for just above"
-        features, tokens = self.window.read(place, low, high)
+        features, tokens = (part.cpu() for part in self.window.read(place, low, high))
         row.harvested = high
         prompt = row.request.prompt
-        self.give(Harvest(self.version, low, len(prompt.token_ids), tokens.cpu(), features.cpu(), prompt.prompt_id))
+        true = row.context[low + 1 : high + 1]
+        if tokens.tolist() == list(true) and features.isfinite().all():  # no drafter wrote into the window
+            self.give(Harvest(self.version, low, len(prompt.token_ids), tokens, features, prompt.prompt_id))

@@ -27,12 +27,13 @@ class KVCache:
     def __init__(self, store: AttentionBackend, bound_tokens: int) -> None:
         self.store, self.bound_tokens = store, bound_tokens
         self.ledger = Ledger() if os.environ.get(AUDIT) == "1" else None
-        self.clear()
+        self._rows: list[Row] = []
+        self._held: list[tuple[int, ...]] = []
 
     def clear(self) -> None:
-        """No row is live, and no slot holds anything of use; the memory stays."""
-        self._rows: list[Row] = []
-        self._held: list[tuple[int, ...]] = [()] * self.store.slots
+        """No row is live. The memory goes too: a rollout that was broken off may have left in it what is not finite."""
+        self._rows = []
+        self.release()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -47,6 +48,8 @@ class KVCache:
         if place != last:
             self.copy(last, place, mover.kv_length)
             self._rows[place], self._held[place] = mover, self._held[last]
+            if not mover.finite:
+                self.wipe(last, 0)
         self._rows.pop()
 
     def held(self, slot: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class Placing(NamedTuple):
     """a sibling, live or among the two above, has their prompt"""
 
 
-def place_new_rows(new: Sequence[Row], live: Sequence[Row] | Iterable[Row], cache: KVCache) -> Placing:
+def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:
     live, rest = list(live), list(new)
     kept: list[Row] = []
     while (at := _holder(rest, cache.held(len(live) + len(kept)))) is not None:

@@ -32,6 +32,11 @@ class Scheduler:
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
         if not request.prompt.token_ids:
             raise ValueError(f"prompt {request.prompt.prompt_id} is empty: give it at least one token")
+        if request.sampling.max_new_tokens < 1:
+            raise ValueError(
+                f"prompt {request.prompt.prompt_id} is to get {request.sampling.max_new_tokens} new tokens: give "
+                "rollout.max_new_tokens at least 1"
+            )
         if longest > self.max_positions:
             raise ValueError(
                 f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but the model is good "

@@ -17,7 +17,7 @@ from tlt.models.decoder import Decoder
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import Span
-from tlt.types import Request, Response, RolloutStats
+from tlt.types import Request, Response, RolloutStats, Row
 
 _WORKERS = 3
 _SPARE = 64  # tokens that a cache needs beyond its longest row
@@ -63,9 +63,14 @@ class SeveralWorkers:
 
     def _hand_over(self, giver: Engine, taker: Engine, rng: random.Random) -> None:
         seeds = [row.request.seed for row in (*giver.rows, *giver.waiting) if rng.random() < 0.5]
-        rows = giver.give_up(seeds)
-        anew = [row for row in rows if rng.random() < 0.2]
-        taker.submit([row.request for row in anew], [row for row in rows if row not in anew])
+        anew: list[Request] = []
+        resumed: list[Row] = []
+        for row in giver.give_up(seeds):
+            if rng.random() < 0.2:
+                anew.append(row.request)
+            else:
+                resumed.append(row)
+        taker.submit(anew, resumed)
 
     # -- the rest of the protocol --------------------------------------------------------------------------------------
 

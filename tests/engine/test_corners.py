@@ -1,0 +1,219 @@
+"""Corners: what is not finite beside what is, drafters that are built wrong or reach too far, rounds that fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small import PROMPTS, VOCAB, Target, build, decode, learned, make_requests, reference
+
+from tlt.config import EngineConfig
+from tlt.draft.drafter import Candidates, ComposedDrafter, Drafter, Level
+from tlt.draft.features import FeatureView
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+LONG = SamplingParams(max_new_tokens=12)
+
+
+def poisoned() -> Target:
+    """Nothing behind token 4 is finite."""
+    target = Target()
+    with torch.no_grad():
+        target.model.model.embed_tokens.weight[4] = math.nan
+    target.decoder.load(target.model.state_dict(), version=0)
+    return target
+
+
+def alone(target: Target, request: Request) -> Response:
+    return next(iter(build(target, max_rows=1).generate([request])))
+
+
+def clean(target: Target, prompt: tuple[int, ...], length: int, seed: int) -> Request:
+    """One whose response has no token 4."""
+    while True:
+        request = Request(Prompt(seed, "", prompt), 0, 0, seed, SamplingParams(max_new_tokens=length))
+        if 4 not in alone(target, request).token_ids:
+            return request
+        seed += 1
+
+
+def bad(seed: int) -> Request:
+    return Request(Prompt(seed, "", (4, 2, 1, 0, 2, 1, 0, 0, 1, 1)), 0, 0, seed, LONG)
+
+
+def check(target: Target, got: Iterable[Response], requests: Sequence[Request]) -> None:
+    found = {response.request.seed: response.token_ids for response in got}
+    for request in requests:
+        assert found[request.seed] == alone(target, request).token_ids
+
+
+def test_a_row_that_is_not_finite_leaves_nothing_where_it_moved_away_from() -> None:
+    target = poisoned()
+    first, later = clean(target, (1, 2, 3), 3, 100), clean(target, (2, 2), 6, 200)
+    check(target, build(target, max_rows=2).generate([first, bad(5), later]), [first, later])
+
+
+def test_a_rollout_that_is_dropped_leaves_nothing_that_is_not_finite() -> None:
+    target = poisoned()
+    some = [clean(target, (2, 2), 4, 200), clean(target, (1, 2, 3) * 8, 4, 300)]
+    engine = build(target, max_rows=2, prefill_tokens=4)
+    engine.start([bad(5), bad(6)])
+    engine.round()
+    engine.round()
+    check(target, list(engine.generate(some)), some)
+
+
+class Idle:
+    """All tokens are alike to it."""
+
+    agreement = None
+    name = "h"
+
+    def begin(self, window: FeatureView | None) -> None:
+        self.window: Any = window
+
+    def open(self, request: Request, committed: Sequence[int]) -> None: ...
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None: ...
+
+    def close(self, row: int, last: int) -> None: ...
+
+    def predict(self, level: Level) -> Candidates:
+        return Candidates(None, torch.zeros(*level.tokens.shape, VOCAB))
+
+
+class Wide(Idle):
+    """Three nodes at the root's level, where there is one."""
+
+    def predict(self, level: Level) -> Candidates:
+        B, W = level.tokens.shape
+        if level.depth:
+            return Candidates(None, torch.full((B, W, VOCAB), -math.inf))
+        ids = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 2, 3]]).expand(B, 3, 3)
+        log_q = torch.tensor([[90.0, 80, -90], [50, 40, -90], [45, 40, -90]]).expand(B, 3, 3)
+        return Candidates(ids, log_q)
+
+
+class WideChain(Idle):
+    def predict(self, level: Level) -> Candidates:
+        return Candidates(None, torch.zeros(len(level.tokens), 3, VOCAB))
+
+
+class NoNodes(Idle):
+    """A beginner's slip: [B, V]."""
+
+    def predict(self, level: Level) -> Candidates:
+        return Candidates(None, torch.zeros(len(level.tokens), VOCAB))
+
+
+class WideKinds(Idle):
+    def predict(self, level: Level) -> Candidates:
+        B, W = level.tokens.shape
+        return Candidates(None, torch.zeros(B, W, VOCAB), np.zeros((B, 3), dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [
+        (Wide, Strategy("h", 3, 2, 7)),  # wrong tokens are committed
+        (WideChain, Strategy("h", 3, 1, 4)),  # these end the run
+        (NoNodes, Strategy("h", 1, 1, 2)),
+        (WideKinds, Strategy("h", 3, 1, 4)),
+    ],
+)
+def test_shapes_that_are_off_cost_the_drafter_alone(drafter: type[Idle], shape: Strategy) -> None:
+    target, requests = Target(), make_requests(PROMPTS, [LONG], 3)
+    engine = build(target, drafter(), shape)
+    responses = decode(engine, requests)
+    assert [r.token_ids for r in responses] == [r.token_ids for r in reference(target, requests)]
+    assert engine.stats.drafter_failures == 1
+
+
+class Part(Idle):
+    name = "part"
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        raise RuntimeError
+
+
+class Whole(Part, ComposedDrafter):
+    name, parts = "whole", frozenset({"part"})
+
+    def swapped(self, drafter: Drafter) -> Any:
+        return np.zeros(2)  # no answer
+
+
+def test_a_drafter_that_fails_after_its_part_did() -> None:
+    target, requests = Target(), make_requests(PROMPTS, [LONG])
+    engine = build(target, Whole(), Strategy("whole", 2, 1, 3), beside=[Part()])
+    check(target, decode(engine, requests), requests)
+    assert not engine.drafters.usable
+
+
+def test_an_odd_answer_to_a_swap_costs_the_one_who_gave_it() -> None:
+    target = Target()
+    engine = build(target, Whole(), Strategy("whole", 2, 1, 3), beside=[learned(target)])
+    engine.swap(learned(target, 1))
+    assert set(engine.drafters.usable) == {"eagle"}
+
+
+class Reaches(Idle):
+    def open(self, request: Request, committed: Sequence[int]) -> None:
+        object.__setattr__(request.sampling, "temperature", 0.0)
+
+
+def test_the_request_that_a_drafter_sees_is_a_copy() -> None:
+    target, requests = Target(), make_requests(PROMPTS, [replace(LONG)], 3)
+    want = [r.token_ids for r in reference(target, requests)]
+    assert [r.token_ids for r in decode(build(target, Reaches(), Strategy("h", 2, 1, 3)), requests)] == want
+
+
+class Writes(Idle):
+    def predict(self, level: Level) -> Candidates:
+        self.window.features[:] = math.nan
+        self.window.tokens[:] = 99
+        return super().predict(level)
+
+
+def test_the_window_cannot_be_written_through_its_view() -> None:
+    target, harvest = Target(), list[Any]()
+    layout = learned(target).options.layout
+    shape = Fixed(Strategy("h", 2, 1, 3))
+    engine = Engine(target.decoder, EngineConfig(), [Writes()], shape, layout=layout, on_harvest=harvest.append)
+    decode(engine, make_requests(PROMPTS, [LONG]))
+    assert all(h.features.isfinite().all() and (h.tokens < VOCAB).all() for h in harvest)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_rollout_in_which_a_round_failed_does_not_go_on(call: int) -> None:
+    """Call 1 is the first prefill, call 2 another part of it: the rows are live, and their places hold nothing."""
+    target, requests = Target(), make_requests(PROMPTS, [LONG], 3)
+    want = {q.seed: r.token_ids for q, r in zip(requests, reference(target, requests), strict=True)}
+    engine, forward, calls = build(target, max_rows=4, prefill_tokens=4), target.decoder.forward, [0]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise RuntimeError("out of memory, say")
+        return forward(*args, **kwargs)
+
+    target.decoder.forward = fails
+    engine.start(requests)
+    with pytest.raises(RuntimeError, match="memory"):
+        engine.round()
+    with pytest.raises(AssertionError, match="call start"):
+        engine.round()
+    assert {r.request.seed: r.token_ids for r in engine.generate(requests)} == want
+
+
+def test_a_response_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="token"):
+        build(Target(), None, PLAIN).submit([Request(PROMPTS[0], 0, 0, 7, SamplingParams(max_new_tokens=0))])
