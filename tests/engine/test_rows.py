@@ -78,7 +78,7 @@ def filled(slots: int, *prompts: Sequence[int]) -> tuple[KVCache, RowTable]:
     """A cache of so many slots that rows with these prompts went through; none of them is live."""
     cache = cache_for(TARGET.decoder, 10_000)
     table = RowTable([cache])
-    cache.reserve(slots, 16)
+    cache.reserve(slots, 50)
     for number, prompt in enumerate(prompts):
         table.append(row(prompt, number))
     while len(table):
@@ -90,11 +90,16 @@ def test_a_free_slot_says_whose_prompt_it_holds_until_something_is_done_to_it() 
     a, b = (1, 2, 3), (4, 0)
     cache, _ = filled(3, a, b)
     assert [cache.held(slot) for slot in range(4)] == [a, b, (), ()]
-    cache.reserve(1, 100)  # the tail grows its own slots alone
+    cache.reserve(1, 200)  # the tail grows its own slots alone
     assert cache.store.slots == 1
     assert [cache.held(slot) for slot in range(2)] == [a, ()]
     cache.wipe(0, 0)
     assert cache.held(0) == ()
+    cache, _ = filled(2, a, [3] * 40)
+    cache.bound_tokens = 4 * 30
+    cache.reserve(4, 20)  # more slots, each of them shorter than the second prompt
+    assert cache.store.tokens == 30
+    assert [cache.held(slot) for slot in range(4)] == [a, (), (), ()]
     for forget in (KVCache.release, KVCache.clear):
         cache, _ = filled(3, a, b)
         forget(cache)
@@ -255,6 +260,28 @@ def test_a_row_that_is_not_finite_poisons_nobody(max_rows: int, where: str) -> N
     for right in good[:9]:
         assert found[right.seed].token_ids == reference(TARGET, [right])[0].token_ids
     assert not all(torch.tensor(found[bad.seed].full_logprobs).isfinite())
+
+
+def test_a_row_that_is_not_finite_poisons_nobody_at_the_place_that_it_moved_from() -> None:
+    """The first of three rows ends, and the last one, no longer finite, takes its place; then another comes."""
+
+    def some(prompt: Sequence[int], begin: int, new_tokens: int, bad: bool = False) -> Request:
+        asked = (request(prompt, n, new_tokens) for n in range(begin, begin + 1000))
+        return next(r for r in asked if bad == (4 in reference(TARGET, [r])[0].token_ids[: 2 if bad else None]))
+
+    short, long = some((1, 2, 3), 0, 3), some((1, 2), 1000, 25)
+    bad, late = some((2, 2, 1, 1), 2000, 20, bad=True), some((3,), 3000, 6)
+    engine = Engine(poisoned(4), EngineConfig(max_rows=3))
+    engine.start([short, long, bad])
+    found = [r for _ in range(4) for r in engine.round()]
+    assert [row.request for row in engine.rows] == [bad, long]
+    assert not engine.rows[0].finite
+    engine.submit([late])
+    while engine.busy:
+        found += engine.round()
+    tokens = {r.request.seed: r.token_ids for r in found}
+    for right in (short, long, late):
+        assert tokens[right.seed] == reference(TARGET, [right])[0].token_ids
 
 
 class Sure(small.NodeDrafter):
