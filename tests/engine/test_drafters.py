@@ -1,4 +1,5 @@
-"""The alarm: a drafter whose guesses went wrong changes no token, so only its agreement shows it."""
+"""Drafters are outside of what the tokens rest on: they may write wherever they can, and the alarm says which went
+wrong."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from small import Target, build, learned, make_requests
+from small import ContextDrafter, Target, build, decode, learned, make_requests, reference
 
-from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.drafter import Candidates, Level, Node, NodeDrafter, Offer
 from tlt.draft.strategy import Strategy
 from tlt.engine.drafters import Agreement, Drafters
-from tlt.types import Prompt, SamplingParams
+from tlt.types import Prompt, Request, SamplingParams
 
 
 class Nothing(NodeDrafter):
@@ -96,3 +97,44 @@ def test_a_drafter_is_judged_by_its_own_guesses() -> None:
     for _ in engine.generate(make_requests([Prompt(0, "", (1, 2))], [SamplingParams(max_new_tokens=9)])):
         pass
     assert engine.stats.agreement == {}
+
+
+class Vandal(ContextDrafter):
+    """Drafts well, and then writes into all that it was given; it never raises."""
+
+    def open(self, request: Request, committed: Sequence[int]) -> None:
+        super().open(request, committed)
+        self.overwrite(committed)
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        super().commit(row, tokens)
+        self.overwrite(tokens)
+
+    def predict(self, level: Level) -> Candidates:
+        candidates = super().predict(level)
+        for array in (level.tokens, level.parents, level.alive):
+            array[...] = 1
+        for tensor in (level.law.temperature, level.law.top_k, level.law.top_p):
+            tensor.fill_(3)
+        return candidates
+
+    @staticmethod
+    def overwrite(tokens: Sequence[int]) -> None:
+        if isinstance(tokens, list):
+            tokens[:] = [1] * len(tokens)
+
+
+@pytest.mark.parametrize("branching", [1, 2])
+def test_a_drafter_that_writes_into_what_it_is_given_changes_no_token(branching: int) -> None:
+    """Chains and trees; rows that are preempted come back to it with tokens."""
+    target = Target()
+    prompts = [Prompt(i, "", (i % 5, 2, i % 3)) for i in range(4)]
+    laws = [SamplingParams(0.7, max_new_tokens=30), SamplingParams(0.9, top_k=3, max_new_tokens=30)]
+    requests = make_requests(prompts, laws, group=2)
+    engine = build(target, Vandal(target, 0.7, 0.7), Strategy("", 3, branching, 8), max_rows=8, bound_tokens=140)
+    responses = decode(engine, requests)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.accepted > 0
+    assert engine.stats.drafter_failures == 0
+    wanted = [want.token_ids for want in reference(target, requests)]
+    assert [response.token_ids for response in responses] == wanted
