@@ -18,6 +18,8 @@ from torch import Tensor
 import tlt.engine.engine
 from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
+from tlt.draft.buffer import Harvest
+from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
@@ -301,6 +303,21 @@ def test_what_is_not_finite_does_not_wait_for_the_next_row(leaves: str) -> None:
     assert not all(math.isfinite(x) for r in found if r.request is bad for x in r.full_logprobs)
     for right in (short, long, late) if moves else (long, late):
         assert tokens[right.seed] == reference(TARGET, [right])[0].token_ids
+
+
+def test_what_is_not_finite_is_not_harvested() -> None:
+    asked = [request((1, 2, 3), n, 30) for n in range(20)]
+    bad = {r.seed for r in asked if 4 in reference(TARGET, [r])[0].token_ids[:-1]}
+    assert 0 < len(bad) < len(asked)
+    items: list[Harvest] = []
+    layout = FeatureLayout((0,), 8)
+    engine = Engine(poisoned(4), EngineConfig(max_rows=3), layout=layout, on_harvest=items.append)
+    responses = list(engine.generate(asked))
+    assert all(item.features.isfinite().all() for item in items)
+    ends = [tuple(item.tokens.tolist()) for item in items]
+    for response in responses:
+        end = tuple(response.token_ids[-8:])
+        assert (end in ends) == (response.request.seed not in bad)
 
 
 class Sure(small.NodeDrafter):

@@ -280,7 +280,7 @@ MUTANTS = [
         "engine/harvest.py",
         "            if not row.finite:  # nothing to learn from\n                continue\n",
         "",
-        FEATURES,
+        ROWS,
     ),
     Mutant(
         "a drafter is handed the list that tokens are committed to",
