@@ -99,6 +99,23 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
         check_row(window, row, plain)
 
 
+@pytest.mark.parametrize("written", [5, 66, 68, 100])
+@pytest.mark.parametrize("kept", [0, 2, 5, 35, 60])
+def test_a_row_that_keeps_its_place_has_what_the_ring_still_holds(written: int, kept: int) -> None:
+    window = FeatureWindow(FeatureLayout((), 3), 1, torch.float64, CPU)
+    window.append(A_ROW, kept=0)
+    for p in range(written):
+        window.write([0], [p], torch.tensor([[float(p)]], dtype=torch.float64), [p + 1])
+    window.remove(0, 0)
+    kept = min(kept, written)
+    window.append(A_ROW, kept)
+    start = window.start(0)
+    assert start == min(kept, max(0, written - window.capacity, kept - 3))
+    features, tokens = window.read(0, start, kept)
+    assert features[:, 0].tolist() == list(range(start, kept))
+    assert tokens.tolist() == list(range(start + 1, kept + 1))
+
+
 def test_rows_are_written_in_one_call() -> None:
     window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
     for _ in range(3):
