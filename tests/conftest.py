@@ -10,8 +10,12 @@ os.environ.setdefault("TLT_AUDIT", "1")  # every engine checks its key-value cac
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: tiny.py
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# what a planted fault breaks need not be made small (tests/mutants/run.py): that takes minutes
+phases = (Phase.explicit, Phase.generate) if os.environ.get("TLT_MUTANT") else settings.default.phases
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], phases=phases
+)
 settings.load_profile("repeatable")

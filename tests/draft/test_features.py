@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +15,7 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.buffer import Harvest
-from tlt.draft.drafter import Drafter
+from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.features import FeatureLayout, FeatureWindow
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
@@ -97,6 +97,23 @@ def test_the_window_is_the_plain_one(data: st.DataObject) -> None:
                 check_row(window, row, plain)
     for row, plain in enumerate(rows):
         check_row(window, row, plain)
+
+
+@pytest.mark.parametrize("written", [5, 66, 68, 100])
+@pytest.mark.parametrize("kept", [0, 2, 5, 35, 60])
+def test_a_row_that_keeps_its_place_has_what_the_ring_still_holds(written: int, kept: int) -> None:
+    window = FeatureWindow(FeatureLayout((), 3), 1, torch.float64, CPU)
+    window.append(A_ROW, kept=0)
+    for p in range(written):
+        window.write([0], [p], torch.tensor([[float(p)]], dtype=torch.float64), [p + 1])
+    window.remove(0, 0)
+    kept = min(kept, written)
+    window.append(A_ROW, kept)
+    start = window.start(0)
+    assert start == min(kept, max(0, written - window.capacity, kept - 3))
+    features, tokens = window.read(0, start, kept)
+    assert features[:, 0].tolist() == list(range(start, kept))
+    assert tokens.tolist() == list(range(start + 1, kept + 1))
 
 
 def test_rows_are_written_in_one_call() -> None:
@@ -245,6 +262,39 @@ def test_the_harvest_does_not_depend_on_what_was_drafted(model: Model) -> None:
         }
 
     assert entries("eagle") == entries("plain")
+
+
+class Replay(NodeDrafter):
+    """Goes on as responses did that nothing stopped."""
+
+    name = "replay"
+
+    def __init__(self, known: Sequence[Response]) -> None:
+        self.known = {response.request.seed: response.token_ids for response in known}
+
+    def propose(self, nodes: Sequence[Node]) -> Offer:
+        behind = [self.known[node.request.seed][len(node.committed) + len(node.path) :] for node in nodes]
+        return Offer(torch.tensor([tokens[:1] or [-1] for tokens in behind]), torch.zeros(len(nodes), 1))
+
+
+def test_nothing_is_kept_of_a_stop_token_that_was_drafted(model: Model) -> None:
+    """The target agreed with it and has computed its features, but the response ends before it is gone on from."""
+    asked = [replace(r, sampling=SamplingParams(0.8, max_new_tokens=45)) for r in requests(4)]
+    _, whole, _ = run(model, asked, 8, "plain")
+    stops = {r.request.seed: r.token_ids[20] for r in whole}
+    asked = [replace(r, sampling=replace(r.sampling, stop_token_ids=(stops[r.seed],))) for r in asked]
+    layout = make_layer(model.decoder, "eagle3", 8).options.layout
+    items: list[Harvest] = []
+    shape = Fixed(Strategy("replay", 6, 1, 7))
+    engine = Engine(model.decoder, EngineConfig(), [Replay(whole)], shape, layout=layout, on_harvest=items.append)
+    responses = list(engine.generate(asked))
+    assert {response.finish_reason for response in responses} == {"stop"}
+    assert engine.stats.accepted > 2 * engine.stats.row_passes
+    for seed, mine in by_response(items, responses).items():
+        response = next(r for r in responses if r.request.seed == seed)
+        check_features(model, mine, response, layout.taps)
+        entries = len(response.request.prompt.token_ids) + len(response.token_ids) - 1
+        assert mine[-1].start + len(mine[-1].tokens) == entries
 
 
 def test_the_harvest_names_version_and_prompt(model: Model) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from tlt.config import EngineConfig
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer, Kind
+from tlt.draft.features import FeatureView, FeatureWindow
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
 from tlt.engine.engine import Round as Round_
+from tlt.engine.laws import law_of
+from tlt.engine.rows import RowTable
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.fidelity.modes import InTurn
 from tlt.types import Prompt, Request, Row, SamplingParams
@@ -389,6 +393,46 @@ def test_a_neighbour_without_features_changes_nothing(model: Model) -> None:
     layer = make_layer(model.decoder, "eagle3", 16)
     log = Life(model, layer).run([*requests(2), one])
     check_as_fresh(model, {k: v for k, v in log.items() if k[0] != 5}, TREE, every=1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_not_finite_is_gone_with_its_row(model: Model, place: int) -> None:
+    """The next one there, which is shorter than its neighbour, says what it says in a new drafter."""
+    hidden = model.decoder.options.hidden_size
+    layer = make_layer(model.decoder, "eagle3", 16)
+    layout = layer.options.layout
+
+    def laws(before: bool) -> Tensor:
+        window = FeatureWindow(layout, hidden, torch.float64, torch.device("cpu"))
+        drafter, table = EagleDrafter(layer, model.decoder), RowTable([window])
+
+        def come(number: int, entries: int, size: float) -> None:
+            row = Row(requests(3)[number])
+            table.append(row)
+            drafter.open(row.request, ())
+            features = size * torch.arange(entries * layout.width(hidden)).sin().double().view(entries, -1)
+            at = len(table) - 1
+            window.write([at] * entries, range(entries), features, [p % 11 for p in range(entries)])
+
+        def predict() -> Tensor:
+            rows = len(table)
+            none = np.zeros((rows, 1), dtype=np.int64)
+            law = law_of([SamplingParams()] * rows, torch.device("cpu"))
+            return drafter.predict(Level(0, none, none, none == 0, law)).log_q
+
+        drafter.begin(FeatureView(window))
+        if before:
+            for number in (0, 1):
+                come(number, 12, torch.nan if number == place else 1.0)
+            predict()
+            drafter.close(place, 1)
+            table.remove(place)
+        else:
+            come(0, 12, 1.0)
+        come(2, 3, 1.0)
+        return predict()
+
+    assert torch.allclose(laws(before=True), laws(before=False), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

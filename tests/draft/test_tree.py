@@ -191,6 +191,20 @@ def test_no_token_is_drafted_that_could_not_be_committed(new_tokens: int, deepes
     assert max(tree.depths) == deepest
 
 
+@pytest.mark.parametrize("branching", [1, 3])
+def test_nothing_follows_a_stop_token(branching: int) -> None:
+    """Of the row that it stops; it may itself be drafted."""
+    stopped = replace(request(), sampling=replace(request().sampling, stop_token_ids=(3,)))
+    strategy, leaves, inner = Strategy("table", 5, branching, 1000), 0, 0
+    for seed in range(20):
+        one, other = trees_of(TableDrafter(seed, False), [(stopped, [4]), (request(), [4])], strategy)
+        assert all(one.tokens[parent] != 3 for parent in one.parents[1:])
+        leaves += one.tokens.count(3)
+        inner += sum(other.tokens[parent] == 3 for parent in other.parents[1:])
+    assert leaves > 0
+    assert inner > 0
+
+
 @pytest.mark.parametrize("branching", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_an_offer_of_nothing_but_garbage_leaves_the_root_alone(bad: float, branching: int) -> None:

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants import draft, models, rl, sampling
+from mutants import draft, engine, models, rl, sampling
 from mutants.mutant import Mutant
 
-AREAS = {area.__name__.rpartition(".")[2]: area.MUTANTS for area in (sampling, models, rl, draft)}
+AREAS = {area.__name__.rpartition(".")[2]: area.MUTANTS for area in (sampling, models, engine, rl, draft)}
 TESTS = Path(__file__).parent.parent
 SOURCE = TESTS.parent / "src" / "tlt"
 PATIENCE = 300  # seconds for the tests of one mutant
@@ -74,7 +74,7 @@ def run_tests(tests: str, mutant: Mutant | None = None) -> Outcome:
 def _pytest(home: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """Its exit status (None: it hung) and what it said, where `tlt` is the package in `home`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not gpu"]
-    environment = os.environ | {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "TLT_MUTANT": "1"}
     with (home / "said").open("w+", encoding="utf-8") as said:  # a pipe would stay open with a child left behind
         streams = {"stdout": said, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(

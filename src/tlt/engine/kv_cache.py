@@ -48,7 +48,7 @@ class KVCache:
         if place != last:
             self.copy(last, place, mover.kv_length)
             self._rows[place], self._held[place] = mover, self._held[last]
-            if not mover.finite:
+            if not mover.finite:  # what it leaves behind would wait there for the next row
                 self.wipe(last, 0)
         self._rows.pop()
 

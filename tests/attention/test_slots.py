@@ -1,0 +1,209 @@
+"""Attention over slots against a plain one that keeps each position's key and value in a dict, and no ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tlt.attention.slots
+from tlt.attention.backend import Entries, HeadShape
+from tlt.attention.slots import SlotAttention
+
+CPU = torch.device("cpu")
+LAYERS, QUERY_HEADS, HEADS, SIZE = 2, 4, 2, 4
+SHAPE = HeadShape(LAYERS, QUERY_HEADS, HEADS, SIZE, torch.float64, CPU)
+AHEAD = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_steps() -> Iterator[None]:
+    """Short rows come to the ends of their rings, and make spans."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tlt.attention.slots, "_AHEAD", AHEAD)
+    patch.setattr(tlt.attention.slots, "_SPAN_COST", 4)
+    yield
+    patch.undo()
+
+
+class Pass(NamedTuple):
+    """What is new in one layer: query [B, N, H, E], key and value [B, N, K, E]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Both:
+    """Slots and the plain model of them, in step. Whatever nobody wrote is noise, so that to see it shows."""
+
+    def __init__(self, slots: int, tokens: int, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.slots = SlotAttention(SHAPE)
+        self.slots.resize(slots, tokens)
+        for layer in self.slots.layers:
+            layer.copy_(self.normal(*layer.shape))
+        self.plain: list[dict[tuple[int, int], tuple[Tensor, Tensor]]] = [{} for _ in range(LAYERS)]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=self.random)
+
+    def commit(self, slot: int, positions: Sequence[int]) -> None:
+        for layer, plain in zip(self.slots.layers, self.plain, strict=True):
+            for p in positions:
+                plain[slot, p] = self.normal(HEADS, SIZE), self.normal(HEADS, SIZE)
+                layer[0, slot, :, p % self.slots.tokens], layer[1, slot, :, p % self.slots.tokens] = plain[slot, p]
+
+    def new(self, rows: int, nodes: int) -> list[Pass]:
+        shapes = ((rows, nodes, QUERY_HEADS, SIZE), *((rows, nodes, HEADS, SIZE),) * 2)
+        return [Pass(*(self.normal(*shape) for shape in shapes)) for _ in range(LAYERS)]
+
+    def check(
+        self,
+        plan: Any,
+        first: int,
+        passes: Sequence[list[Pass]],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        sees: Tensor,
+        written: tuple[list[tuple[int, int]], Tensor] | None = None,
+    ) -> None:
+        """The last of `passes` (those before it stay as nodes) against the plain model; sees [B, N, all nodes]."""
+        *_, now = passes
+        rows, nodes = now[0].query.shape[:2]
+        for layer in range(LAYERS):
+            key, value = now[layer].key.flatten(0, 1), now[layer].value.flatten(0, 1)
+            if written:
+                key, value = written[1][layer]
+            got = self.slots.attend(plan, layer, now[layer].query.flatten(0, 1), key, value).view(rows, nodes, -1)
+            keys, values = (torch.cat([p[layer][i] for p in passes], dim=1) for i in (1, 2))
+            for b in range(rows):
+                held = [self.plain[layer][first + b, p] for p in range(starts[b], lengths[b])]
+                for n in range(nodes):
+                    seen = held + [(keys[b, m], values[b, m]) for m in sees[b, n].nonzero().flatten().tolist()]
+                    want = plainly(now[layer].query[b, n], *(torch.stack(x) for x in zip(*seen, strict=True)))
+                    assert torch.allclose(got[b, n], want, rtol=0, atol=1e-10), (layer, b, n)
+
+
+def plainly(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """query [H, E], keys and values [S, K, E] -> [H * E], a head at a time."""
+    share = QUERY_HEADS // HEADS
+    heads = []
+    for h in range(QUERY_HEADS):
+        weights = torch.softmax(keys[:, h // share] @ query[h] / SIZE**0.5, dim=0)
+        heads.append(weights @ values[:, h // share])
+    return torch.cat(heads)
+
+
+def a_tree(data: st.DataObject, rows: int, nodes: int) -> Tensor:
+    """visible [B, N, N]: each node sees itself and what its parent sees."""
+    seen = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
+    for b in range(rows):
+        for n in range(1, nodes):
+            seen[b, n] |= seen[b, data.draw(st.integers(0, n - 1))]
+    return seen
+
+
+def a_chain(rows: int, old: int, new: int) -> Tensor:
+    return torch.ones(old + new, old + new, dtype=torch.bool).tril()[old:].expand(rows, -1, -1)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_trees_behind_rows_of_any_lengths(data: st.DataObject) -> None:
+    """As the target's passes: no window; of few rows or of all, to the last token of a slot; in several spans."""
+    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+    first, nodes = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 5))
+    both = Both(first + len(lengths), max(lengths) + nodes + data.draw(st.sampled_from([0, 0, 9])), len(lengths))
+    for b, length in enumerate(lengths):
+        both.commit(first + b, range(length))
+    tree = a_tree(data, len(lengths), nodes) if data.draw(st.booleans()) else None
+    plan = both.slots.plan(first, lengths, nodes, tree)
+    sees = a_chain(len(lengths), 0, nodes) if tree is None else tree
+    both.check(plan, first, [both.new(len(lengths), nodes)], [0] * len(lengths), lengths, sees)
+
+
+def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:
+    lengths = [3, 40, 2, 39, 5]
+    both = Both(5, 50, 0)
+    for b, length in enumerate(lengths):
+        both.commit(b, range(length))
+    tree = torch.eye(4, dtype=torch.bool).repeat(5, 1, 1)
+    tree[:, :, 0] = True
+    tree[4, 3, 2] = tree[3, 2, 1] = True
+    plan = both.slots.plan(0, lengths, 4, tree)
+    assert [(span.low, span.high) for span in plan.spans] == [(0, 1), (1, 4), (4, 5)]
+    both.check(plan, 0, [both.new(5, 4)], [0] * 5, lengths, tree)
+
+
+@given(st.data())
+@settings(max_examples=120, deadline=None)
+def test_levels_in_a_ring_behind_a_window(data: st.DataObject) -> None:
+    """As the learned drafter's passes: a root each, what it had to catch up with, then a level after the other."""
+    window, rows = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
+    ends = data.draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows))
+    if data.draw(st.booleans()):
+        ends = [ends[0]] * rows
+    both = Both(rows, window + AHEAD + 1, rows)
+    starts = [max(0, end - data.draw(st.integers(0, window))) for end in ends]
+    late = [data.draw(st.integers(start, end)) for start, end in zip(starts, ends, strict=True)]
+    for b, end in enumerate(ends):
+        both.commit(b, range(max(0, end - window), late[b]))
+    entries = [(b, p) for b, end in enumerate(ends) for p in range(late[b], end + 1)]
+    caught_up = len(entries) == rows
+    passes, written = [both.new(rows, 1)], None
+    if not caught_up:
+        fresh = [
+            (both.normal(len(entries), HEADS, SIZE), both.normal(len(entries), HEADS, SIZE)) for _ in range(LAYERS)
+        ]
+        for layer, (keys, values) in enumerate(fresh):
+            for m, (b, p) in enumerate(entries):
+                if p < ends[b]:
+                    both.plain[layer][b, p] = keys[m], values[m]
+                else:
+                    passes[0][layer].key[b, 0], passes[0][layer].value[b, 0] = keys[m], values[m]
+        written = entries, fresh
+    where = Entries(*torch.tensor(entries).unbind(1))
+    plan = both.slots.plan(0, ends, 1, None, starts, None if caught_up else where)
+    both.check(plan, 0, passes, starts, ends, a_chain(rows, 0, 1), written)
+    width = data.draw(st.sampled_from([1, 1, 2]))
+    sees = torch.ones(rows, 1, 1, dtype=torch.bool)
+    for old in range(1, AHEAD + 1, width):
+        if old + width > AHEAD + 1:
+            break
+        parents = torch.tensor([[data.draw(st.integers(0, sees.shape[1] - 1)) for _ in range(width)]] * rows)
+        above = sees[torch.arange(rows)[:, None], parents]
+        sees = torch.cat([above, torch.eye(width, dtype=torch.bool).expand(rows, -1, -1)], dim=2)
+        plan = both.slots.deeper(plan, width, None if width == 1 else sees)
+        passes.append(both.new(rows, width))
+        both.check(plan, 0, passes, starts, ends, sees)
+
+
+class Softmaxes(TorchDispatchMode):
+    """What every softmax is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "softmax" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("starts", [None, [1, 2]], ids=["target", "drafter"])
+def test_the_softmax_of_bfloat16_is_in_float32(starts: list[int] | None) -> None:
+    """A CPU's own is, whatever it is given; other devices' need not be."""
+    slots = SlotAttention(HeadShape(1, QUERY_HEADS, HEADS, SIZE, torch.bfloat16, CPU))
+    slots.resize(2, 16)
+    plan = slots.plan(0, [3, 4], 1, None, starts)
+    with Softmaxes() as seen:
+        slots.attend(plan, 0, *(torch.ones(2, heads, SIZE).bfloat16() for heads in (QUERY_HEADS, HEADS, HEADS)))
+    assert seen.dtypes == [torch.float32]

@@ -1,0 +1,82 @@
+"""The window of noise against the function it is a window of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import tlt.engine.noise
+from tlt.engine.noise import DraftNoise, NoiseWindow
+from tlt.sampling import gumbel_noise
+from tlt.types import Prompt, Request, Row, SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow_ring() -> Iterator[None]:
+    """No wider than a round needs, so that every round goes around."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tlt.engine.noise, "_MAX_WINDOW", 2)
+    yield
+    patch.undo()
+
+
+def row(seed: int, temperature: float, new_tokens: int, begun: int = 0) -> Row:
+    params = SamplingParams(temperature, max_new_tokens=new_tokens)
+    return Row(Request(Prompt(0, "", (1,)), 0, 0, seed, params), [0] * begun)
+
+
+def truth(row: Row, position: int) -> Tensor:
+    if row.request.sampling.temperature == 0:
+        return torch.zeros(VOCAB)
+    return gumbel_noise(torch.tensor([row.request.seed]), torch.tensor([position]), VOCAB)[0]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_row_has_its_own_noise_whoever_came_and_went(data: st.DataObject) -> None:
+    """Rows come, begun or not, greedy or not, and go; what a round may ask for is there before it is committed."""
+    deepest = data.draw(st.integers(0, 5))
+    window, rows, seeds = NoiseWindow(4, VOCAB, deepest, CPU), [], itertools.count(7)
+    for _ in range(data.draw(st.integers(1, 20))):
+        action = data.draw(st.sampled_from(["append", "remove", "round", "round", "round"]))
+        if action == "append" or not rows:
+            length = data.draw(st.integers(1, 40))
+            temperature, begun = data.draw(st.sampled_from([0.0, 0.7])), data.draw(st.integers(0, length - 1))
+            rows.append(row(next(seeds), temperature, length, begun))
+            window.append(rows[-1], kept=0)
+        elif action == "remove":
+            place = data.draw(st.integers(0, len(rows) - 1))
+            window.remove(place, len(rows) - 1)
+            rows[place] = rows[-1]
+            rows.pop()
+        else:
+            depth = data.draw(st.integers(0, deepest))
+            one_round(window, rows, depth)
+            for each in rows:
+                room = each.request.sampling.max_new_tokens - 1 - len(each.tokens)
+                each.tokens += [0] * min(room, data.draw(st.integers(1, depth + 1)))
+
+
+def one_round(window: NoiseWindow, rows: list[Row], depth: int) -> None:
+    positions = [len(each.tokens) for each in rows]
+    window.prepare(positions, depth)
+    at, place = torch.tensor(positions), torch.arange(len(rows))[:, None]
+    found = window.at(place, at[:, None] + torch.arange(depth + 1))
+    listed = torch.arange(VOCAB).flip(0).expand(len(rows), 1, -1)
+    draft = DraftNoise(window, at, depth)
+    for b, each in enumerate(rows):
+        for ahead in range(min(depth + 1, each.request.sampling.max_new_tokens - positions[b])):
+            want = truth(each, positions[b] + ahead)
+            assert torch.equal(found[b, ahead], want)
+            if ahead < depth:
+                assert torch.equal(draft(ahead, None)[b, 0], want)
+                assert torch.equal(draft(ahead, listed)[b, 0], want.flip(0)), "of a listed candidate, the same"
