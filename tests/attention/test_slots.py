@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ AHEAD = 6
 def small_steps() -> Iterator[None]:
     """Short rows come to the ends of their rings, and make spans."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(tlt.attention.slots, "_AHEAD", AHEAD)
+    patch.setattr(tlt.attention.slots, "MOST_GUESSES", AHEAD)
     patch.setattr(tlt.attention.slots, "_SPAN_COST", 4)
     yield
     patch.undo()
@@ -170,17 +171,17 @@ def test_levels_in_a_ring_behind_a_window(data: st.DataObject) -> None:
                     passes[0][layer].key[b, 0], passes[0][layer].value[b, 0] = keys[m], values[m]
         written = entries, fresh
     where = Entries(*torch.tensor(entries).unbind(1))
-    plan = both.slots.plan(0, ends, 1, None, starts, None if caught_up else where)
+    plan = both.slots.plan_draft([end + 1 for end in ends], starts, None if caught_up else where)
     both.check(plan, 0, passes, starts, ends, a_chain(rows, 0, 1), written)
-    width = data.draw(st.sampled_from([1, 1, 2]))
+    widths = data.draw(st.sampled_from([[1], [1], [2], [1, 1, 2, 1]]))
     sees = torch.ones(rows, 1, 1, dtype=torch.bool)
-    for old in range(1, AHEAD + 1, width):
-        if old + width > AHEAD + 1:
+    for width in itertools.cycle(widths):
+        if sees.shape[2] + width > AHEAD + 1:
             break
         parents = torch.tensor([[data.draw(st.integers(0, sees.shape[1] - 1)) for _ in range(width)]] * rows)
         above = sees[torch.arange(rows)[:, None], parents]
         sees = torch.cat([above, torch.eye(width, dtype=torch.bool).expand(rows, -1, -1)], dim=2)
-        plan = both.slots.deeper(plan, width, None if width == 1 else sees)
+        plan = both.slots.deeper(plan, width, None if width == above.shape[1] == plan.nodes == 1 else parents)
         passes.append(both.new(rows, width))
         both.check(plan, 0, passes, starts, ends, sees)
 
@@ -198,12 +199,12 @@ class Softmaxes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("starts", [None, [1, 2]], ids=["target", "drafter"])
-def test_the_softmax_of_bfloat16_is_in_float32(starts: list[int] | None) -> None:
+@pytest.mark.parametrize("draft", [False, True], ids=["target", "drafter"])
+def test_the_softmax_of_bfloat16_is_in_float32(draft: bool) -> None:
     """A CPU's own is, whatever it is given; other devices' need not be."""
     slots = SlotAttention(HeadShape(1, QUERY_HEADS, HEADS, SIZE, torch.bfloat16, CPU))
     slots.resize(2, 16)
-    plan = slots.plan(0, [3, 4], 1, None, starts)
+    plan = slots.plan_draft([4, 5], [1, 2], None) if draft else slots.plan(0, [3, 4], 1, None)
     with Softmaxes() as seen:
         slots.attend(plan, 0, *(torch.ones(2, heads, SIZE).bfloat16() for heads in (QUERY_HEADS, HEADS, HEADS)))
     assert seen.dtypes == [torch.float32]

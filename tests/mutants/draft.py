@@ -433,8 +433,8 @@ MUTANTS = [
     Mutant(
         "a mixture goes on with the drafter that was swapped out",
         "draft/mixed.py",
-        "        self.learned = drafter if mine else self.learned\n",
-        "",
+        "            self.learned = drafter\n",
+        "            pass\n",
         "draft/test_mixed.py",
     ),
     Mutant(
