@@ -1,4 +1,5 @@
-"""From the device to the host. A round waits for the device here and nowhere else, so that its waits can be counted."""
+"""From the device to the host. Drafting, verification and prefill wait for the device here, so that their waits can be
+counted; the harvest makes its own copies."""
 
 from __future__ import annotations
 

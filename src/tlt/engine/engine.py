@@ -186,6 +186,7 @@ class Engine:
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
         assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
         self._amid_round = True
+        assert self.busy, "nothing to decode: call start or submit"
         stats, began = self.stats, time.time()
         with self._timed("prefill"):
             prefilled = self._admit()
