@@ -226,8 +226,9 @@ def test_cores_are_shared_evenly() -> None:
 
 
 JOINS = """
-import sys
+import faulthandler, sys
 from pathlib import Path
+faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
 from tlt import run
 home, workers, address, folder = sys.argv[1:]
@@ -248,7 +249,10 @@ def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None
 
         def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-c", JOINS, str(home), str(workers), address, folder]
-            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+            try:
+                return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+            except subprocess.TimeoutExpired as late:
+                pytest.fail(f"{folder} hangs: {(late.stderr or b'').decode()[-4000:]}")
 
         for actor in own._actors:
             ray.kill(actor)

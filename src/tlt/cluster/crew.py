@@ -82,7 +82,7 @@ class Crew:
         until = time.monotonic() + timeout
         while True:
             handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
-            found = [self._outcome(handle) for handle in handles if handle in self._calls] or self._hung()
+            found = [self._outcome(handle) for handle in handles if handle in self._calls] + self._hung()
             if found or time.monotonic() >= until:
                 return found
 

@@ -185,8 +185,8 @@ class Engine:
         """One turn; returns what finished."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
         assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
-        self._amid_round = True
         assert self.busy, "nothing to decode: call start or submit"
+        self._amid_round = True
         stats, began = self.stats, time.time()
         with self._timed("prefill"):
             prefilled = self._admit()
