@@ -250,7 +250,9 @@ def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None
         def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-c", JOINS, str(home), str(workers), address, folder]
             try:
-                return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+                return subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=120, check=False
+                )
             except subprocess.TimeoutExpired as late:
                 pytest.fail(f"{folder} hangs: {(late.stderr or b'').decode()[-4000:]}")
 
