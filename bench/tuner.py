@@ -74,7 +74,9 @@ class Recorder(Fixed):
         super().__init__(strategy)
         self.rounds: list[tuple[int, float]] = []
 
-    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None:
+    def record(
+        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+    ) -> None:
         if scored:
             self.rounds.append((len(tokens), seconds))
 

@@ -22,7 +22,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
-from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies
+from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies, with_ahead
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -88,7 +88,7 @@ def make_tuner(
     if config.drafter != "adaptive":
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target, layer)
-    arms = strategies([drafter.name for drafter in drafters])
+    arms = with_ahead(strategies([drafter.name for drafter in drafters]))
     known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
     return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
 

@@ -59,6 +59,8 @@ class Row:
     """entries of the feature window below this one have been given away"""
     finite: bool = True
     """whether all that the target computed for it was"""
+    ahead: bool = False
+    """decoded for a coming step: what comes of it is a draft, and no response"""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -71,6 +73,11 @@ class Row:
     @property
     def root(self) -> int:
         return self.tokens[-1] if self.tokens else self.request.prompt.token_ids[-1]
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return self.request.sampling.max_new_tokens - len(self.tokens)
 
 
 @dataclass
@@ -111,6 +118,12 @@ class RolloutStats:
     prefill_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    ahead_passes: int = 0
+    """of rows that were drafted by their look-ahead"""
+    seen_ahead: int = 0
+    """tokens that a look-ahead proposed and the target accepted"""
+    ahead_tokens: int = 0
+    """that were decoded for coming steps"""
     preemptions: int = 0
     drafter_failures: int = 0
     drafter_tokens: int = 0

@@ -435,7 +435,7 @@ def test_plain_decoding_counts_one_token_a_pass() -> None:
     assert (stats.tokens, stats.row_passes, stats.drafted, stats.accepted) == (total, total, 0, 0)
     assert stats.rounds == max(len(r.token_ids) for r in responses)
     assert stats.accept_length == 1.0
-    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit"}
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "ahead"}
     assert all(seconds >= 0 for seconds in stats.seconds.values())
 
 

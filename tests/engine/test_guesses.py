@@ -20,19 +20,26 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     """Of chains of two: three rows right at once, then wrong; five right to the end; two wrong at once. Of chains of
     three, in the same round: one right to the end, one wrong at the third."""
     guesses = Guesses()
-    guesses.add(EAGLE, 3, [4, 3])
-    for levels in guesses.seen.values():  # as though it were the same round, of the same weight
-        for level in levels:
-            level[:] = [64 / 63 * x for x in level]
-    guesses.add(EAGLE, 2, [2] * 3 + [3] * 5 + [1] * 2)
+    guesses.add(EAGLE, [3, 3], [4, 3])
+    guesses.seen[EAGLE] *= 64 / 63  # as though it were the same round, of the same weight
+    guesses.add(EAGLE, [2] * 10, [2] * 3 + [3] * 5 + [1] * 2)
     assert chances(guesses, 3) == pytest.approx([10 / 12, 7 / 10, 1 / 2])
     assert [guesses.rows(EAGLE, level) for level in range(4)] == pytest.approx([12, 10, 2, 0])
+
+
+def test_chains_of_one_round_may_be_of_different_lengths() -> None:
+    """One of four, right to its end; one of two, right to its end; one of one, wrong; one of three, wrong at the
+    second."""
+    guesses = Guesses()
+    guesses.add(EAGLE, [4, 2, 1, 3], [5, 3, 1, 2])
+    assert chances(guesses, 4) == pytest.approx([3 / 4, 2 / 3, 1, 1])
+    assert [guesses.rows(EAGLE, level) for level in range(5)] == [4, 3, 1, 1, 0]
 
 
 def test_a_prior_counts_as_much_as_so_many_rows() -> None:
     guesses = Guesses()
     assert guesses.chance(EAGLE, 5, 0.3, weight=2.0) == 0.3
-    guesses.add(EAGLE, 1, [2, 2, 1])
+    guesses.add(EAGLE, [1] * 3, [2, 2, 1])
     assert guesses.chance(EAGLE, 0, 0.3, weight=2.0) == pytest.approx((2 + 0.6) / 5)
 
 
@@ -46,20 +53,20 @@ def test_chains_of_any_depth_find_the_same_chances() -> None:
             while right < depth and rng.random() < true[right]:
                 right += 1
             tokens.append(1 + right)
-        guesses.add(EAGLE, depth, tokens)
+        guesses.add(EAGLE, [depth] * 50, tokens)
     assert chances(guesses, 4) == pytest.approx(true, abs=0.03)
 
 
 def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
     guesses = Guesses()
     for _ in range(200):
-        guesses.add(EAGLE, 2, [3] * 4)
+        guesses.add(EAGLE, [2] * 4, [3] * 4)
     for _ in range(200):
-        guesses.add(("suffix", 2), 2, [1] * 4)
+        guesses.add(("suffix", 2), [2] * 4, [1] * 4)
     assert chances(guesses, 1) == [1.0]  # the older it is, the less it counts, but it says what it said
     assert guesses.rows(EAGLE, 0) < 20
     for _ in range(200):
-        guesses.add(EAGLE, 2, [1] * 4)
+        guesses.add(EAGLE, [2] * 4, [1] * 4)
     assert guesses.chance(EAGLE, 0, 0.5, weight=2.0) < 0.01
     guesses.forget("eagle")
     assert set(guesses.seen) == {("suffix", 2)}
@@ -67,10 +74,11 @@ def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
 
 def test_its_state_is_a_copy_that_survives_json() -> None:
     guesses, back = Guesses(), Guesses()
-    guesses.add(EAGLE, 3, [4, 2, 1])
-    guesses.add(("suffix", 2), 1, [2])
+    guesses.add(EAGLE, [3] * 3, [4, 2, 1])
+    guesses.add(("suffix", 2), [1], [2])
     back.load_state(json.loads(json.dumps(guesses.state())), {"eagle"})
-    assert back.seen == {EAGLE: guesses.seen[EAGLE]}
+    assert set(back.seen) == {EAGLE}
+    assert back.seen[EAGLE].tolist() == guesses.seen[EAGLE].tolist()
     state = guesses.state()
-    guesses.add(EAGLE, 3, [1])
+    guesses.add(EAGLE, [3], [1])
     assert state != guesses.state()

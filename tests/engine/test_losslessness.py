@@ -362,8 +362,8 @@ def test_tokens_with_the_bandit() -> None:
     profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
     bandit, record = Bandit(arms, profile), Bandit.record
 
-    def by_a_random_clock(strategy: Strategy, seconds: float, tokens: int, scored: bool) -> None:
-        record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored)
+    def by_a_random_clock(strategy: Strategy, seconds: float, tokens: int, scored: bool, ahead: list[int]) -> None:
+        record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored, ahead)
 
     bandit.record = by_a_random_clock
     engine = run_mixed(mixed, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -65,7 +65,7 @@ class InTurn(Fixed):
         self.strategies = ARMS
         self._turn = itertools.cycle(ARMS)
 
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         arm = next(self._turn)
         return arm if arm.drafter in usable else PLAIN
 

@@ -51,7 +51,7 @@ class LocalRollout:
 
     def release(self) -> None:
         self.tracer.enter(UPDATE)
-        self.engine.cache.release()
+        self.engine.release()
 
     def trace(self) -> list[list[Span]]:
         return [self.tracer.drain()]

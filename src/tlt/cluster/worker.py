@@ -190,7 +190,7 @@ class Worker:
     def update(self, batch: TrainBatch, step: int, meeting: Any, rank: int, size: int) -> dict[str, float] | None:
         """This member's part of the update; None if another member is lost, and then `rollback`. Raises GroupBroken if
         it was lost with shards of the policy, and there is no state to go back to."""
-        self.engine.cache.release()
+        self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
             with self.tracer.span("update"):

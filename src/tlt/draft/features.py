@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tlt.types import MOST_GUESSES, Row
 
-_SLACK = MOST_GUESSES  # entries beyond the window: a drafter's guesses, and what some rounds commit before it is read
+# entries beyond the window: a drafter's guesses, and what some rounds commit before it is read
+_SLACK = 2 * MOST_GUESSES
 _LAZY = 32  # rounds whose entries are put into the ring together, unless somebody reads it before
 
 

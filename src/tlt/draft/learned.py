@@ -95,7 +95,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def predict(self, level: Level) -> Candidates:
-        self.hidden = self._first() if level.depth == 0 else self._deeper(level)  # [B * n, D]
+        self.hidden = self._first(level.alive[:, 0]) if level.depth == 0 else self._deeper(level)  # [B * n, D]
         normed = self.norms["norm"](self.hidden) if "norm" in self.norms else self.hidden
         logits = F.linear(normed, self.target.head).view(*level.tokens.shape, -1)
         log_q = log_law(logits, level.law)[0]
@@ -105,17 +105,17 @@ class EagleDrafter:
 
     # -- the roots: what the target has computed -----------------------------------------------------------------------
 
-    def _first(self) -> Tensor:
-        """Catch up with the window, and attend from each row's last entry."""
+    def _first(self, alive: np.ndarray) -> Tensor:
+        """Catch up with the window, and attend from each row's last entry; rows that are to get no draft wait."""
         window, starts, lengths = self.window, self.window.starts, self.window.lengths
         todo: list[tuple[int, int]] = []
         last: list[int] = []
-        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for row, (start, length, wanted) in enumerate(zip(starts, lengths, alive.tolist(), strict=True)):
             # the last entry always, for its query; a row that has none yet gets an empty one
-            low = max(min(start, length - 1), min(self.ready[row], length - 1), 0)
+            low = max(min(start, length - 1), min(self.ready[row], length - 1), 0) if wanted else max(length - 1, 0)
             todo += [(row, p) for p in range(low, max(length, 1))]
             last.append(len(todo) - 1)
-        self.ready = lengths
+            self.ready[row] = length if wanted else min(self.ready[row], length - 1)
         self.blind = [row for row, start in enumerate(starts) if start >= lengths[row]]
         rows, entries = self._tensor(np.array(todo).T)
         at = rows, entries % window.capacity

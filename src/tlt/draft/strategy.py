@@ -15,12 +15,19 @@ class Strategy(NamedTuple):
     verify_tokens: int
     min_chance: float = 0.0
     """a node less likely to be reached than this is not verified"""
+    ahead: int = 0
+    """tokens of its look-ahead that a row which has one is drafted with, in the place of the drafter's; 0: none is"""
+
+    @property
+    def nodes(self) -> int:
+        """Of the widest tree."""
+        return max(self.verify_tokens, self.ahead + 1)
 
     @property
     def name(self) -> str:
-        if self.verify_tokens == 1:
-            return "plain"
-        return f"{self.drafter} d{self.depth} b{self.branching} n{self.verify_tokens} p{self.min_chance:g}"
+        drafted = f"{self.drafter} d{self.depth} b{self.branching} n{self.verify_tokens} p{self.min_chance:g}"
+        names = [drafted] * (self.verify_tokens > 1) + [f"ahead {self.ahead}"] * (self.ahead > 0)
+        return " + ".join(names) or "plain"
 
 
 PLAIN = Strategy("plain", 0, 1, 1)

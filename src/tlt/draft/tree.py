@@ -35,6 +35,15 @@ class DraftTree:
     depths: list[int] = field(default_factory=lambda: [0])
     chance: list[float] = field(default_factory=lambda: [1.0])
     cells: list[int] = field(default_factory=lambda: [-1])
+    ahead: bool = False
+    """whether the row's look-ahead is what it was drafted by"""
+
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
+        """Of a look-ahead, which is known to its end."""
+        count = len(tokens) + 1
+        order = list(range(count))
+        return cls([root, *tokens], [0, *order[:-1]], order, [1.0] * count, [-1] * count, ahead=True)
 
 
 class Roots(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
+from tlt.draft.ahead import AheadStore, LookAhead, whole
 from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
@@ -31,7 +32,7 @@ from tlt.engine.laws import BatchLaw, LawTable
 from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.placing import place_new_rows
 from tlt.engine.rows import RowTable
-from tlt.engine.runner import Runner, Sampled
+from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
@@ -51,6 +52,7 @@ class RolloutState:
     window: FeatureWindow | None
     view: FeatureView | None
     harvester: Harvester | None
+    ahead: LookAhead
     runner: Runner
     stats: RolloutStats
     version: int
@@ -74,8 +76,8 @@ class Engine:
     """`tuner` picks a strategy for each round; without drafters, or where theirs failed, that is plain decoding.
 
     `detokenize` is needed for stop strings. `layout` says which features of the target are kept for each live row, and
-    `on_harvest` is given them as windows fill up and responses end. `kv_tokens` bounds the cache in tokens, in the
-    place of the configuration's bound in bytes.
+    `on_harvest` is given them as windows fill up and responses end. A row of which `store` knows what an older target
+    said is drafted by that. `kv_tokens` bounds the cache in tokens, in the place of the configuration's bound in bytes.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         layout: FeatureLayout | None = None,
         on_harvest: Callable[[Harvest], None] | None = None,
         tracer: Tracer | None = None,
+        store: AheadStore | None = None,
         calibration: Calibration | None = None,
         kv_tokens: int | None = None,
     ) -> None:
@@ -95,6 +98,7 @@ class Engine:
         self.tuner = tuner or Fixed(PLAIN)
         self.drafters = Drafters(drafters)
         self.layout, self.on_harvest = layout, on_harvest
+        self.store = AheadStore(0) if store is None else store
         self.calibration = calibration or Calibration()
         o = target.options
         shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
@@ -113,8 +117,9 @@ class Engine:
         if self.layout:
             window = FeatureWindow(self.layout, target.options.hidden_size, target.dtype, target.device)
             view, harvester = FeatureView(window), Harvester(window, target.version, self.on_harvest)
-        rows = RowTable([self.cache, laws, noise, *([window] if window else []), self.drafters])
-        widest = max(s.verify_tokens for s in strategies)
+        ahead = LookAhead(self.store, target.options.vocab_size)
+        rows = RowTable([self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
+        widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
         return RolloutState(
             rows=rows,
@@ -124,8 +129,9 @@ class Engine:
             window=window,
             view=view,
             harvester=harvester,
+            ahead=ahead,
             runner=Runner(target, self.cache, window, config.prefill_tokens),
-            stats=RolloutStats(seconds={"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0}),
+            stats=RolloutStats(seconds={"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0, "ahead": 0.0}),
             version=target.version,
         )
 
@@ -140,8 +146,9 @@ class Engine:
 
     def start(self, requests: Iterable[Request]) -> None:
         """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
-        begun = self.busy or self.stats.rounds or self._amid_round
+        begun = self.busy or self.looks_ahead or self.stats.rounds or self._amid_round
         if begun or self.target.version != self.rollout.version:
+            self.keep_ahead()
             self.rollout = self._new_rollout()
             self._amid_round = False
         self.submit(requests)
@@ -156,14 +163,46 @@ class Engine:
         tokens. What has finished is not among them."""
         return self.rollout.scheduler.withdraw(seeds)
 
+    def look_ahead(self, requests: Iterable[Request]) -> None:
+        """Requests of coming steps, in the place of those given before: they are decoded in slots that are free while
+        nothing waits, and what comes of them goes to the store. Those that are live go on. Raises ValueError for one
+        that can never run."""
+        wanted = {request.seed: request for request in requests}
+        self.keep_ahead()
+        live = {row.request.seed for row in self.rows if row.ahead}
+        self.rollout.scheduler.withdraw(live - wanted.keys())
+        self.rollout.scheduler.look_ahead([request for seed, request in wanted.items() if seed not in live])
+
+    def keep_ahead(self) -> None:
+        """The store takes what the rows that are decoded ahead have so far."""
+        rollout = self.rollout
+        live = ((place, row) for place, row in enumerate(rollout.rows) if row.ahead)
+        self.store.put(rollout.ahead.so_far(place, row, rollout.version) for place, row in live)
+
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
         for name in self.drafters.swap(drafter, self.rollout.view, self.rollout.rows):
             self.tuner.renew(name, drafter.agreement)
 
+    def _put_off_ahead(self) -> None:
+        """What is decoded ahead makes way for what is not."""
+        self.keep_ahead()
+        self.rollout.scheduler.put_off_ahead()
+
+    def release(self) -> None:
+        """Give back the cache's memory, up to the next rollout, between two of them."""
+        self.look_ahead(())
+        self.cache.release()
+
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.rows)
+        """Whether there is something to decode for this rollout."""
+        return bool(self.waiting) or not all(row.ahead for row in self.rows)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether there is something to decode for those to come."""
+        return bool(self.rollout.scheduler.ahead) or any(row.ahead for row in self.rows)
 
     @property
     def rows(self) -> RowTable:
@@ -185,40 +224,40 @@ class Engine:
         """One turn; returns what finished."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
         assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
-        assert self.busy, "nothing to decode: call start or submit"
+        assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._amid_round = True
-        stats, began = self.stats, time.time()
-        with self._timed("prefill"):
+        clock = _Clock(for_coming_steps=not self.busy)
+        with clock.phase("prefill"):
             prefilled = self._admit()
         if prefilled:
-            self._trace("prefill", began)
+            self._trace("prefill", clock.began)
         context = sum(row.kv_length for row in self.rows) / len(self.rows)
-        strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys())
-        with self._timed("prefill"):
+        strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys(), self._offers())
+        with clock.phase("prefill"):
             preempted = self.make_room(strategy)
-        start, began = time.perf_counter(), time.time()
-        with self._timed("draft"):
+        began, start = time.time(), time.perf_counter()
+        with clock.phase("draft"):
             now = self.open_round(strategy)
             trees = self.draft(now)
-        with self._timed("verify"):
+        with clock.phase("verify"):
             trees, sampled = self.verify(now, trees)
-        with self._timed("commit"):
+        with clock.phase("commit"):
             responses = self._commit(now, trees, sampled)
             self.cache.check(self.rollout.version)
-        spent = time.perf_counter() - start
-        stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
+        ahead = [tree.ahead * (len(tree.tokens) - 1) for tree in trees]
+        scored = not prefilled and not preempted
+        self.tuner.record(strategy, time.perf_counter() - start, tokens, scored, ahead)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
-        stats.drafter_failures = self.drafters.failures
-        stats.agreement = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.last}
-        stats.alarms = {name: seen.now for name, seen in self.drafters.agreement.items() if seen.alarming}
-        self.tuner.record(strategy, spent, tokens, scored=not prefilled and not preempted)
+        self._count(strategy, clock)
         self._amid_round = False
         return responses
 
     def _admit(self) -> bool:
         """New rows: prefill each context once, then copy it to the siblings that share it. Whether there were any."""
         rows, runner, window = self.rows, self.rollout.runner, self.rollout.window
+        if self.waiting:
+            self._put_off_ahead()
         admitted = self.rollout.scheduler.admit()
         if not admitted:
             return False
@@ -246,25 +285,38 @@ class Engine:
     def make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
         later. Whether any did."""
-        left = self.rollout.scheduler.make_room(strategy.verify_tokens)
+        scheduler = self.rollout.scheduler
+        if self.busy and not scheduler.has_room(strategy.nodes):
+            self._put_off_ahead()
+        left = scheduler.make_room(strategy.nodes)
         self.stats.preemptions += left
         return left > 0
 
     def open_round(self, strategy: Strategy) -> Round:
         rows = tuple(self.rows)
         positions = [len(row.tokens) for row in rows]
-        self.rollout.noise.prepare(positions, strategy.depth)
+        self.rollout.noise.prepare(positions, max(strategy.depth, strategy.ahead))
         at = torch.tensor(positions, device=self.target.device)
         return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.laws.batch)
 
     def draft(self, now: Round) -> list[DraftTree]:
-        strategy = now.strategy
+        """Rows that have a look-ahead are drafted by it, the others by the strategy's drafter."""
+        offers = self._offers() if now.strategy.ahead else [0] * len(now.rows)
+        chains = self.rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
+        drafted = self._drafted(now, chains) if not all(chains) else _roots(now)
+        return [
+            DraftTree.chain(row.root, chain) if chain else tree
+            for row, chain, tree in zip(now.rows, chains, drafted, strict=True)
+        ]
+
+    def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
+        """By the drafter, for rows that have no chain and are finite."""
+        strategy, trees = now.strategy, None
         drafter = self.drafters.usable.get(strategy.drafter)
-        trees = None
         if drafter is not None:
             tokens, room = np.array(
-                [(row.root, (row.request.sampling.max_new_tokens - len(row.tokens)) * row.finite) for row in now.rows]
-            ).T  # a row that is not finite gets no draft
+                [(row.root, row.room * (row.finite and not chain)) for row, chain in zip(now.rows, chains, strict=True)]
+            ).T
             roots = Roots(tokens, room, now.batch.stops, now.batch.shown, self.target.device)
             noise = self.draft_noise(now)
             vocab_size = self.target.options.vocab_size
@@ -274,6 +326,12 @@ class Engine:
                 "propose",
             )
         return trees or _roots(now)
+
+    def _offers(self) -> list[int]:
+        """How far each row's look-ahead goes, as far as a pass may."""
+        widest = min(self.rollout.noise.width, most_nodes(len(self.rows), self.target.options.vocab_size)) - 1
+        offers = zip(self.rows, self.rollout.ahead.offers(), strict=True)
+        return [min(offer, widest, row.room - 1) if row.finite else 0 for row, offer in offers]
 
     def draft_noise(self, now: Round) -> NoiseOf:
         return DraftNoise(self.rollout.noise, now.positions, now.strategy.depth)
@@ -299,28 +357,23 @@ class Engine:
     # -- commit --------------------------------------------------------------------------------------------------------
 
     def _commit(self, now: Round, trees: Sequence[DraftTree], sampled: Sampled) -> list[Response]:
-        stats, rollout = self.stats, self.rollout
-        stats.rounds += 1
+        rollout = self.rollout
         self.calibration.next_round()
-        stats.row_passes += len(now.rows)
         moves: list[tuple[int, int, int]] = []
         entries: list[tuple[int, int, int, int]] = []  # place, node, position, the token that follows
         finished: dict[int, str] = {}
         grown = 0
         for place, (row, tree, start) in enumerate(zip(now.rows, trees, now.lengths, strict=True)):
             path = walk(tree, sampled.tokens[place])
-            self.calibration.observe(tree.cells, tree.parents, path)
-            if len(tree.tokens) > 1:
-                self.drafters.agreement[now.strategy.drafter].add(1 in path)
+            self._learn(now.strategy, tree, path)
             moves += [(place, start + node, start + i) for i, node in enumerate(path) if node != i]
             reason = self._append(row, path, sampled, place)
             taken = row.kv_length - start
             grown = max(grown, taken)
             entries += [(place, node, start + i, sampled.tokens[place][node]) for i, node in enumerate(path[:taken])]
-            stats.drafted += len(tree.tokens) - 1
-            stats.accepted += min(taken, len(path) - 1)
-            stats.tokens += taken
+            _count_row(self.stats, row, tree, taken, right=min(taken, len(path) - 1))
             self.drafters.commit(place, row.tokens[-taken:])
+            rollout.ahead.commit(place, row.tokens[-taken:])
             if reason:
                 finished[place] = reason
         if moves:
@@ -328,7 +381,15 @@ class Engine:
         if rollout.harvester and sampled.features is not None:
             rollout.harvester.write(sampled.features, entries, grown)
             rollout.harvester.collect(now.rows, finished)
-        return [self._finish(place, reason) for place, reason in reversed(finished.items())]
+        # the last places first, so that the row which takes a place is one that goes on
+        ended = [(self.rows.remove(place), reason) for place, reason in reversed(finished.items())]
+        return [self._response(row, reason) for row, reason in ended if not self._was_ahead(row)]
+
+    def _learn(self, strategy: Strategy, tree: DraftTree, path: Sequence[int]) -> None:
+        """How good the drafter's guesses were."""
+        if len(tree.tokens) > 1 and not tree.ahead:
+            self.calibration.observe(tree.cells, tree.parents, path)
+            self.drafters.agreement[strategy.drafter].add(1 in path)
 
     def _append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
         """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
@@ -353,22 +414,63 @@ class Engine:
         text = self.detokenize(tail)
         return any(stop in text for stop in stops)
 
-    def _finish(self, place: int, reason: str) -> Response:
-        row = self.rows.remove(place)
+    def _response(self, row: Row, reason: str) -> Response:
         text = self.detokenize(row.tokens) if self.detokenize else ""
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)
 
+    def _was_ahead(self, row: Row) -> bool:
+        """A row that was decoded for a coming step ends in the store."""
+        if row.ahead:
+            self.store.put([whole(row, self.rollout.version)])
+        return row.ahead
+
     # -- records -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.stats.seconds[phase] += time.perf_counter() - start
+    def _count(self, strategy: Strategy, clock: _Clock) -> None:
+        stats, watched = self.stats, self.drafters.agreement
+        if clock.for_coming_steps:
+            stats.seconds["ahead"] += sum(clock.seconds.values())
+        else:
+            stats.rounds += 1
+            stats.strategies[strategy.name] = stats.strategies.get(strategy.name, 0) + 1
+            for phase, seconds in clock.seconds.items():
+                stats.seconds[phase] += seconds
+        stats.drafter_failures = self.drafters.failures
+        stats.agreement = {name: seen.now for name, seen in watched.items() if seen.last}
+        stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
 
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:
             self.tracer.add(name, began, time.time(), **facts)
+
+
+class _Clock:
+    """Seconds of a round's phases."""
+
+    def __init__(self, for_coming_steps: bool) -> None:
+        self.for_coming_steps = for_coming_steps
+        self.began = time.time()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int) -> None:
+    """A row's part of a round; of one that is decoded ahead, the tokens alone."""
+    if row.ahead:
+        stats.ahead_tokens += taken
+        return
+    stats.row_passes += 1
+    stats.drafted += len(tree.tokens) - 1
+    stats.accepted += right
+    stats.tokens += taken
+    if tree.ahead:
+        stats.ahead_passes += 1
+        stats.seen_ahead += right
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 _KEPT = 1 - 1 / 64  # of what was seen, from one round to the next
 
 Kind = tuple[str, int]
@@ -17,24 +19,26 @@ class Guesses:
     The older a round, the less it counts."""
 
     def __init__(self) -> None:
-        self.seen: dict[Kind, list[list[float]]] = {}
-        """of every level: rows that reached it, and rows that were right"""
+        self.seen: dict[Kind, np.ndarray] = {}
+        """[levels, 2]: rows that reached it, and rows that were right"""
 
-    def add(self, kind: Kind, depth: int, tokens: Sequence[int]) -> None:
-        """A round: `tokens` that each row committed, the target's own one among them."""
+    def add(self, kind: Kind, depths: Sequence[int], tokens: Sequence[int]) -> None:
+        """A round: `tokens` that each row committed, the target's own one among them, with a draft of so many levels
+        (at most)."""
         for levels in self.seen.values():
-            for level in levels:
-                level[0] *= _KEPT
-                level[1] *= _KEPT
-        levels = self.seen.setdefault(kind, [])
-        levels += [[0.0, 0.0] for _ in range(depth - len(levels))]
-        for at, level in enumerate(levels[:depth]):
-            level[0] += sum(committed > at for committed in tokens)
-            level[1] += sum(committed > at + 1 for committed in tokens)
+            levels *= _KEPT
+        deepest = max(depths)
+        levels = self.seen.get(kind, np.zeros((0, 2)))
+        if len(levels) < deepest:
+            levels = np.concatenate([levels, np.zeros((deepest - len(levels), 2))])
+        drafted, right = np.array(depths), np.minimum(np.array(tokens) - 1, depths)
+        levels[:, 0] += _more_than(np.minimum(right, drafted - 1), len(levels))
+        levels[:, 1] += _more_than(right - 1, len(levels))
+        self.seen[kind] = levels
 
-    def _at(self, kind: Kind, level: int) -> Sequence[float]:
+    def _at(self, kind: Kind, level: int) -> tuple[float, float]:
         levels = self.seen.get(kind, ())
-        return levels[level] if level < len(levels) else (0.0, 0.0)
+        return (float(levels[level][0]), float(levels[level][1])) if level < len(levels) else (0.0, 0.0)
 
     def rows(self, kind: Kind, level: int) -> float:
         """That told of this level, counted from 0."""
@@ -50,8 +54,18 @@ class Guesses:
 
     def state(self) -> list[Any]:
         """Plain data."""
-        return [[*kind, [list(level) for level in levels]] for kind, levels in self.seen.items()]
+        return [[*kind, levels.tolist()] for kind, levels in self.seen.items()]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Of these drafters alone."""
-        self.seen |= {(drafter, branching): levels for drafter, branching, levels in state if drafter in drafters}
+        self.seen |= {
+            (drafter, branching): np.array(levels, dtype=float).reshape(-1, 2)
+            for drafter, branching, levels in state
+            if drafter in drafters
+        }
+
+
+def _more_than(last: np.ndarray, levels: int) -> np.ndarray:
+    """[levels]: how many rows' last level, of those they reached or were right at, is this one or beyond."""
+    counts = np.bincount(np.clip(last, -1, levels - 1) + 1, minlength=levels + 1)
+    return counts[:0:-1].cumsum()[::-1]

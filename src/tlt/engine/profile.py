@@ -15,13 +15,15 @@ from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine
+from tlt.engine.runner import most_nodes
 from tlt.engine.tuner import Fixed, interpolate
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
 _PROMPT, _REPEATS = 96, 5
 _SHORT, _LONG = 1, 5  # levels of the drafts that are timed: the first one costs more than those below
-_ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 17)
+_ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 17, 33, 64)
+_MOST_TOKENS = 4096  # of a pass that is timed; what wider ones take is told from the others
 
 
 def profile(
@@ -44,31 +46,38 @@ def _profile_rows(
     layout: FeatureLayout | None,
     rows: int,
 ) -> dict[Strategy, float]:
-    widest = Strategy(
-        "plain", max(s.depth for s in strategies), 1, max(*_NODES, *(s.verify_tokens for s in strategies))
-    )
+    most = most_nodes(rows, target.options.vocab_size)
+    nodes = [n for n in _NODES if n <= most and (n * rows <= _MOST_TOKENS or n <= _NODES[2])]
+    widest = Strategy("plain", max(max(s.depth for s in strategies), nodes[-1] - 1), 1, nodes[-1])
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
     engine.start(_requests(rows, target.options.vocab_size))
     engine.round()  # prefill
     engine.make_room(widest)
-    trees = {n: [_chain(n)] * len(engine.rows) for n in _NODES}
-    drafts = {(s.drafter, depth, s.branching) for s in strategies if s != PLAIN for depth in (_SHORT, _LONG)}
+    trees = {n: [_chain(n)] * len(engine.rows) for n in nodes}
+    drafts = {(s.drafter, d, s.branching) for s in strategies if s.drafter != PLAIN.drafter for d in (_SHORT, _LONG)}
     least = _least_seconds(
         {
             PLAIN: engine.round,
-            **{n: partial(_verify, engine, widest, trees[n]) for n in _NODES},
+            **{n: partial(_verify, engine, widest, trees[n]) for n in nodes},
             **{d: partial(_draft, engine, Strategy(*d, widest.verify_tokens)) for d in drafts},
         },
         target.device,
     )
-    verify = {n: least[n] - least[1] for n in _NODES}
+    verify = {n: least[n] - least[1] for n in nodes}
     costs = {PLAIN: least[PLAIN]}
     for s in strategies:
-        if s != PLAIN:
+        drafting = 0.0
+        if s.drafter != PLAIN.drafter:
             short, long = (least[s.drafter, depth, s.branching] for depth in (_SHORT, _LONG))
             drafting = short + (s.depth - _SHORT) * (long - short) / (_LONG - _SHORT)
-            costs[s] = least[PLAIN] + interpolate(verify, s.verify_tokens) + drafting
+        costs[s] = least[PLAIN] + _extrapolate(verify, s.nodes) + drafting
     return costs
+
+
+def _extrapolate(seconds: Mapping[int, float], nodes: int) -> float:
+    """Beyond the widest pass that was timed, as its width grows."""
+    widest = max(seconds)
+    return interpolate(seconds, nodes) * max(1.0, (nodes - 1) / max(1, widest - 1))
 
 
 def _verify(engine: Engine, strategy: Strategy, trees: Sequence[DraftTree]) -> None:

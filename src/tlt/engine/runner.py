@@ -19,6 +19,13 @@ from tlt.host import to_host
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law, log_law, rank
 
+_LOGITS_BYTES = 1 << 29  # of a pass
+
+
+def most_nodes(rows: int, vocab_size: int) -> int:
+    """That a pass over so many rows' trees may have each, for its logits to fit."""
+    return max(2, _LOGITS_BYTES // (rows * vocab_size * 4))
+
 
 class Sampled(NamedTuple):
     """The target's token at each node [B][N] and its two log-probs; see `Response`."""

@@ -19,6 +19,7 @@ class Scheduler:
         self.rows, self.cache, self.max_rows, self.max_positions = rows, cache, max_rows, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
+        self.ahead: deque[Row] = deque()  # of coming steps: they get slots that nobody waits for
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """Raises ValueError for a request that could never run, before any is queued. Those `resumed` were begun
@@ -27,6 +28,19 @@ class Scheduler:
         for row in rows:
             self._check(row.request)
         self.waiting.extend(rows)
+
+    def look_ahead(self, requests: Iterable[Request]) -> None:
+        """In the place of those that were to be decoded ahead. Raises ValueError, as `submit` does."""
+        rows = [Row(request, ahead=True) for request in requests]
+        for row in rows:
+            self._check(row.request)
+        self.ahead = deque(rows)
+
+    def put_off_ahead(self) -> None:
+        """Those that are decoded ahead leave; they come first when there are free slots again."""
+        for place in reversed(range(len(self.rows))):
+            if self.rows[place].ahead:
+                self.ahead.appendleft(Row(self.rows.remove(place).request, ahead=True))
 
     def _check(self, request: Request) -> None:
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
@@ -57,15 +71,16 @@ class Scheduler:
         """
         live = len(self.rows)
         admitted: list[Row] = []
-        if self.max_rows - live < min(len(self.waiting), self.max_rows // 8):
+        line = self.waiting or self.ahead
+        if self.max_rows - live < min(len(line), self.max_rows // 8):
             return admitted
         longest = self._longest()
-        while self.waiting and live + len(admitted) < self.max_rows:
-            with_next = max(longest, self.waiting[0].kv_length)
+        while line and live + len(admitted) < self.max_rows:
+            with_next = max(longest, line[0].kv_length)
             if not self.cache.fits(live + len(admitted) + 1, with_next + self.headroom):
                 break
             longest = with_next
-            admitted.append(self.waiting.popleft())
+            admitted.append(line.popleft())
         if admitted:
             self.cache.reserve(live + len(admitted), longest + self.headroom)
         return admitted
@@ -74,11 +89,16 @@ class Scheduler:
         """Have the cache hold `new` more tokens of every row; where its bound forbids that, the youngest rows leave
         and stand first in the waiting line. Returns how many left."""
         left = 0
-        while not self.cache.fits(len(self.rows), self._longest() + new):
-            self.waiting.appendleft(self.rows.remove(len(self.rows) - 1))
+        while not self.has_room(new):
+            row = self.rows.remove(len(self.rows) - 1)
+            (self.ahead if row.ahead else self.waiting).appendleft(row)
             left += 1
         self.cache.reserve(len(self.rows), self._longest() + new)
         return left
+
+    def has_room(self, new: int) -> bool:
+        """For `new` more tokens of every row."""
+        return self.cache.fits(len(self.rows), self._longest() + new)
 
     def _longest(self) -> int:
         return max((row.kv_length for row in self.rows), default=0)

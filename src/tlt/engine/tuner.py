@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.guesses import Guesses
 
@@ -45,9 +47,19 @@ _SHAPES = {
 }
 
 
+_AHEAD = (4, 8, 16, 32, 63)  # how long look-ahead chains may be: a wider pass takes longer, by the longest of them
+_AHEAD_KIND = ("ahead", 1)
+_AGREES = 0.9  # how often a look-ahead is thought to be right before any was seen
+
+
 def strategies(drafters: Iterable[str]) -> list[Strategy]:
     """The arms of `Bandit`, plain decoding the first."""
     return [PLAIN, *(Strategy(name, *shape) for name in drafters for shape in _SHAPES[name])]
+
+
+def with_ahead(arms: Iterable[Strategy], most: int = max(_AHEAD)) -> list[Strategy]:
+    """Each as it is, and beside look-ahead chains of every length."""
+    return [arm._replace(ahead=ahead) for arm in arms for ahead in (0, *_AHEAD) if ahead <= most]
 
 
 class Tuner(Protocol):
@@ -56,13 +68,16 @@ class Tuner(Protocol):
         """All that `choose` may ever return."""
         ...
 
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         """For a round of `rows` live rows of `context` tokens in the mean; `usable` names the drafters that still
-        work."""
+        work, `offers` has the tokens that each row's look-ahead could propose."""
         ...
 
-    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None:
-        """What the round just chosen took, and gave each row; rounds with a prefill are not scored."""
+    def record(
+        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+    ) -> None:
+        """What the round just chosen took, and gave each row, `ahead` of which were drafted by its look-ahead; rounds
+        with a prefill are not scored."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
@@ -84,10 +99,13 @@ class Fixed:
     def __init__(self, strategy: Strategy) -> None:
         self.strategies: tuple[Strategy, ...] = (strategy,)
 
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
-        return self.strategies[0] if self.strategies[0].drafter in usable else PLAIN
+    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
+        strategy = self.strategies[0]
+        return strategy if strategy.drafter in usable else PLAIN._replace(ahead=strategy.ahead)
 
-    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None: ...
+    def record(
+        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+    ) -> None: ...
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
 
@@ -133,6 +151,9 @@ class Bandit:
     ) -> None:
         self.chances = dict(chances or {})
         self.strategies = tuple(strategies)
+        self._known = frozenset(self.strategies)
+        self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
+        self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
         self.profile = {rows: dict(profile[rows]) for rows in sorted(profile)}
         self.rng = random.Random(seed)
         self.took: dict[Bucket, dict[Strategy, _Took]] = {}
@@ -140,26 +161,59 @@ class Bandit:
         self._interpolated: dict[tuple[Strategy, int], float] = {}
         self._scale: dict[Bucket, float] = {}  # what the profile is off by
         self.current = self.settled = PLAIN  # what is used now, and what is held to be the best
+        self._last = PLAIN  # what the round before used
         self.switched = False
         self.catch_up: dict[str, float] = {}  # seconds that a drafter's first round after another one took longer
         self.stay = 50.0  # rounds that the best arm stays the best, in the mean
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
         self._now = Bucket(0, 0)
+        self._ahead = self._expected_ahead(self._now)  # tokens that a look-ahead chain of 0, 1, 2, ... commits
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         bucket = bucket_of(rows, context)
         moved = bucket != self._now
         self._now = bucket
         self._rounds += 1
         # to look at all figures every round would cost more than it finds
         if moved or self._rounds % _LOOK == 0 or (self.current != PLAIN and self.current.drafter not in usable):
-            self._turn_to(self._pick(bucket, [a for a in self.strategies if a == PLAIN or a.drafter in usable]))
-        else:
-            self.switched = False
-        return self.current
+            self.current = self._pick(bucket, [a for a in self._arms if a == PLAIN or a.drafter in usable])
+            self._ahead = self._expected_ahead(bucket)
+        chosen = self._beside_ahead(self.current, bucket, offers) if any(offers) and self._widths else self.current
+        self.switched, self._last = chosen.drafter != self._last.drafter, chosen
+        return chosen
+
+    def _beside_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
+        """Which rows have a look-ahead differs from round to round, so this is decided in each: how wide the pass may
+        be for them, and whether the arm drafts for the others."""
+        known = np.array(offers)
+        others = len(known) - np.count_nonzero(known)
+        widths = [w for w in self._widths if w <= known.max()]
+        widths += [w for w in self._widths if w > known.max()][:1]
+        best, most = arm, len(known) * self.tokens(arm, bucket) / self._seconds_now(arm, bucket)
+        for base in {arm, PLAIN} if others else {PLAIN}:
+            for width in widths:
+                option = base._replace(ahead=width)
+                tokens = self._ahead[np.minimum(known[known > 0], width)].sum() + others * self.tokens(base, bucket)
+                speed = tokens / self._seconds_now(option, bucket)
+                if speed > most:
+                    best, most = option, speed
+        return best
+
+    def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
+        """What its drafter has to catch up with, if it was not used in the round before, pays for a few rounds."""
+        catching_up = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
+        return self.seconds(arm, bucket) + catching_up / _LOOK
+
+    def _expected_ahead(self, bucket: Bucket) -> np.ndarray:
+        here, right = self.here.get(bucket) or Guesses(), _AGREES
+        reached = [1.0]
+        for level in range(max(self._widths, default=0)):
+            right = self.anywhere.chance(_AHEAD_KIND, level, right, _PRIOR)
+            reached.append(reached[-1] * here.chance(_AHEAD_KIND, level, right, _PRIOR))
+        return np.cumsum(reached)
 
     def _pick(self, bucket: Bucket, arms: Sequence[Strategy]) -> Strategy:
         speed = {arm: self.tokens(arm, bucket) / self.seconds(arm, bucket) for arm in arms}
@@ -202,10 +256,6 @@ class Bandit:
             self.stay += 0.2 * (self._rounds - self._turned - self.stay)
             self._turned, self.settled = self._rounds, best
 
-    def _turn_to(self, arm: Strategy) -> None:
-        self.switched = arm.drafter != self.current.drafter
-        self.current = arm
-
     def _doubt(self, arm: Strategy, bucket: Bucket) -> float:
         """By how much an arm may be better than is known."""
         if self._is_strange(arm.drafter):
@@ -247,20 +297,28 @@ class Bandit:
 
     # -- what a round taught -------------------------------------------------------------------------------------------
 
-    def record(self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool) -> None:
+    def record(
+        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+    ) -> None:
         bucket = self._now
-        if not scored or strategy not in self.strategies:
+        if not scored or strategy not in self._known:
             return
-        if self.switched and strategy != PLAIN:  # its drafter had to catch up: charged to the switch, not to the arm
+        ahead = ahead or [0] * len(tokens)
+        drafted = [count for count, guessed in zip(tokens, ahead, strict=True) if not guessed]
+        if self.switched and strategy.drafter != PLAIN.drafter:  # it had to catch up: charged to the switch
             excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
         else:
             self._learn_seconds(bucket, strategy, [seconds])
-        if strategy != PLAIN:
+        for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
+            if strategy.drafter != PLAIN.drafter and drafted:
+                guesses.add((strategy.drafter, strategy.branching), [strategy.depth] * len(drafted), drafted)
+            if any(ahead):
+                levels, right = zip(*((n, count) for n, count in zip(ahead, tokens, strict=True) if n), strict=True)
+                guesses.add(_AHEAD_KIND, levels, right)
+        if strategy.drafter != PLAIN.drafter and drafted:
             self._used[strategy.drafter] = self._rounds
-            for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
-                guesses.add((strategy.drafter, strategy.branching), strategy.depth, tokens)
 
     def _learn_seconds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
         here = self.took.setdefault(bucket, {})
@@ -297,11 +355,11 @@ class Bandit:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for bucket, arm, seconds in state.get("took", ()):
-            if (key := Strategy(*arm)) in self.strategies:
+            if (key := Strategy(*arm)) in self._known:
                 self._learn_seconds(Bucket(*bucket), key, seconds)
-        drafters = {arm.drafter for arm in self.strategies}
+        drafters = {arm.drafter for arm in self.strategies} | {_AHEAD_KIND[0]}
         self.anywhere.load_state(state.get("anywhere", ()), drafters)
-        self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen}
+        self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen if drafter != _AHEAD_KIND[0]}
         for bucket, guesses in state.get("here", ()):
             self.here.setdefault(Bucket(*bucket), Guesses()).load_state(guesses, drafters)
 

@@ -86,7 +86,7 @@ class InTurn(Fixed):
         self.strategies = tuple(strategies)
         self._turn = itertools.cycle(strategies)
 
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         return next(self._turn)
 
 
@@ -97,6 +97,6 @@ class Swapping(Fixed):
         super().__init__(strategy)
         self.action = action
 
-    def choose(self, rows: int, context: float, usable: Collection[str]) -> Strategy:
+    def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         self.action()
-        return super().choose(rows, context, usable)
+        return super().choose(rows, context, usable, offers)

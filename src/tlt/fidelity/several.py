@@ -53,7 +53,7 @@ class SeveralWorkers:
             elif event < 0.27:
                 self.swap(engine)
             elif event < 0.3 and not len(engine.rows):
-                engine.cache.release()
+                engine.release()
             for _ in range(rng.randint(1, 12)):
                 if engine.busy:
                     responses += engine.round()

@@ -1,0 +1,141 @@
+"""The look-ahead's books: what is kept, and where a row stands in its old response."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt.draft.ahead import Ahead, AheadStore, LookAhead
+from tlt.types import Prompt, Request, Row, SamplingParams
+
+PARAMS = SamplingParams()
+
+
+def request(seed: int, prompt: int = 0) -> Request:
+    return Request(Prompt(prompt, "", (prompt,)), 0, 0, seed, PARAMS)
+
+
+def ahead(seed: int, tokens: list[int], prompt: int = 0) -> Ahead:
+    return Ahead(seed, (prompt,), np.array(tokens, dtype=np.int32), 0, True)
+
+
+def looking(*known: Ahead, row: Row | None = None) -> LookAhead:
+    store = AheadStore(10**6)
+    store.put(known)
+    look = LookAhead(store, vocab_size=1000)
+    look.append(row or Row(request(known[0].seed)), 0)
+    return look
+
+
+def chain(look: LookAhead, most: int = 64) -> list[int]:
+    """What is proposed now."""
+    return look.propose([min(most, look.offers()[0])])[0]
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)), max_size=30), st.integers(0, 40))
+def test_the_newest_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], most: int) -> None:
+    """Against a plain list of what was put."""
+    store, line = AheadStore(most), list[tuple[int, int, int]]()
+    for seed, prompt, length in puts:
+        seed = 10 * prompt + seed  # a seed is of one prompt
+        store.put([ahead(seed, [1] * length, prompt)])
+        line = [item for item in line if item[0] != seed] + [(seed, prompt, length)]
+        while sum(item[2] for item in line) > most:
+            line.pop(0)
+        assert len(store) == len(line)
+        assert store.tokens == sum(item[2] for item in line)
+        for prompt_id in range(3):
+            seeds = {item[0] for item in line if item[1] == prompt_id}
+            assert {a.seed for a in store.group(request(-1, prompt_id))} == seeds
+            for own in seeds:
+                assert store.group(request(own, prompt_id))[0].seed == own
+
+
+# -- the pointer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_chain_doubles_and_a_miss_halves() -> None:
+    old = list(range(1, 500))
+    look = looking(ahead(7, old))
+    assert chain(look) == old[:16]
+    look.commit(0, old[:17])  # all of it, and the bonus token
+    assert chain(look) == old[17 : 17 + 32]
+    look.commit(0, old[17:50])
+    assert len(chain(look)) == 64
+    look.commit(0, [*old[50:60], 999])
+    assert chain(look) == [], "it has parted"
+    look.commit(0, [old[61]])
+    look.commit(0, [old[62]])
+    look.commit(0, [old[63]])
+    assert chain(look) == []
+    look.commit(0, [old[64]])
+    assert chain(look) == old[65:69], "four tokens later it is found again, and has to earn its width"
+
+
+def test_it_is_found_again_where_tokens_were_left_out_or_put_in() -> None:
+    old = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]
+    for new in ([10, 14, 15, 16, 17], [10, 500, 501, 502, 14, 15, 16, 17], [10, 11, 12, 11, 14, 15, 16, 17]):
+        look = looking(ahead(7, old))
+        for token in new:
+            look.commit(0, [token])
+        assert chain(look) == [18, 19, 20, 21]
+
+
+def test_of_several_places_the_nearest() -> None:
+    again = [1, 2, 3, 4]
+    old = [*again, 50, *range(100, 130), *again, 60, *range(200, 230), *again, 70, 71]
+    look = looking(ahead(7, old))
+    for token in [900, *old[1:35], *again]:
+        look.commit(0, [token])
+    assert chain(look)[:1] == [60]
+
+
+def test_a_sibling_tells_what_its_own_does_not() -> None:
+    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35]))
+    for token in (1, 2, 30, 31, 32, 33):
+        look.commit(0, [token])
+    assert chain(look) == [34, 35]
+    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [30, 31, 32, 33, 34, 35], prompt=1))
+    for token in (1, 2, 30, 31, 32, 33):
+        look.commit(0, [token])
+    assert chain(look) == [], "another prompt's is not looked at"
+
+
+def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
+    look = looking(ahead(7, [1, 2, 3]))
+    look.commit(0, [1, 2])
+    assert chain(look) == [3]
+    look.commit(0, [3, 4])
+    for token in (1, 2, 3, 1, 2, 3):
+        look.commit(0, [token])
+    assert chain(look) == []
+
+
+def test_a_row_that_comes_back_is_taken_up_where_it_stands() -> None:
+    row = Row(request(7), tokens=[1, 2, 99, 4, 5, 6, 7])
+    assert chain(looking(ahead(7, [1, 2, 3, 4, 5, 6, 7, 8, 9]), row=row)) == [8, 9]
+
+
+def test_rows_that_leave_are_followed() -> None:
+    store = AheadStore(100)
+    store.put(ahead(seed, [seed, seed + 1], prompt=seed) for seed in (1, 2, 3))
+    look = LookAhead(store, vocab_size=10)
+    for seed in (1, 2, 3):
+        look.append(Row(request(seed, prompt=seed)), 0)
+    look.remove(0, 2)
+    look.commit(0, [3])
+    assert look.propose([1, 1]) == [[4], [2]]
+    look.remove(1, 1)
+    assert look.offers() == [1]
+
+
+def test_what_is_no_token_is_not_proposed() -> None:
+    for tokens in ([1, 2, 1000], [-1, 2]):
+        look = looking(ahead(7, tokens))
+        assert look.offers() == [0]
+        look = looking(ahead(7, [1, 2, 3, 4, 5]), ahead(8, tokens))
+        assert look.offers() == [0]

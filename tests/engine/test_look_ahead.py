@@ -1,0 +1,194 @@
+"""Look-ahead in the engine: the same tokens whatever is in the store, all of it accepted where it is right, and rows
+that are decoded for coming steps beside those of this one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from small import VOCAB, Reference, Target, check_tokens, learned, make_requests, reference
+
+from tlt.config import EngineConfig
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+LAWS = [SamplingParams(max_new_tokens=n, stop_token_ids=(3,)) for n in (7, 40, 90)]
+AHEAD = PLAIN._replace(ahead=16)
+CHAIN = Strategy("eagle", 4, 1, 5, ahead=16)
+
+
+@cache
+def target() -> Target:
+    return Target(seed=3)
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    prompts = [Prompt(i, "", tuple(1 + (i * 7 + k) % (VOCAB - 1) for k in range(3 + i))) for i in range(4)]
+    return tuple(make_requests(prompts, LAWS, group=3))
+
+
+@cache
+def expected() -> tuple[Reference, ...]:
+    return tuple(reference(target(), requests()))
+
+
+def engine(store: AheadStore, strategy: Strategy = AHEAD, max_rows: int = 64, kv_tokens: int | None = None) -> Engine:
+    drafter = learned(target()) if strategy.drafter == "eagle" else None
+    layout = drafter.options.layout if drafter else None
+    drafters = [drafter] if drafter else []
+    config = EngineConfig(max_rows=max_rows)
+    return Engine(target().decoder, config, drafters, Fixed(strategy), layout=layout, store=store, kv_tokens=kv_tokens)
+
+
+def ahead(request: Request, tokens: Sequence[int], ended: bool = True) -> Ahead:
+    return Ahead(request.seed, request.prompt.token_ids, np.array(tokens, dtype=np.int32), 0, ended)
+
+
+def filled(spoil: random.Random | None = None) -> AheadStore:
+    """With what the reference says; spoiled in every way, if at all."""
+    store = AheadStore(10**6)
+    answers = [list(known.token_ids) for known in expected()]
+    for place, (request, tokens) in enumerate(zip(requests(), answers, strict=True)):
+        store.put([ahead(request, _spoiled(tokens, answers[place - 1], spoil) if spoil else tokens)])
+    return store
+
+
+def _spoiled(tokens: list[int], other: list[int], rng: random.Random) -> list[int]:
+    cut = rng.randrange(len(tokens) + 1)
+    return rng.choice(
+        [
+            tokens[:cut],  # truncated
+            tokens[:cut] + tokens[cut + 1 :],  # one left out
+            [*tokens[:cut], rng.randrange(VOCAB), *tokens[cut:]],  # one put in
+            tokens + tokens,  # on beyond its end
+            other,  # of another seed, and now and then of another prompt
+            [rng.randrange(VOCAB) for _ in tokens],
+            [*tokens, VOCAB],  # not a token
+            [-1],
+            [],
+        ]
+    )
+
+
+def run(engine: Engine, given: Sequence[Request]) -> list[Response]:
+    done = {response.request.seed: response for response in engine.generate(given)}
+    return [done[request.seed] for request in given]
+
+
+def test_what_the_same_target_said_is_accepted_to_the_last_token() -> None:
+    """The oracle: with no update in between, nothing is ever wrong."""
+    looking = engine(filled())
+    check_tokens(run(looking, requests()), expected())
+    stats = looking.stats
+    assert stats.seen_ahead == stats.drafted == stats.accepted
+    passes = sum(-(-len(known.token_ids) // 17) for known in expected())
+    assert stats.row_passes == passes, "16 tokens and the bonus token a pass"
+    assert stats.tokens == sum(len(known.token_ids) for known in expected())
+
+
+@pytest.mark.parametrize("strategy", [AHEAD, CHAIN, CHAIN._replace(branching=2, verify_tokens=8)], ids=lambda s: s.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_in_the_store_reaches_a_token(strategy: Strategy, seed: int) -> None:
+    rng = random.Random(seed)
+    looking = engine(filled(rng), strategy, max_rows=rng.choice([1, 3, 64]), kv_tokens=rng.choice([None, 400]))
+    check_tokens(run(looking, requests()), expected())
+    assert 0 < looking.stats.seen_ahead < looking.stats.tokens
+
+
+def test_rows_without_a_look_ahead_are_drafted_by_the_drafter() -> None:
+    store = filled()
+    store.forget(request.seed for request in requests()[::2])
+    looking = engine(store, CHAIN)
+    check_tokens(run(looking, requests()), expected())
+    own = [len(known.token_ids) for known in expected()[1::2]]
+    assert looking.stats.ahead_passes == sum(-(-length // 17) - (length % 17 == 1) for length in own)
+    assert looking.stats.drafted > looking.stats.seen_ahead
+    assert looking.drafters.agreement["eagle"].last, "it drafted for the others"
+
+
+# -- decoding ahead ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_coming_steps_end_in_the_store_and_nowhere_else() -> None:
+    now, coming = requests()[:6], requests()[6:]
+    store = AheadStore(10**6)
+    looking = engine(store, max_rows=4)
+    looking.start(now)
+    looking.look_ahead(coming)
+    responses: list[Response] = []
+    while looking.busy or looking.looks_ahead:
+        was_busy = looking.busy
+        responses += looking.round()
+        live = [row.ahead for row in looking.rows]
+        assert not (looking.waiting and any(live)), "nobody waits for them"
+        assert was_busy or all(live)
+    assert {response.request.seed for response in responses} == {request.seed for request in now}
+    for request, known in zip(coming, expected()[6:], strict=True):
+        found = store.get(request)
+        assert found is not None
+        assert (found.tokens.tolist(), found.ended) == (list(known.token_ids), True)
+    assert looking.stats.tokens == sum(len(r.token_ids) for r in responses)
+    assert looking.stats.ahead_tokens == sum(len(known.token_ids) for known in expected()[6:])
+    check_tokens(run(engine(store), coming), expected()[6:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_decoding_ahead_in_any_order_of_events(seed: int) -> None:
+    """Requests come and go, caches are small, the look-ahead is called off and taken up: the tokens stay."""
+    rng = random.Random(seed)
+    store = AheadStore(rng.choice([100, 10**6]))
+    looking = engine(
+        store, rng.choice([AHEAD, CHAIN, PLAIN]), max_rows=rng.choice([2, 5]), kv_tokens=rng.choice([None, 400])
+    )
+    responses: list[Response] = []
+    for part in (requests()[:4], requests()[4:8], requests()[8:]):
+        looking.start(())
+        line = list(part)
+        while line or looking.busy or (looking.looks_ahead and rng.random() < 0.9):
+            event = rng.random()
+            if line and event < 0.3:
+                looking.submit([line.pop()])
+            elif event < 0.4:
+                looking.look_ahead(rng.sample([r for r in requests() if r not in part], rng.randrange(5)))
+            elif event < 0.45:
+                looking.keep_ahead()
+            elif event < 0.5:
+                live = [row.request.seed for row in (*looking.rows, *looking.waiting) if not row.ahead]
+                looking.submit((), looking.give_up(live[:1]))
+            elif looking.busy or looking.looks_ahead:
+                responses += looking.round()
+    done = {response.request.seed: response for response in responses}
+    check_tokens([done[request.seed] for request in requests()], expected())
+
+
+def test_what_is_left_of_an_old_response_is_kept_behind_what_is_new() -> None:
+    request, known = max(zip(requests(), expected(), strict=True), key=lambda pair: len(pair[1].token_ids))
+    store = filled()
+    looking = engine(store, PLAIN)
+    looking.look_ahead([request])
+    for _ in range(5):
+        looking.round()
+    looking.keep_ahead()
+    found = store.get(request)
+    assert found is not None
+    assert (found.tokens.tolist(), found.ended) == (list(known.token_ids), False)
+    looking.release()
+    assert not looking.looks_ahead
+
+
+def test_a_full_bench_gives_way_to_what_is_submitted() -> None:
+    looking = engine(AheadStore(10**6), PLAIN, max_rows=3)
+    looking.look_ahead(requests()[:5])
+    looking.round()
+    assert all(row.ahead for row in looking.rows)
+    looking.submit(requests()[5:8])
+    looking.round()
+    assert not any(row.ahead for row in looking.rows)
+    assert len(looking.rows) == 3
