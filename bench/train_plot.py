@@ -15,7 +15,8 @@ COLOURS = {
     "plain": "#888888",
     "suffix": "#f28e2b",
     "frozen": "#4e79a7",
-    "adaptive": "#59a14f",
+    "spot": "#59a14f",
+    "adaptive": "#b07aa1",
     "serial": "#e15759",
 }
 PANELS = (("accept_length", "accept length"), ("seconds_by_step", "seconds a step"))

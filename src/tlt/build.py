@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
+from tlt.draft.ahead import AheadStore
 from tlt.draft.buffer import Harvest
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
@@ -38,12 +39,13 @@ def make_engine(
     layer: EagleLayer | None = None,
     on_harvest: Callable[[Harvest], None] | None = None,
     tracer: Tracer | None = None,
+    store: AheadStore | None = None,
 ) -> Engine:
     """The engine that the recipe asks for; `adaptive` profiles the machine first, which takes some seconds. The target
     must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
-    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer)
+    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store)
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
@@ -91,6 +93,11 @@ def make_tuner(
     arms = with_ahead(strategies([drafter.name for drafter in drafters]))
     known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
     return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
+
+
+def steps_ahead(config: SpeculationConfig) -> int:
+    """Steps to come whose requests are decoded in idle time."""
+    return config.look_ahead if config.drafter == "adaptive" else 0
 
 
 def make_target(config: ModelConfig) -> Decoder:

@@ -12,7 +12,7 @@ from tlt import __version__
 from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfig, load_config, parse_section
 from tlt.stopping import Stopped
 
-_BENCH_MODES = ("plain", "suffix", "frozen", "adaptive", "serial")
+_BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
 _OVERRIDES = (
     "Any field of the configuration can be set by --section.key value, such as --train.steps 10; "
     'an empty one, such as --speculation.path "", takes away what the recipe says.'

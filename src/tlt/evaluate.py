@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from tlt.config import Config
@@ -21,8 +21,10 @@ def evaluate(
     sampling: SamplingParams,
     watcher: Watcher,
     step: int,
+    coming: Iterable[list[Request]] = (),
 ) -> dict[str, float]:
-    """Scalars by name. The seeds are the same every time, so that two evaluations differ by their weights alone."""
+    """Scalars by name. The seeds are the same every time, so that two evaluations differ by their weights alone. Idle
+    workers decode ahead what is `coming` in the next steps."""
     samples = config.eval.samples
     requests = [
         Request(prompt, index, 0, request_seed(config.run.seed, "eval", prompt.prompt_id, 0, index), sampling)
@@ -30,7 +32,8 @@ def evaluate(
         for index in range(samples)
     ]
     watcher.phase(step, "eval", len(requests))
-    responses, _ = rollout.generate(requests, watcher.response)
+    responses, _ = rollout.generate(requests, watcher.response, coming)
+    rollout.remember(responses)
     by_seed = {response.request.seed: response for response in responses}
     in_order = [by_seed[request.seed] for request in requests]
     reward(in_order)

@@ -13,8 +13,8 @@ step leaves over more than the next one takes. Decoding its prompt again would b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -37,9 +37,17 @@ class Rollout(Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
-        """All responses, in any order; `on_response` is called as each one finishes."""
+        """All responses, in any order; `on_response` is called as each one finishes. Those who are idle may decode what
+        is `coming` in the next steps, a list each."""
+        ...
+
+    def remember(self, responses: Sequence[Response]) -> None:
+        """Their requests will come again, for another target: what was said now is a draft of what will be then."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -128,10 +136,10 @@ def _decode(
     groups: list[Group] = []
     stats, waves = RolloutStats(), 0
     while waves < max(1, config.rollout.max_waves):
-        requests = _requests(parts, config)
+        requests = _requests(parts, config, parts.cursor)
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
-            responses, wave = parts.rollout.generate(requests, watcher.response)
+            responses, wave = parts.rollout.generate(requests, watcher.response, coming(parts, config, step + 1))
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
             decoded = _in_prompt_order(requests, responses)
@@ -150,14 +158,21 @@ def _faults(groups: Sequence[Group]) -> dict[str, int]:
     return {"unrewarded": unrewarded, "too_few": len(groups) - len(comparable), "without_spread": without_spread}
 
 
-def _requests(parts: Parts, config: Config) -> list[Request]:
+def _requests(parts: Parts, config: Config, cursor: Cursor) -> list[Request]:
     return [
         Request(
             parts.prompts[row], index, epoch, request_seed(config.run.seed, "train", row, epoch, index), parts.sampling
         )
-        for row, epoch in parts.cursor.take(config.rollout.prompts_per_step)
+        for row, epoch in cursor.take(config.rollout.prompts_per_step)
         for index in range(config.rollout.group_size)
     ]
+
+
+def coming(parts: Parts, config: Config, step: int) -> Iterator[list[Request]]:
+    """The requests of `step` and those behind it, a list each: what the cursor takes next."""
+    cursor = replace(parts.cursor)
+    for _ in range(step, config.train.steps):
+        yield _requests(parts, config, cursor)
 
 
 def _in_prompt_order(requests: Sequence[Request], responses: Sequence[Response]) -> list[Group]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tlt.trace import IDLE, SPOT, STATES, Tracer
+from tlt.trace import AHEAD, IDLE, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
 
 
@@ -112,6 +112,7 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
         "workers": _workers([line.get("workers", []) for line in lines]),
         "by_step": _by_step(lines),
         "accept_length": tokens / passes if passes else 1.0,
+        "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
     }
@@ -124,7 +125,7 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
-        total, idle = sum(seconds.values()), seconds[IDLE] + seconds[SPOT]
+        total, idle = sum(seconds.values()), seconds[IDLE] + seconds[SPOT] + seconds[AHEAD]
         shares = {state: spent / total if total else 0.0 for state, spent in seconds.items()}
         trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
         found.append({"seconds": seconds, "share": shares, **trained})

@@ -17,6 +17,7 @@ from tlt.build import (
     make_target,
     sampling_params,
     starting_drafter,
+    steps_ahead,
     torch_device,
     torch_dtype,
 )
@@ -35,8 +36,9 @@ from tlt.data import (
     refuse_foreign_tokens,
 )
 from tlt.display import Display
+from tlt.draft.ahead import AheadStore
 from tlt.evaluate import evaluate
-from tlt.loop import Parts, Rollout, StepResult, Trainable, one_step
+from tlt.loop import Parts, Rollout, StepResult, Trainable, coming, one_step
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -129,11 +131,12 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     tokenizer, layer = load_tokenizer(config.model.path), starting_drafter(config, target.options)
     budget = Budget(layer, target, config) if layer else None
     on_harvest = budget.harvest if budget else None
-    engine = make_engine(config.engine, config.speculation, target, tokenizer, layer, on_harvest, Tracer())
+    store = AheadStore(config.speculation.look_ahead_tokens)
+    engine = make_engine(config.engine, config.speculation, target, tokenizer, layer, on_harvest, Tracer(), store)
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
     check_agreement(target, policy)
-    return LocalRollout(engine, budget), policy
+    return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
 
 
 def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
@@ -235,6 +238,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
         parts.sampling,
         run.display,
         min(step, run.config.train.steps - 1),
+        coming(parts, run.config, step),
     )
     run.display.evaluation(step, evaluation)
     return evaluation

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROLLOUT, IDLE, SPOT, UPDATE = STATES = ("ROLLOUT", "IDLE", "SPOT", "UPDATE")
-"""of a worker; all other names are work: prefill, plain, speculative, reward, spot, judge, update, sync, save, ..."""
+ROLLOUT, IDLE, AHEAD, SPOT, UPDATE = STATES = ("ROLLOUT", "IDLE", "AHEAD", "SPOT", "UPDATE")
+"""of a worker; all other names are work: prefill, plain, speculative, ahead, spot, judge, update, sync, save, ..."""
 
 _JOINED = 0.005  # seconds between two spans that become one
 _MOST = 100_000  # spans kept where nobody drains them; the oldest are forgotten

@@ -120,8 +120,10 @@ class RolloutStats:
     accepted: int = 0
     ahead_passes: int = 0
     """of rows that were drafted by their look-ahead"""
+    ahead_drafted: int = 0
+    """tokens that a look-ahead proposed"""
     seen_ahead: int = 0
-    """tokens that a look-ahead proposed and the target accepted"""
+    """those of them that the target accepted"""
     ahead_tokens: int = 0
     """that were decoded for coming steps"""
     preemptions: int = 0

@@ -108,16 +108,16 @@ def result(home: Path) -> dict[str, Any]:
 
 
 def test_the_result_has_the_promised_keys(result: dict[str, Any]) -> None:
-    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "adaptive", "serial"]
+    assert [row["name"] for row in result["runs"]] == ["plain", "suffix", "frozen", "spot", "serial", "adaptive"]
     assert {"runs", "repeats", "machine", "versions", "commit"} <= set(result)
     for row in result["runs"]:
         assert row["step_seconds"] > 0
-        assert {"rollout", "update", "spot", "idle"} <= set(row["seconds"])
+        assert {"rollout", "update", "ahead", "spot", "idle"} <= set(row["seconds"])
         assert len(row["accept_length"]) == STEPS
         assert sum(row["spot_seconds_by_step"]) == pytest.approx(row["seconds"]["spot"], abs=1e-3)
         assert row["name"] in ("plain", "suffix") or None not in row["first_guess_right"]
         assert sum(row["seconds_by_step"]) == pytest.approx(
-            sum(spent for name, spent in row["seconds"].items() if name not in ("spot", "idle"))
+            sum(spent for name, spent in row["seconds"].items() if name not in ("ahead", "spot", "idle"))
         )
 
 
@@ -126,10 +126,10 @@ def test_all_runs_end_in_the_same_policy_without_a_fork(result: dict[str, Any]) 
     assert all(row["forks_explained"] == row["forks_unexplained"] == 0 for row in result["runs"])
 
 
-def test_only_adaptive_and_serial_train_and_as_many_tokens(home: Path, result: dict[str, Any]) -> None:
+def test_only_spot_and_serial_train_and_as_many_tokens(home: Path, result: dict[str, Any]) -> None:
     spot = {row["name"]: row["seconds"]["spot"] for row in result["runs"]}
-    assert spot["plain"] == spot["suffix"] == spot["frozen"] == 0 < min(spot["adaptive"], spot["serial"])
-    lines = read_metrics(Path(config_of(home).run.folder) / "bench" / "adaptive")
+    assert spot["plain"] == spot["suffix"] == spot["frozen"] == 0 < min(spot["spot"], spot["serial"])
+    lines = read_metrics(Path(config_of(home).run.folder) / "bench" / "spot")
     given = InThread.given["serial"][:STEPS]
     assert given == [line["rollout"]["drafter_tokens"] for line in lines]
     assert sum(given) > 0
@@ -206,8 +206,8 @@ def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
         bench.bench_train(config_of(home, speculation={"path": None}), 2, 1, ["plain", "frozen"], None)
     with pytest.raises(ConfigError, match="'adaptive'"):
         bench.bench_train(config_of(home, speculation={"drafter": "suffix"}), 2, 1, ["plain"], None)
-    for names, workers in ((["serial", "adaptive"], 2), (["adaptive", "serial"], 1)):
-        with pytest.raises(ConfigError, match="put adaptive before it"):
+    for names, workers in ((["serial", "spot"], 2), (["spot", "serial"], 1)):
+        with pytest.raises(ConfigError, match="put spot before it"):
             bench.bench_train(config_of(home), workers, 1, names, None)
 
 
@@ -254,7 +254,7 @@ def test_an_unknown_mode_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
         main(["bench", "train", "recipes/longtail.toml", "--modes", "plain,plane"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err == (
-        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, adaptive, serial\n"
+        "tlt: --modes: there is no 'plane', only plain, suffix, frozen, spot, serial, adaptive\n"
     )
 
 

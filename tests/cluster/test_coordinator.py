@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, suppress
+from functools import cache
 from itertools import count, pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -194,7 +196,7 @@ def test_those_who_train_are_called_back(home: Path) -> None:
         home,
         2,
         rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
-        speculation={"drafter": "adaptive"},
+        speculation={"drafter": "adaptive", "look_ahead": 0},
         drafter={"micro_batch_tokens": 8},
     )
     turn, decodes, spot = count(), count(), ThreadWorker.spot
@@ -216,6 +218,88 @@ def test_those_who_train_are_called_back(home: Path) -> None:
     assert [wanted for wanted, _ in trained].index(True) < len(trained) - 1
 
 
+AHEAD = {
+    "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
+    "speculation": {"drafter": "adaptive", "look_ahead": 2},
+    "drafter": {"idle_training": False},
+}
+
+
+def ahead_of(config: Config) -> dict[str, int]:
+    """Sums over the steps of what a run counted of its look-ahead."""
+    lines = [line["rollout"] for line in read_metrics(Path(config.run.folder))]
+    names = ("ahead_tokens", "ahead_passes", "ahead_drafted", "seen_ahead")
+    return {name: sum(line[name] for line in lines) for name in names}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path, workers: int) -> None:
+    """The oracle of decoding ahead: the next step's requests, with their own seeds."""
+    train_slowly = {"steps": 4, "learning_rate": 1e-30, "updates_per_step": 1, "micro_batch_tokens": 64}
+    config = config_of(home, workers, **AHEAD)
+    still = config.model_copy(update={"train": config.train.model_copy(update=train_slowly)})
+    turn = count()
+    train(still, choose=lambda n: next(turn))
+    seen = ahead_of(still)
+    assert seen["ahead_drafted"] == seen["seen_ahead"] > 0
+    lines = read_metrics(Path(still.run.folder))
+    assert lines[0]["rollout"]["seen_ahead"] == 0
+    assert seen["ahead_tokens"] > seen["seen_ahead"]
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=8, phases=[Phase.generate])
+def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
+    """Whatever the order of calls, and whoever is lost; with a store that is too small, too."""
+    random = Random(seed)
+    workers, lost = random.choice([2, 3]), random.random() < 0.5
+    expected = plain_of(home, workers)
+    config = config_of(home, workers, **AHEAD)
+    few = {"look_ahead": random.randint(1, 3), "look_ahead_tokens": random.choice([40, 10**6])}
+    config = config.model_copy(update={"speculation": config.speculation.model_copy(update=few)})
+
+    def loses(worker: int, method: str) -> str:
+        dies = lost and method in ("decode", "look_ahead") and random.random() < 0.03
+        return random.choice(["before", "amid", "after"]) if dies else ""
+
+    found = None
+    with suppress(ClusterError):  # all lost, or one too often
+        found = train(config, choose=lambda n: random.randrange(n), loses=loses)[:2]
+    assert found in (expected, None)
+    assert found or lost
+
+
+@cache
+def plain_of(home: Path, workers: int) -> tuple[str, Any]:
+    plain = {"speculation": {"drafter": "off"}, "drafter": {"idle_training": False}}
+    return train(config_of(home, workers, **(AHEAD | plain)))[:2]
+
+
+def test_those_who_decode_ahead_are_called_back(home: Path) -> None:
+    """When rows are there for them, and for the update: within a round; and what they have by then is kept."""
+    config = config_of(home, 2, **AHEAD, cluster={"slice_seconds": 1000.0})
+    calls: list[tuple[bool, bool]] = []
+    real = ThreadWorker.look_ahead
+
+    def looking(self: ThreadWorker, work: Any, seconds: float, number: float) -> Any:
+        rounds, count_round = count(), self.engine.round
+
+        def one_round() -> Any:
+            if next(rounds) == 1:  # amid its second round
+                self.come_back(number)
+            return count_round()
+
+        with patch.object(self.engine, "round", one_round):
+            done = real(self, work, seconds, number)
+        calls.append((next(rounds) <= 3, bool(done.found)))
+        return done
+
+    with patch.object(ThreadWorker, "look_ahead", looking):
+        train(config)
+    assert calls
+    assert all(back and kept for back, kept in calls)
+
+
 def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
     """It is given them after one more round of the other's, and does not train while it waits."""
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
@@ -228,7 +312,8 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
         taken.extend(len(row.tokens) for row in work.resumed)
-        rows = [*self.engine.rows, *self.engine.waiting, *work.requests, *work.resumed]
+        live = [row for row in self.engine.rows if not row.ahead]
+        rows = [*live, *self.engine.waiting, *work.requests, *work.resumed]
         assert seconds == (0.0 if work.give_up else AT_ONCE if len(rows) > 1 else 5 * AT_ONCE)
         return decode(self, work, seconds)
 

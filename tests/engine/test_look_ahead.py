@@ -192,3 +192,30 @@ def test_a_full_bench_gives_way_to_what_is_submitted() -> None:
     looking.round()
     assert not any(row.ahead for row in looking.rows)
     assert len(looking.rows) == 3
+
+
+class Free(Fixed):
+    """A device on which `most` rows take as long as one."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(AHEAD)
+        self.most = most
+
+    def free_rows(self, rows: int) -> int:
+        return max(rows, self.most)
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_slots_that_are_free_are_filled_in_the_tail(most: int) -> None:
+    store, now, coming = AheadStore(10**6), requests()[:3], requests()[3:]
+    looking = Engine(target().decoder, EngineConfig(max_rows=8), (), Free(most), store=store)
+    looking.start(now)
+    looking.look_ahead(coming)
+    responses: list[Response] = []
+    while looking.busy:
+        responses += looking.round()
+        own = sum(not row.ahead for row in looking.rows)
+        assert not own or len(looking.rows) <= max(3, min(most, 8))
+    assert looking.stats.ahead_tokens == 0 if most == 1 else looking.stats.ahead_tokens > 0
+    done = {response.request.seed: response for response in responses}
+    check_tokens([done[request.seed] for request in now], expected()[:3])

@@ -26,7 +26,7 @@ def scheduler_of(bound_tokens: int, max_rows: int, verify_tokens: int, max_posit
 
 def admit(scheduler: Scheduler) -> list[Row]:
     """As the engine does, without what it computes for them."""
-    admitted = scheduler.admit()
+    admitted = scheduler.admit(0)
     for row in admitted:
         scheduler.rows.append(row)
     return admitted

@@ -1,4 +1,4 @@
-"""`tlt bench train`: the same training run by plain decoding, suffix, a frozen drafter, spot and serial training.
+"""`tlt bench train`: the same training run by plain decoding and by every way to speculate and to use idle time.
 
 Every run starts from the same policy and ends, but for explained forks, in the same one, so that step by step the very
 same work is compared. Each is an ordinary run of `tlt train` in a process of its own; they take turns, step by step.
@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,17 @@ from tlt.bench.rollout import ratio
 from tlt.bench.turns import Process, Run, race
 from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
-from tlt.trace import ROLLOUT, SPOT, UPDATE
+from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"speculation": {"drafter": "off"}, "drafter": {"idle_training": False}},
-    "suffix": {"speculation": {"path": None}, "drafter": {"idle_training": False}},
-    "frozen": {"drafter": {"idle_training": False}},
-    "adaptive": {"drafter": {"idle_training": True}},
-    "serial": {"drafter": {"idle_training": True}},
+    "suffix": {"speculation": {"path": None, "look_ahead": 0}, "drafter": {"idle_training": False}},
+    "frozen": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": False}},
+    "spot": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": True}},
+    "serial": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": True}},
+    "adaptive": {},
 }
-"""name -> what it changes of the recipe"""
+"""name -> what it changes of the recipe; `adaptive` is the recipe as `tlt train` runs it"""
 _PROBE = 5  # steps by which the better shape of plain decoding is told
 _NOT_A_STEP = ("total", "save", "eval")
 
@@ -61,14 +62,23 @@ class Mode:
         return [sum(v for k, v in line["seconds"].items() if k not in _NOT_A_STEP) for line in self.lines]
 
     @property
+    def rollout_seconds(self) -> list[float]:
+        return [line["seconds"]["rollout"] for line in self.lines]
+
+    @property
     def seconds(self) -> dict[str, float]:
         """Of all steps: the driver's phases, which sum to the steps, and what the workers spent (summed over workers)
-        in training the drafter and idle; waiting for the run's turn is neither."""
+        in decoding ahead, in training the drafter and idle; waiting for the run's turn is neither."""
         phases = {name: spent for name, spent in self.summary["seconds"].items() if name not in _NOT_A_STEP}
         workers = [worker["seconds"] for worker in self.summary["workers"]]
-        busy = sum(sum(seconds[state] for state in (ROLLOUT, SPOT, UPDATE)) for seconds in workers)
+        busy = sum(sum(seconds[state] for state in (ROLLOUT, AHEAD, SPOT, UPDATE)) for seconds in workers)
         idle = max(0.0, len(workers) * sum(self.step_seconds) - busy)
-        return {**phases, "spot": sum(seconds[SPOT] for seconds in workers), "idle": idle}
+        return {
+            **phases,
+            "ahead": sum(seconds[AHEAD] for seconds in workers),
+            "spot": sum(seconds[SPOT] for seconds in workers),
+            "idle": idle,
+        }
 
     def result(self, plain: Mode, frozen: Mode | None, parted: Comparison) -> dict[str, Any]:
         return {
@@ -78,12 +88,17 @@ class Mode:
             "step_seconds": statistics.median(self.step_seconds),
             "faster_than_plain": ratio(plain.step_seconds, self.step_seconds),
             "faster_than_frozen": ratio(frozen.step_seconds, self.step_seconds) if frozen else None,
+            "rollout_faster_than_plain": ratio(plain.rollout_seconds, self.rollout_seconds),
+            "rollout_faster_than_frozen": ratio(frozen.rollout_seconds, self.rollout_seconds) if frozen else None,
+            "seen_ahead": [line["rollout"]["seen_ahead"] / line["tokens"] for line in self.lines],
+            "ahead_accepted": [_share(line["rollout"], "seen_ahead", "ahead_drafted") for line in self.lines],
+            "ahead_seconds_by_step": [sum(worker[AHEAD] for worker in line["workers"]) for line in self.lines],
             "seconds": self.seconds,
             "accept_length": [line["accept_length"] for line in self.lines],
             "first_guess_right": [line["rollout"]["agreement"].get("eagle") for line in self.lines],
             "seconds_by_step": self.step_seconds,
             "spot_seconds_by_step": [sum(worker[SPOT] for worker in line["workers"]) for line in self.lines],
-            "rollout_seconds_by_step": [line["seconds"]["rollout"] for line in self.lines],
+            "rollout_seconds_by_step": self.rollout_seconds,
             "tokens_per_second": [line["tokens_per_second"] for line in self.lines],
             "drafter_version": self.summary["by_step"]["drafter_version"],
             "reward": [line["reward"] for line in self.lines],
@@ -94,6 +109,10 @@ class Mode:
             "forks_unexplained": parted.unexplained,
             "forks": [asdict(fork) for fork in parted.forks],
         }
+
+
+def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
+    return counts[part] / counts[whole] if counts[whole] else None
 
 
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
@@ -122,9 +141,9 @@ def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
             "--modes: frozen needs speculation.path, a drafter to start from: make one with tlt draft train, or leave "
             "frozen out, and all start from a random one"
         )
-    if "serial" in names and ("adaptive" not in names[: names.index("serial")] or workers == 1):
+    if "serial" in names and ("spot" not in names[: names.index("serial")] or workers == 1):
         raise ConfigError(
-            "--modes: serial trains on as many tokens as adaptive did: put adaptive before it, and give two workers"
+            "--modes: serial trains on as many tokens as spot did: put spot before it, and give two workers"
         )
 
 
@@ -208,8 +227,11 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
         "times faster than plain": lambda row: f"{row['faster_than_plain'][1]:.2f}",
         "... 95 % interval": lambda row: "{0:.2f}-{2:.2f}".format(*row["faster_than_plain"]),
         "times faster than frozen": lambda row: "{1:.2f}".format(*row["faster_than_frozen"] or (0, math.nan)),
+        "rollout, against plain": lambda row: "{1:.2f}".format(*row["rollout_faster_than_plain"]),
+        "rollout, against frozen": lambda row: "{1:.2f}".format(*row["rollout_faster_than_frozen"] or (0, math.nan)),
+        "tokens seen ahead": lambda row: f"{statistics.fmean(row['seen_ahead']):.0%}",
         **{phase: partial(mean, phase=phase) for phase in ("rollout", "reward", "update", "sync", "other")},
-        **{f"{phase}, all workers": partial(mean, phase=phase) for phase in ("spot", "idle")},
+        **{f"{phase}, all workers": partial(mean, phase=phase) for phase in ("ahead", "spot", "idle")},
         "accept length": lambda row: f"{statistics.fmean(row['accept_length']):.2f}",
         "... of the last step": lambda row: f"{row['accept_length'][-1]:.2f}",
         "policy sha256": lambda row: row["policy_sha256"][:8],

@@ -131,8 +131,8 @@ def over_pipes() -> Turn:
 
 
 def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str], None]) -> None:
-    """Start all, then step by step each in turn; serial training is given as many tokens as adaptive took in the same
-    step. Raises BenchError."""
+    """Start all, then step by step each in turn; serial training is given as many tokens as spot training took in the
+    same step. Raises BenchError."""
     going: dict[str, Run] = {}
     try:
         for name, start in runs.items():
@@ -146,7 +146,7 @@ def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str]
                 run.go(tokens if name == "serial" else 0)
                 report = _wait(name, run)
                 seconds[name] = report["seconds"]
-                tokens = int(report["drafter_tokens"]) if name == "adaptive" else tokens
+                tokens = int(report["drafter_tokens"]) if name == "spot" else tokens
             note(f"step {step + 1}/{steps}  " + "  ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items()))
         for name, run in going.items():
             run.go(0)

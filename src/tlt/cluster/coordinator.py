@@ -1,4 +1,4 @@
-"""Who is in which state and what it does next: ROLLOUT, IDLE, SPOT, UPDATE.
+"""Who is in which state and what it does next: ROLLOUT, IDLE, AHEAD, SPOT, UPDATE.
 
 One loop over the calls that come back. Nothing here reaches a token: design rule 1 lets any worker decode any request,
 once more from its start or from wherever another one stopped.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from statistics import fmean
 
+from tlt.build import steps_ahead
+from tlt.cluster.ahead import LookingAhead
 from tlt.cluster.balance import Forecast, half_of, take
-from tlt.cluster.crew import Crew, Done
+from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Tracer
+from tlt.draft.ahead import said
+from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 _ATTEMPTS = 5  # at an update from which workers are lost
@@ -57,6 +58,10 @@ class Coordinator:
         self._meeting: tuple[str, int] | None = None
         self.publication = Publication(crew, config)
         self.trains_when_idle = config.drafter.idle_training
+        self.looks_ahead = steps_ahead(config.speculation) > 0
+        self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
+        self._version = 0  # of the target
+        self._in_turn = False
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
@@ -65,23 +70,24 @@ class Coordinator:
     # -- rollout -------------------------------------------------------------------------------------------------------
 
     def rollout(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
         self._number += 1
         self.crew.break_off()
         self.publication.next_rollout()
         self.shares = [Share() for _ in range(self.crew.size)]
-        self.queue = deque(
-            [Row(request) for request in group]
-            for _, group in groupby(requests, key=lambda r: (r.prompt.prompt_id, r.epoch))
-        )
         self.missing = len(requests)
         self._gone = RolloutStats()
         self._trained = self.publication.tokens
         responses: list[Response] = []
         for done in self.crew.kept():
             self._heard(done)
+        self.ahead.begin(requests, coming if self.looks_ahead else ())
+        self.queue = self.ahead.deal([Row(request) for request in requests], self.crew.size)
         while self.missing:
             for index in range(self.crew.size):
                 if not self.crew.pending(index):
@@ -96,12 +102,23 @@ class Coordinator:
                 self._heard(done)
         self._enter(IDLE)
         self._rollout_seconds = time.monotonic() - began
-        return responses, self._stats(responses)
+        for index in range(self.crew.size):  # they have time while rewards are computed
+            if not self.crew.pending(index):
+                self._decode_ahead(index, self.crew.size)
+        stats = self._stats(responses)
+        self.ahead.end(stats, self._rollout_seconds, self.crew.size)
+        return responses, stats
+
+    def remember(self, responses: Sequence[Response]) -> None:
+        self.ahead.remember(said(responses, self._version))
 
     def _heard(self, done: Done) -> None:
-        """What has to do with the drafter."""
+        """What was done in idle time."""
         if done.lost:
             self.publication.lost(done.worker)
+            self.ahead.lost(done.worker)
+        elif done.method == "look_ahead":
+            self.ahead.heard(done.worker, done.result)
         elif done.method == "take_state":
             self.publication.replaced(done.worker)
         elif done.method == "spot":
@@ -126,7 +143,8 @@ class Coordinator:
         share.trains = True
         self.tracers[index].enter(ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
-        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked)
+        drafts = self.ahead.drafts(row.request for row in new)
+        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts)
         self.crew.call(index, "decode", work, self._seconds(share))
         share.asked = []
 
@@ -137,17 +155,48 @@ class Coordinator:
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train."""
+        """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train the drafter
+        or decode ahead. One that is to help does so too until it is given something, as it is back within a round."""
         self.tracers[index].enter(IDLE)
-        if self._asks_for_work(index) or not self.trains_when_idle:
+        asks = self._asks_for_work(index)
+        if asks:
+            self._decode_ahead(index, 1)
             return
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
-        self.publication.go_on(idle)
-        if self.crew.pending(index) or self.publication.catch_up(index):
-            return
-        if self.shares[index].trains and self.publication.worth.should_train():
+        if self.trains_when_idle:
+            self.publication.go_on(idle)
+            if self.crew.pending(index) or self.publication.catch_up(index):
+                return
+        rather_trains = self._may_train(index) and self._would_rather_train()
+        if rather_trains or not self._decode_ahead(index, len(idle)):
+            self._train(index)
+
+    def _decode_ahead(self, index: int, idle: int) -> bool:
+        """One of so many idle workers decodes for the steps to come, if there is something to."""
+        work = self.ahead.work(index, self._number, idle) if self.looks_ahead else None
+        if work:
+            self.tracers[index].enter(AHEAD)
+            self.crew.call_idle(index, "look_ahead", work, _LAST * self.config.cluster.slice_seconds)
+        return work is not None
+
+    def _train(self, index: int) -> None:
+        if self._may_train(index):
             self.tracers[index].enter(SPOT)
             self.crew.call_idle(index, "spot", self.config.cluster.slice_seconds)
+
+    def _may_train(self, index: int) -> bool:
+        return self.trains_when_idle and self.shares[index].trains and self.publication.worth.should_train()
+
+    def _would_rather_train(self) -> bool:
+        """By the seconds that each is predicted to save in the rollouts to come; as long as that of training is not
+        known, it gets every second slice."""
+        if not self.looks_ahead:
+            return True
+        worth, second = self.publication.worth, 1.0
+        if not worth.is_known:
+            self._in_turn = not self._in_turn
+            return self._in_turn
+        return worth.saves(second, self._rollout_seconds) > self.ahead.value.saves(second, self.crew.size)
 
     def _asks_for_work(self, index: int) -> bool:
         """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. Until
@@ -162,10 +211,10 @@ class Coordinator:
         else:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
-            trains = self.trains_when_idle and self.shares[index].trains
-            seconds = self.forecast.seconds_left(live, accept_length) if trains else 0.0
-            training = self.publication.worth.saves(seconds, self._rollout_seconds)
-            if not self.forecast.is_worth_helping(live, wanted, accept_length, training):
+            seconds = self.forecast.seconds_left(live, accept_length)
+            training = self.publication.worth.saves(seconds, self._rollout_seconds) if self._may_train(index) else 0.0
+            ahead = self.ahead.value.saves(seconds, self.crew.size) if self.looks_ahead else 0.0
+            if not self.forecast.is_worth_helping(live, wanted, accept_length, max(training, ahead)):
                 return False
         most.asked, most.helper = list(wanted), index
         return True
@@ -189,6 +238,7 @@ class Coordinator:
     def _promise(self, helper: int | None, rows: list[Row]) -> None:
         if helper is not None and helper in self.crew.sound:
             self.shares[helper].promised += rows
+            self.crew.break_off()
         elif rows:
             self._requeue(rows)
 
@@ -224,6 +274,7 @@ class Coordinator:
         stats.spot = self.publication.facts
         stats.tokens = sum(len(response.token_ids) for response in responses)
         stats.drafter_tokens = self.publication.tokens - self._trained
+        stats.ahead_tokens = self.ahead.since_last()
         return stats
 
     # -- update --------------------------------------------------------------------------------------------------------
@@ -238,7 +289,7 @@ class Coordinator:
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._enter(UPDATE)
         self.crew.break_off()
-        self.crew.call_back(("spot", *METHODS), _HANGS)
+        self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()
@@ -261,4 +312,5 @@ class Coordinator:
 
     def sync(self, version: int) -> None:
         self.crew.everyone("sync", version)
+        self._version = version
         self._enter(IDLE)

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
 _LOOK = 1.0  # seconds between two looks at who does not answer
-BREAKABLE = ("spot", "judge")  # they take the call's number last
+BREAKABLE = ("spot", "judge", "look_ahead")  # they take the call's number last
 _SHORT = ("decode", *BREAKABLE, "replica", "evidence", "adopt", "take_drafter", "sync", "trace", "tuner_state")
 _IN_A_ROW = 3  # times that a worker may be lost before it has answered once
 

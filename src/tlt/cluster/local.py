@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from tlt.cluster.budget import Budget
+from tlt.draft.ahead import said
 from tlt.engine.engine import Engine
 from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
@@ -15,8 +17,9 @@ from tlt.types import Request, Response, RolloutStats
 
 
 class LocalRollout:
-    def __init__(self, engine: Engine, budget: Budget | None = None) -> None:
-        self.engine, self.budget = engine, budget
+    def __init__(self, engine: Engine, budget: Budget | None = None, look_ahead: int = 0) -> None:
+        """Where a few rows more are free, requests of `look_ahead` steps to come are decoded beside a long tail."""
+        self.engine, self.budget, self.look_ahead = engine, budget, look_ahead
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
 
@@ -28,18 +31,34 @@ class LocalRollout:
         self.tracer.enter(IDLE)
 
     def generate(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         responses = []
         self.tracer.enter(ROLLOUT)
-        for response in self.engine.generate(requests):
-            responses.append(response)
-            on_response(response)
+        self.engine.start(requests)
+        if self.engine.tuner.free_rows(1) > 1:
+            self.engine.look_ahead(self._not_ended(islice(coming, self.look_ahead)))
+        while self.engine.busy:
+            for response in self.engine.round():
+                responses.append(response)
+                on_response(response)
+        self.engine.look_ahead(())
         if self.budget:
             self.tracer.enter(SPOT)
             self.budget.spend(self.engine)
+        self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
+
+    def _not_ended(self, coming: Iterable[list[Request]]) -> list[Request]:
+        known = ((request, self.engine.store.get(request)) for step in coming for request in step)
+        return [request for request, ahead in known if ahead is None or not ahead.ended]
+
+    def remember(self, responses: Sequence[Response]) -> None:
+        self.engine.store.put(said(responses, self.engine.target.version))
 
     def state(self) -> dict[str, Any]:
         return {"tuner": self.engine.tuner.state(), "drafter": self.budget.state() if self.budget else {}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,15 @@ class ClusterRollout:
         self.coordinator.sync(version)
 
     def generate(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
-        return self.coordinator.rollout(requests, on_response)
+        return self.coordinator.rollout(requests, on_response, coming)
+
+    def remember(self, responses: Sequence[Response]) -> None:
+        self.coordinator.remember(responses)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.publication.state()}

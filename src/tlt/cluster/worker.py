@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tlt.build import load_tokenizer, make_engine, make_target, starting_drafter, torch_device, torch_dtype
 from tlt.config import Config
+from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
@@ -46,6 +47,24 @@ class Work(NamedTuple):
     resumed: Sequence[Row] = ()
     give_up: Sequence[int] = ()
     """seeds of requests that others shall go on with"""
+    drafts: Sequence[Ahead] = ()
+    """what was decoded ahead for the new ones"""
+
+
+class AheadWork(NamedTuple):
+    """What an idle worker is to decode for the steps to come."""
+
+    rollout: int
+    requests: Sequence[Request]
+    drafts: Sequence[Ahead]
+    """what is known of these by now"""
+
+
+class AheadSlice(NamedTuple):
+    """What it has decoded of that so far, by its present target."""
+
+    found: list[Ahead]
+    seconds: float
 
 
 class Slice(NamedTuple):
@@ -83,9 +102,9 @@ class Worker:
         layer = starting_drafter(config, self.target.options)
         self.spot_trainer = SpotTrainer(layer, self.target, config.drafter, config.run.seed + index) if layer else None
         on_harvest = self._harvest if layer else None
-        self.tracer = Tracer()
+        self.tracer, self.store = Tracer(), AheadStore(config.speculation.look_ahead_tokens)
         self.engine = make_engine(
-            config.engine, config.speculation, self.target, tokenizer, layer, on_harvest, self.tracer
+            config.engine, config.speculation, self.target, tokenizer, layer, on_harvest, self.tracer, self.store
         )
         self.device = torch_device(config.model)
         kind = ShardedPolicy if config.train.shard else Policy
@@ -103,9 +122,8 @@ class Worker:
     def decode(self, work: Work, seconds: float) -> Slice:
         """Rounds until the time is up or nothing is left. Raises ValueError for a request that can never run."""
         began = time.perf_counter()
-        if work.rollout != self._rollout:
-            self.engine.start(())
-            self._rollout = work.rollout
+        self._enter_rollout(work.rollout, work.drafts)
+        self.engine.look_ahead(())
         self.engine.submit(work.requests, work.resumed)
         given_up = self.engine.give_up(work.give_up)
         responses: list[Response] = []
@@ -116,6 +134,29 @@ class Worker:
         live = {row.request.seed: len(row.tokens) for row in self.engine.rows}
         waiting = [row.request.seed for row in self.engine.waiting]
         return Slice(responses, given_up, self.engine.stats, live, waiting, time.perf_counter() - began)
+
+    def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> AheadSlice:
+        """Rounds for the steps to come, until the time is up, all is decoded or this worker is wanted. What has not
+        ended then goes on with the next call."""
+        began = time.perf_counter()
+        self._enter_rollout(work.rollout, work.drafts)
+        self.engine.look_ahead(work.requests)
+        with self.tracer.span("ahead"):
+            while self.engine.looks_ahead and self._wanted < number:
+                self.engine.round()
+                if time.perf_counter() - began >= seconds:
+                    break
+            self.engine.keep_ahead()
+        known = [self.store.get(request) for request in work.requests]
+        found = [ahead for ahead in known if ahead and ahead.version == self.target.version]
+        return AheadSlice(found, time.perf_counter() - began)
+
+    def _enter_rollout(self, number: int, drafts: Sequence[Ahead]) -> None:
+        """With a new one, what was under way is forgotten."""
+        self.store.put(drafts)
+        if number != self._rollout:
+            self.engine.start(())
+            self._rollout = number
 
     # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
 
@@ -128,8 +169,8 @@ class Worker:
             return self._guarded(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number))
 
     def come_back(self, number: float) -> None:
-        """From another thread: a `spot` or `judge` of this number or one before ends amid its micro-batch, or does not
-        begin."""
+        """From another thread: a `spot` or `judge` of this number or one before ends amid its micro-batch, a
+        `look_ahead` with its round, or does not begin."""
         self._wanted = number
 
     def replica(self) -> Replica | None:

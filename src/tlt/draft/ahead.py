@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt.types import MOST_GUESSES, Request, Row
+from tlt.types import MOST_GUESSES, Request, Response, Row
 
 _FIRST, _LEAST = 16, 4  # tokens of a chain: of the first one, and after a miss
 _CONTEXT = 4  # tokens by which an old response is taken up again after it diverged
@@ -61,6 +61,10 @@ class AheadStore:
                 del group[seed]
                 if not group:
                     del self._groups[ahead.prompt]
+
+    def length(self, seed: int) -> int:
+        """Tokens that are known of it."""
+        return len(self._kept[seed].tokens) if seed in self._kept else 0
 
     def get(self, request: Request) -> Ahead | None:
         return self._kept.get(request.seed)
@@ -179,7 +183,11 @@ class LookAhead:
         return Ahead(row.request.seed, prompt, np.array(tokens, dtype=np.int32), version, ended=False)
 
 
-def whole(row: Row, version: int) -> Ahead:
-    """Of a row that has ended."""
-    tokens = np.array(row.tokens, dtype=np.int32)
-    return Ahead(row.request.seed, row.request.prompt.token_ids, tokens, version, ended=True)
+def ended(request: Request, tokens: Sequence[int], version: int) -> Ahead:
+    """A whole response."""
+    return Ahead(request.seed, request.prompt.token_ids, np.array(tokens, dtype=np.int32), version, ended=True)
+
+
+def said(responses: Iterable[Response], version: int) -> list[Ahead]:
+    """What a target said to requests that will come again."""
+    return [ended(response.request, response.token_ids, version) for response in responses]

@@ -75,6 +75,11 @@ class Worth:
         stale."""
         return not self.resting
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the slope of its gains is."""
+        return len(self.gains) == _TRIES
+
     def saves(self, seconds: float, rollout_seconds: float) -> float:
         """Seconds that so much training is predicted to save in the rollouts to come, each of so many seconds: as
         accept length grows, they shrink. 0 as long as the slope is not measured."""

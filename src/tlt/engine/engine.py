@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
-from tlt.draft.ahead import AheadStore, LookAhead, whole
+from tlt.draft.ahead import AheadStore, LookAhead, ended
 from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
@@ -258,7 +258,7 @@ class Engine:
         rows, runner, window = self.rows, self.rollout.runner, self.rollout.window
         if self.waiting:
             self._put_off_ahead()
-        admitted = self.rollout.scheduler.admit()
+        admitted = self.rollout.scheduler.admit(self._most_beside_ahead())
         if not admitted:
             return False
         kept, fresh, copies = place_new_rows(admitted, rows, self.cache)
@@ -281,6 +281,11 @@ class Engine:
                 window.copy(source, place, row.kv_length)
         self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
         return True
+
+    def _most_beside_ahead(self) -> int:
+        """Live rows, with those of coming steps among them: they must not hold up the others."""
+        own = sum(not row.ahead for row in self.rows)
+        return self.tuner.free_rows(own) if own else self.config.max_rows
 
     def make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
@@ -382,8 +387,8 @@ class Engine:
             rollout.harvester.write(sampled.features, entries, grown)
             rollout.harvester.collect(now.rows, finished)
         # the last places first, so that the row which takes a place is one that goes on
-        ended = [(self.rows.remove(place), reason) for place, reason in reversed(finished.items())]
-        return [self._response(row, reason) for row, reason in ended if not self._was_ahead(row)]
+        left = [(self.rows.remove(place), reason) for place, reason in reversed(finished.items())]
+        return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
 
     def _learn(self, strategy: Strategy, tree: DraftTree, path: Sequence[int]) -> None:
         """How good the drafter's guesses were."""
@@ -421,7 +426,7 @@ class Engine:
     def _was_ahead(self, row: Row) -> bool:
         """A row that was decoded for a coming step ends in the store."""
         if row.ahead:
-            self.store.put([whole(row, self.rollout.version)])
+            self.store.put([ended(row.request, row.tokens, self.rollout.version)])
         return row.ahead
 
     # -- records -------------------------------------------------------------------------------------------------------
@@ -470,6 +475,7 @@ def _count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right
     stats.tokens += taken
     if tree.ahead:
         stats.ahead_passes += 1
+        stats.ahead_drafted += len(tree.tokens) - 1
         stats.seen_ahead += right
 
 

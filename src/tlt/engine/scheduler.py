@@ -62,9 +62,11 @@ class Scheduler:
                 "tokens: raise engine.kv_memory_mb or lower rollout.max_new_tokens"
             )
 
-    def admit(self) -> list[Row]:
+    def admit(self, most_ahead: int) -> list[Row]:
         """Take from the waiting line what fits, in order, and have the cache hold it together with the live rows, and
         what all may grow by until the next admission is worth a thought.
+
+        Where nobody waits, those of coming steps are taken, as long as there are fewer rows than `most_ahead`.
 
         An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
         to be free.
@@ -72,10 +74,11 @@ class Scheduler:
         live = len(self.rows)
         admitted: list[Row] = []
         line = self.waiting or self.ahead
-        if self.max_rows - live < min(len(line), self.max_rows // 8):
+        slots = self.max_rows if self.waiting else min(self.max_rows, most_ahead)
+        if slots - live < min(len(line), slots // 8):
             return admitted
         longest = self._longest()
-        while line and live + len(admitted) < self.max_rows:
+        while line and live + len(admitted) < slots:
             with_next = max(longest, line[0].kv_length)
             if not self.cache.fits(live + len(admitted) + 1, with_next + self.headroom):
                 break

@@ -34,6 +34,7 @@ _PRIOR = 4  # what the model says counts as much as so many rounds or, of guesse
 _VAGUE = 2  # and what is known of the guess before, or of a chain where the draft is a tree, as so many rows
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
+_FREE = 0.03  # by which a round may take longer for rows that nobody waits for
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 
 
@@ -80,6 +81,10 @@ class Tuner(Protocol):
         with a prefill are not scored."""
         ...
 
+    def free_rows(self, rows: int) -> int:
+        """How many rows a round may have to take no longer than one of `rows`."""
+        ...
+
     def renew(self, drafter: str, chance: float | None) -> None:
         """Another drafter goes by this name from now on; how often its first guess is right, if that is known."""
         ...
@@ -106,6 +111,9 @@ class Fixed:
     def record(
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None: ...
+
+    def free_rows(self, rows: int) -> int:
+        return rows
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
 
@@ -325,6 +333,11 @@ class Bandit:
         here.setdefault(arm, _Took()).add(seconds)
         rows = 2**bucket.rows
         self._scale[bucket] = statistics.median(took.median / self._profiled(a, rows) for a, took in here.items())
+
+    def free_rows(self, rows: int) -> int:
+        """By the profile: on a GPU many, on a CPU hardly any."""
+        most = self._profiled(PLAIN, rows) * (1 + _FREE)
+        return max([rows, *(more for more in self.profile if self._profiled(PLAIN, more) <= most)])
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured

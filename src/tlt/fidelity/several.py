@@ -8,7 +8,7 @@ through none of this, and each is a way to decode over keys and values of somebo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tlt.engine.engine import Engine
@@ -35,7 +35,10 @@ class SeveralWorkers:
         take_weights(self.target, policy, version)
 
     def generate(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
         engines = [self.make(2 * longest + _SPARE) for _ in range(_WORKERS)]
@@ -71,6 +74,8 @@ class SeveralWorkers:
             else:
                 resumed.append(row)
         taker.submit(anew, resumed)
+
+    def remember(self, responses: Sequence[Response]) -> None: ...
 
     # -- the rest of the protocol --------------------------------------------------------------------------------------
 

@@ -1,0 +1,168 @@
+"""Look-ahead of many workers: what is decoded for the steps to come, by whom, and what that is worth.
+
+Those who are idle decode the requests that the cursor takes next, with the present target. An entry that has not ended
+is gone on with at the next occasion: its old tokens are its draft then, so that they are checked on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from statistics import fmean
+
+from tlt.cluster.worker import AheadSlice, AheadWork
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.types import Request, RolloutStats, Row
+
+_KEPT = 0.9  # of what was measured before, a rollout or a slice
+
+
+class LookingAhead:
+    def __init__(self, slots: int, most_steps: int, most_tokens: int) -> None:
+        """`slots` of a worker; `most_steps` to come are decoded ahead."""
+        self.slots, self.most_steps = slots, most_steps
+        self.store = AheadStore(most_tokens)
+        self.tokens = 0
+        self.value = Value()
+        self._coming: Iterator[list[Request]] = iter(())
+        self._steps: deque[list[Request]] = deque()
+        self._at: dict[int, list[Request]] = {}  # worker -> what it decodes ahead
+        self._given: list[Request] = []  # in this rollout
+
+    def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
+        """A rollout of these requests; those of the steps to come are `coming`, a list a step."""
+        self.store.forget(request.seed for request in self._given)
+        self._given = list(requests)
+        self._coming, self._steps = iter(coming), deque()
+        self._at = {}
+        self.value.drafted += sum(len(a.tokens) for r in requests if (a := self.store.get(r)))
+
+    def since_last(self) -> int:
+        """Tokens decoded ahead since this was last asked."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+    def end(self, stats: RolloutStats, seconds: float, workers: int) -> None:
+        self.value.learn(stats, seconds * workers)
+
+    def remember(self, found: Iterable[Ahead]) -> None:
+        """Of requests that will come again."""
+        self._given = []
+        self.store.put(found)
+
+    # -- who decodes what ----------------------------------------------------------------------------------------------
+
+    def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
+        """For one of so many idle workers: what is nearest and has not ended, its part of it."""
+        elsewhere = {r.seed for index, requests in self._at.items() if index != worker for r in requests}
+        wanted: list[Request] = []
+        for step in self._next_steps():
+            if len(wanted) >= self.slots:
+                break
+            wanted += [r for r in step if r.seed not in elsewhere and not self._has_ended(r)]
+        if not wanted:
+            return None
+        wanted = wanted[: self.slots]
+        self._at[worker] = wanted
+        return AheadWork(rollout, wanted, self.drafts(wanted))
+
+    def _next_steps(self) -> Iterator[list[Request]]:
+        yield from list(self._steps)
+        while len(self._steps) < self.most_steps and (step := next(self._coming, None)) is not None:
+            self._steps.append(step)
+            yield step
+
+    def _has_ended(self, request: Request) -> bool:
+        known = self.store.get(request)
+        return known is not None and known.ended
+
+    def heard(self, worker: int, done: AheadSlice) -> None:
+        new = sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
+        self.tokens += new
+        self.value.decoded(new, done.seconds)
+        self.store.put(done.found)
+        self.lost(worker)
+
+    def lost(self, worker: int) -> None:
+        """Whatever it was at, others may take."""
+        self._at.pop(worker, None)
+
+    # -- what is known of the requests of this rollout -----------------------------------------------------------------
+
+    def drafts(self, requests: Iterable[Request]) -> list[Ahead]:
+        """What is known of these, and of their siblings."""
+        return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
+
+    def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
+        """The line that workers take their fair shares from: whole groups in their order, or where lengths were seen
+        ahead, shares of about as many rounds (longest first: Graham, 1969), the long ones first in each."""
+        if not any(self.store.get(row.request) for row in rows):
+            return deque(_groups(rows))
+        rounds = {row.request.seed: self._rounds(row.request) for row in rows}
+        most, bins, loads = math.ceil(len(rows) / workers), [list[Row]() for _ in range(workers)], [0.0] * workers
+        for row in sorted(rows, key=lambda row: -rounds[row.request.seed]):
+            index = min((i for i in range(workers) if len(bins[i]) < most), key=lambda i: loads[i])
+            bins[index].append(row)
+            loads[index] += rounds[row.request.seed]
+        return deque(group for one in bins for group in _groups(one))
+
+    def _rounds(self, request: Request) -> float:
+        """Expected until it ends; of one that has not ended yet, as much again is still to come."""
+        mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
+        known = self.store.get(request)
+        if known is None:
+            return mean / self.value.accept_length
+        rest = 0 if known.ended else max(mean, len(known.tokens))
+        return len(known.tokens) / self.value.accept_length_ahead + rest / self.value.accept_length
+
+
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """By prompt, in the order of their first."""
+    order: dict[tuple[int, int], int] = {}
+    for row in rows:
+        order.setdefault((row.request.prompt.prompt_id, row.request.epoch), len(order))
+    key = {id(row): order[row.request.prompt.prompt_id, row.request.epoch] for row in rows}
+    return [list(group) for _, group in groupby(sorted(rows, key=lambda row: key[id(row)]), lambda row: key[id(row)])]
+
+
+class Value:
+    """What a second of decoding ahead saves in the rollouts to come, from what was measured. No constant decides."""
+
+    def __init__(self) -> None:
+        self.accept_length = self.accept_length_ahead = 1.0
+        self.drafted = 0.0
+        """tokens that rollouts began with"""
+        self._seen = 0.0  # of these, accepted
+        self._tokens = self._seconds = 0.0  # decoded ahead, and what that took
+        self._pass_seconds = 0.0  # of a worker, for a row
+
+    def decoded(self, tokens: int, seconds: float) -> None:
+        self._tokens = _KEPT * self._tokens + tokens
+        self._seconds = _KEPT * self._seconds + seconds
+
+    def learn(self, stats: RolloutStats, worker_seconds: float) -> None:
+        """From a rollout."""
+        passes = stats.row_passes - stats.ahead_passes
+        if passes:
+            self.accept_length = (stats.tokens - stats.seen_ahead - stats.ahead_passes) / passes
+        if stats.ahead_passes:
+            self.accept_length_ahead = 1 + stats.seen_ahead / stats.ahead_passes
+        if stats.row_passes:
+            self._pass_seconds = worker_seconds / stats.row_passes
+        self._seen = _KEPT * self._seen + stats.seen_ahead
+        self.drafted *= _KEPT
+
+    @property
+    def is_known(self) -> bool:
+        return self._seconds > 0 and self.drafted > 0 and self._seen > 0
+
+    def saves(self, seconds: float, workers: int) -> float:
+        """Seconds of the rollouts to come, which all workers share: tokens decoded ahead x the share of them that is
+        accepted x what one costs less then. 0 as long as nothing was measured."""
+        if not self.is_known:
+            return 0.0
+        tokens = seconds * self._tokens / self._seconds
+        less = self._pass_seconds * (1 / self.accept_length - 1 / self.accept_length_ahead)
+        return max(0.0, tokens * min(1.0, self._seen / self.drafted) * less / workers)
