@@ -169,9 +169,7 @@ class Engine:
         that can never run."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
-        live = {row.request.seed for row in self.rows if row.ahead}
-        self.rollout.scheduler.withdraw(live - wanted.keys())
-        self.rollout.scheduler.look_ahead([request for seed, request in wanted.items() if seed not in live])
+        self.rollout.scheduler.look_ahead(wanted)
 
     def keep_ahead(self) -> None:
         """The store takes what the rows that are decoded ahead have so far."""
@@ -300,7 +298,8 @@ class Engine:
     def open_round(self, strategy: Strategy) -> Round:
         rows = tuple(self.rows)
         positions = [len(row.tokens) for row in rows]
-        self.rollout.noise.prepare(positions, max(strategy.depth, strategy.ahead))
+        noise = self.rollout.noise
+        noise.prepare(positions, max(strategy.depth, min(strategy.ahead, noise.width - 1)))
         at = torch.tensor(positions, device=self.target.device)
         return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.laws.batch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.rows import RowTable
@@ -29,12 +29,18 @@ class Scheduler:
             self._check(row.request)
         self.waiting.extend(rows)
 
-    def look_ahead(self, requests: Iterable[Request]) -> None:
-        """In the place of those that were to be decoded ahead. Raises ValueError, as `submit` does."""
-        rows = [Row(request, ahead=True) for request in requests]
-        for row in rows:
-            self._check(row.request)
-        self.ahead = deque(rows)
+    def look_ahead(self, requests: Mapping[int, Request]) -> None:
+        """By seed, in the place of those that were to be decoded ahead; of these the live ones go on. Raises
+        ValueError, as `submit` does."""
+        for request in requests.values():
+            self._check(request)
+        live: set[int] = set()
+        for place in reversed(range(len(self.rows))):
+            if (row := self.rows[place]).ahead and row.request.seed in requests:
+                live.add(row.request.seed)
+            elif row.ahead:
+                self.rows.remove(place)
+        self.ahead = deque(Row(request, ahead=True) for seed, request in requests.items() if seed not in live)
 
     def put_off_ahead(self) -> None:
         """Those that are decoded ahead leave; they come first when there are free slots again."""
@@ -111,6 +117,6 @@ class Scheduler:
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         for place in reversed(range(len(self.rows))):
-            if self.rows[place].request.seed in seeds:
+            if self.rows[place].request.seed in seeds and not self.rows[place].ahead:
                 left.append(self.rows.remove(place))
         return left
