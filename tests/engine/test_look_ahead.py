@@ -291,6 +291,22 @@ def test_a_new_rollout_keeps_what_was_decoded_ahead() -> None:
     assert (found.tokens.tolist(), found.ended) == (list(expected()[2].token_ids[:4]), False)
 
 
+@pytest.mark.xfail(reason="Engine.keep_ahead looks at the live rows alone", strict=True)
+def test_what_left_a_full_cache_is_kept_too() -> None:
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN, kv_tokens=140)
+    looking.look_ahead([request for request in requests() if request.sampling.max_new_tokens > 7])
+    while not looking.stats.preemptions:
+        looking.round()
+    out = [row for row in looking.rollout.scheduler.ahead if row.tokens]
+    assert out
+    looking.start(())
+    for row in out:
+        found = store.get(row.request)
+        assert found is not None
+        assert found.tokens.tolist() == row.tokens
+
+
 @pytest.mark.xfail(reason="Scheduler.withdraw takes the row of this step with the one decoded ahead", strict=True)
 def test_a_request_whose_step_has_come_is_not_lost_with_its_look_ahead() -> None:
     """As of a later wave of the same step: decoded ahead first, then submitted, then no longer to be decoded ahead."""

@@ -373,6 +373,16 @@ def test_a_short_look_ahead_is_worth_its_own_length_alone(rows: int) -> None:
         assert expected_speed(world, arm, offers, 1.0) >= 0.99 * expected_speed(world, current, offers, 1.0)
 
 
+def test_one_row_with_a_look_ahead_among_many_is_drafted_by_it() -> None:
+    """Where a wider pass costs next to nothing; the others are drafted as they would be without."""
+    for right in ({"eagle": 0.0, "suffix": 0.0}, {"eagle": 0.8, "suffix": 0.4}):
+        world = World(right, per_token=0.0005, per_level={"eagle": 0.02, "suffix": 0.02})
+        played = play_ahead(looking(world), world, lambda turn: [63] + [0] * 15, 1.0, 200)[50:]
+        assert statistics.fmean(arm.ahead >= 16 for arm, _ in played) > 0.9
+        drafted = statistics.fmean(arm.drafter in BOTH for arm, _ in played)
+        assert drafted > 0.9 if right["eagle"] else drafted < 0.1
+
+
 def test_with_nothing_offered_it_does_as_before() -> None:
     world, other = World(), World()
     known, unknown = looking(world), Bandit(ARMS, other.profile(), other.right)
