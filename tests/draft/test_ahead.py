@@ -105,6 +105,31 @@ def test_a_sibling_tells_what_its_own_does_not() -> None:
     assert chain(look) == [], "another prompt's is not looked at"
 
 
+def test_a_row_without_its_own_is_not_drafted_by_a_siblings() -> None:
+    assert looking(ahead(8, [1, 2, 3, 4, 5, 6]), row=Row(request(7))).offers() == [0]
+
+
+def test_where_tokens_were_left_out_before_the_nearest_is_further_on() -> None:
+    again = [1, 2, 3, 4]
+    old = [*range(100, 160), *again, 50, *range(200, 240), *again, 60, 61]
+    look = looking(ahead(7, old))
+    for token in [100, *old[56:101], 999, *again]:
+        look.commit(0, [token])
+    assert chain(look)[:1] == [60]
+
+
+def test_what_is_left_is_of_its_own_alone() -> None:
+    row = Row(request(7), tokens=[1, 2, 30, 31, 32, 33])
+    own, sibling = ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35])
+    look = looking(own, sibling, row=row)
+    assert chain(look) == [34, 35]
+    assert look.so_far(0, row, 1).tokens.tolist() == row.tokens
+    row = Row(request(7), tokens=[1, 2])
+    found = looking(own, sibling, row=row).so_far(0, row, 1)
+    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (found.seed, found.prompt, found.version, found.ended) == (7, (0,), 1, False)
+
+
 def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     look = looking(ahead(7, [1, 2, 3]))
     look.commit(0, [1, 2])
@@ -113,6 +138,11 @@ def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     for token in (1, 2, 3, 1, 2, 3):
         look.commit(0, [token])
     assert chain(look) == []
+    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]))
+    look.commit(0, [1, 2, 3, 4, 5, 6, 7])
+    for token in (1, 2, 3, 4):
+        look.commit(0, [token])
+    assert chain(look) == [], "it is not begun anew"
 
 
 def test_a_row_that_comes_back_is_taken_up_where_it_stands() -> None:

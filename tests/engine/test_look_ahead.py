@@ -14,11 +14,13 @@ from small import VOCAB, Reference, Target, check_tokens, learned, make_requests
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.engine import Engine
+from tlt.draft.tree import DraftTree
+from tlt.engine import noise
+from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, Response, SamplingParams
 
-LAWS = [SamplingParams(max_new_tokens=n, stop_token_ids=(3,)) for n in (7, 40, 90)]
+LAWS = [SamplingParams(max_new_tokens=n, stop_token_ids=stops) for n, stops in ((7, (3,)), (40, ()), (90, ()))]
 AHEAD = PLAIN._replace(ahead=16)
 CHAIN = Strategy("eagle", 4, 1, 5, ahead=16)
 
@@ -70,8 +72,7 @@ def _spoiled(tokens: list[int], other: list[int], rng: random.Random) -> list[in
             tokens + tokens,  # on beyond its end
             other,  # of another seed, and now and then of another prompt
             [rng.randrange(VOCAB) for _ in tokens],
-            [*tokens, VOCAB],  # not a token
-            [-1],
+            rng.choice([[*tokens, VOCAB], [-1]]),  # not tokens
             [],
         ]
     )
@@ -111,6 +112,39 @@ def test_rows_without_a_look_ahead_are_drafted_by_the_drafter() -> None:
     assert looking.stats.ahead_passes == sum(-(-length // 17) - (length % 17 == 1) for length in own)
     assert looking.stats.drafted > looking.stats.seen_ahead
     assert looking.drafters.agreement["eagle"].last, "it drafted for the others"
+
+
+@pytest.mark.parametrize("strategy", [AHEAD, CHAIN], ids=lambda s: s.name)
+def test_a_chain_ends_where_the_response_must(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in the store behind that."""
+    store = AheadStore(10**6)
+    store.put(ahead(r, [*known.token_ids, *[1] * 99]) for r, known in zip(requests(), expected(), strict=True))
+    looking = engine(store, strategy)
+    drafted = looking.draft
+
+    def checked(now: Round) -> list[DraftTree]:
+        trees = drafted(now)
+        assert all(len(tree.tokens) <= row.room for row, tree in zip(now.rows, trees, strict=True))
+        return trees
+
+    monkeypatch.setattr(looking, "draft", checked)
+    check_tokens(run(looking, requests()), expected())
+    assert looking.stats.seen_ahead > 0
+
+
+def test_a_row_that_comes_back_is_drafted_from_where_it_stands() -> None:
+    looking = engine(filled(), kv_tokens=200)
+    check_tokens(run(looking, requests()), expected())
+    assert looking.stats.preemptions > 0
+    assert looking.stats.seen_ahead == looking.stats.drafted > 0
+
+
+def test_noise_that_is_kept_for_few_positions_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a large vocabulary and many rows: the ring is narrower than the chain would be."""
+    monkeypatch.setattr(noise, "_WINDOW_BYTES", 10_000)
+    looking = engine(filled())
+    assert looking.rollout.noise.width < AHEAD.ahead
+    check_tokens(run(looking, requests()), expected())
 
 
 # -- decoding ahead ----------------------------------------------------------------------------------------------------
@@ -184,14 +218,105 @@ def test_what_is_left_of_an_old_response_is_kept_behind_what_is_new() -> None:
 
 
 def test_a_full_bench_gives_way_to_what_is_submitted() -> None:
-    looking = engine(AheadStore(10**6), PLAIN, max_rows=3)
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN, max_rows=3)
     looking.look_ahead(requests()[:5])
-    looking.round()
+    for _ in range(2):
+        looking.round()
     assert all(row.ahead for row in looking.rows)
     looking.submit(requests()[5:8])
-    looking.round()
+    responses = looking.round()
     assert not any(row.ahead for row in looking.rows)
     assert len(looking.rows) == 3
+    for request, known in zip(requests()[:3], expected(), strict=False):
+        found = store.get(request)
+        assert found is not None
+        assert found.tokens.tolist() == list(known.token_ids[:2]), "what it had is kept"
+    while looking.busy or looking.looks_ahead:
+        responses += looking.round()
+    assert {response.request.seed for response in responses} == {request.seed for request in requests()[5:8]}
+    assert_decoded(store, range(5))
+
+
+def assert_decoded(store: AheadStore, places: Sequence[int]) -> None:
+    for place in places:
+        found = store.get(requests()[place])
+        assert found is not None
+        assert (found.tokens.tolist(), found.ended) == (list(expected()[place].token_ids), True)
+
+
+def test_those_that_are_asked_for_again_go_on_and_the_others_leave() -> None:
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN)
+    looking.look_ahead(requests()[:4])
+    for _ in range(3):
+        looking.round()
+    kept = [row for row in looking.rows if row.request in requests()[1:4]]
+    dropped = requests()[0]
+    looking.look_ahead(requests()[1:6])
+    assert {row.request.seed for row in looking.rows} == {row.request.seed for row in kept}
+    found = store.get(dropped)
+    assert found is not None
+    assert found.tokens.tolist() == list(expected()[0].token_ids[:3])
+    while looking.looks_ahead:
+        looking.round()
+        assert len({row.request.seed for row in looking.rows}) == len(looking.rows)
+    assert_decoded(store, range(1, 6))
+    lengths = [len(known.token_ids) for known in expected()[1:6]]
+    assert looking.stats.ahead_tokens == sum(lengths) + len(found.tokens)
+
+
+def test_a_small_cache_makes_none_of_them_a_request_of_this_step() -> None:
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN, kv_tokens=140)
+    looking.look_ahead(requests())
+    while looking.looks_ahead:
+        assert not looking.busy
+        assert looking.round() == []
+    assert looking.stats.preemptions > 0
+    assert_decoded(store, range(len(requests())))
+
+
+def test_a_new_rollout_keeps_what_was_decoded_ahead() -> None:
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN)
+    looking.look_ahead(requests()[2:3])
+    for _ in range(4):
+        looking.round()
+    looking.start(())
+    assert not looking.looks_ahead
+    found = store.get(requests()[2])
+    assert found is not None
+    assert (found.tokens.tolist(), found.ended) == (list(expected()[2].token_ids[:4]), False)
+
+
+def test_what_left_a_full_cache_is_kept_too() -> None:
+    store = AheadStore(10**6)
+    looking = engine(store, PLAIN, kv_tokens=140)
+    looking.look_ahead([request for request in requests() if request.sampling.max_new_tokens > 7])
+    while not looking.stats.preemptions:
+        looking.round()
+    out = [row for row in looking.rollout.scheduler.ahead if row.tokens]
+    assert out
+    looking.start(())
+    for row in out:
+        found = store.get(row.request)
+        assert found is not None
+        assert found.tokens.tolist() == row.tokens
+
+
+def test_a_request_whose_step_has_come_is_not_lost_with_its_look_ahead() -> None:
+    """As of a later wave of the same step: decoded ahead first, then submitted, then no longer to be decoded ahead."""
+    request, known = requests()[2], expected()[2]
+    looking = engine(AheadStore(10**6), PLAIN)
+    looking.look_ahead([request])
+    looking.round()
+    looking.submit([request])
+    responses = [response for _ in range(2) for response in looking.round()]
+    looking.look_ahead(())
+    while looking.busy:
+        responses += looking.round()
+    check_tokens(responses, [known])
 
 
 class Free(Fixed):

@@ -10,13 +10,13 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of, strategies
+from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of, strategies, with_ahead
 
 SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
 ARMS = [PLAIN, *(Strategy(drafter, *shape) for drafter in ("eagle", "suffix") for shape in SHAPES)]
@@ -39,15 +39,15 @@ class World:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def seconds(self, arm: Strategy, rows: int) -> float:
-        verified = 1.0 + self.per_token * rows * arm.verify_tokens
-        return verified + (arm.depth * self.per_level[arm.drafter] if arm != PLAIN else 0.0)
+        verified = 1.0 + self.per_token * rows * arm.nodes
+        return verified + (arm.depth * self.per_level[arm.drafter] if arm.drafter != PLAIN.drafter else 0.0)
 
     def chance(self, arm: Strategy) -> float:
         p = self.right[arm.drafter]
         return p if arm.branching == 1 else p + 0.3 * (1 - p)
 
     def tokens(self, arm: Strategy) -> float:
-        return 1.0 if arm == PLAIN else sum(self.chance(arm) ** k for k in range(arm.depth + 1))
+        return 1.0 if arm.drafter == PLAIN.drafter else sum(self.chance(arm) ** k for k in range(arm.depth + 1))
 
     def speed(self, arm: Strategy, rows: int) -> float:
         return rows * self.tokens(arm) / self.seconds(arm, rows)
@@ -63,8 +63,10 @@ class World:
                 tokens[row] += 1
         return tokens
 
-    def profile(self, wrong: Callable[[Strategy], float] = lambda arm: 1.0) -> dict[int, dict[Strategy, float]]:
-        return {rows: {arm: self.seconds(arm, rows) * wrong(arm) for arm in ARMS} for rows in (*ROWS, 256)}
+    def profile(
+        self, wrong: Callable[[Strategy], float] = lambda arm: 1.0, arms: Collection[Strategy] = ARMS
+    ) -> dict[int, dict[Strategy, float]]:
+        return {rows: {arm: self.seconds(arm, rows) * wrong(arm) for arm in arms} for rows in (*ROWS, 256)}
 
 
 @dataclass
@@ -298,6 +300,136 @@ def test_the_catch_up_is_not_held_against_the_arm() -> None:
     assert played.regret < 0.1
 
 
+# -- look-ahead --------------------------------------------------------------------------------------------------------
+
+
+WITH_AHEAD = with_ahead(ARMS)
+WIDTHS = sorted({arm.ahead for arm in WITH_AHEAD})
+
+
+def looking(world: World, arms: Sequence[Strategy] = WITH_AHEAD) -> Bandit:
+    return Bandit(arms, world.profile(arms=arms), world.right)
+
+
+def widths(arm: Strategy, offers: Sequence[int]) -> list[int]:
+    """Tokens of each row's look-ahead that are verified."""
+    return [min(offer, arm.ahead) for offer in offers]
+
+
+def expected_speed(world: World, arm: Strategy, offers: Sequence[int], right: float) -> float:
+    """Where each token of a look-ahead is right with this chance."""
+    by_ahead = [sum(right**k for k in range(width + 1)) for width in widths(arm, offers) if width]
+    others = (len(offers) - len(by_ahead)) * world.tokens(arm)
+    return (sum(by_ahead) + others) / world.seconds(arm, len(offers))
+
+
+def play_ahead(
+    bandit: Bandit, world: World, offers: Callable[[int], Sequence[int]], right: float, rounds: int
+) -> list[tuple[Strategy, Strategy]]:
+    """What it chose in each round, and what it would have chosen had nothing been offered."""
+    played = []
+    for turn in range(rounds):
+        offered = offers(turn)
+        arm = bandit.choose(len(offered), 300.0, BOTH, offered)
+        ahead = widths(arm, offered)
+        seconds = world.seconds(arm, len(offered)) * math.exp(world.rng.gauss(0, world.noise))
+        tokens = world.play(arm, len(offered))
+        for row, width in enumerate(ahead):
+            if width:
+                tokens[row] = 1 + next((k for k in range(width) if world.rng.random() >= right), width)
+        bandit.record(arm, seconds, tokens, True, ahead)
+        played.append((arm, bandit.current))
+    return played
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("per_token", [0.001, 0.05, 0.5])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_look_ahead_is_used_where_that_is_faster(rows: int, per_token: float, right: float) -> None:
+    """Where a look-ahead is, and how far it goes, differs from round to round. Against none, and against the best of
+    all widths."""
+    world = World(per_token=per_token, noise=0.0)
+
+    def offers(turn: int) -> list[int]:
+        rng = random.Random(turn)
+        return [rng.choice([1, 3, 9, 40, 63]) if rng.random() < 0.6 else 0 for _ in range(rows)]
+
+    def speed(arm: Strategy, turn: int) -> float:
+        return expected_speed(world, arm, offers(turn), right)
+
+    played = list(enumerate(play_ahead(looking(world), world, offers, right, 450)))[150:]
+    without = statistics.fmean(speed(arm, turn) / speed(current, turn) for turn, (arm, current) in played)
+    assert without > 0.98
+    best = [max(speed(arm._replace(ahead=width), turn) for width in WIDTHS) for turn, (arm, _) in played]
+    assert statistics.fmean(speed(arm, t) / most for (t, (arm, _)), most in zip(played, best, strict=True)) > 0.93
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_short_look_ahead_is_worth_its_own_length_alone(rows: int) -> None:
+    """One token that is surely right, where a wider pass takes longer: it is not taken for four."""
+    world = World({"eagle": 0.0, "suffix": 0.0}, per_token=0.4, noise=0.0)
+    offers = [1] * rows
+    for arm, current in play_ahead(looking(world), world, lambda turn: offers, 1.0, 150)[50:]:
+        assert expected_speed(world, arm, offers, 1.0) >= 0.99 * expected_speed(world, current, offers, 1.0)
+
+
+def test_one_row_with_a_look_ahead_among_many_is_drafted_by_it() -> None:
+    """Where a wider pass costs next to nothing; the others are drafted as they would be without."""
+    for right in ({"eagle": 0.0, "suffix": 0.0}, {"eagle": 0.8, "suffix": 0.4}):
+        world = World(right, per_token=0.0005, per_level={"eagle": 0.02, "suffix": 0.02})
+        played = play_ahead(looking(world), world, lambda turn: [63] + [0] * 15, 1.0, 200)[50:]
+        assert statistics.fmean(arm.ahead >= 16 for arm, _ in played) > 0.9
+        drafted = statistics.fmean(arm.drafter in BOTH for arm, _ in played)
+        assert drafted > 0.9 if right["eagle"] else drafted < 0.1
+
+
+def test_with_nothing_offered_it_does_as_before() -> None:
+    world, other = World(), World()
+    known, unknown = looking(world), Bandit(ARMS, other.profile(), other.right)
+    chosen = [arm for arm, _ in play_ahead(known, world, lambda turn: [0] * 4, 0.9, 300)]
+    assert chosen == play(unknown, other, 4, 300).arms
+    assert json.dumps(known.state()) == json.dumps(unknown.state())
+    unknown = Bandit(ARMS, world.profile())
+    assert unknown.choose(4, 300.0, BOTH, [63] * 4) in ARMS, "nor where it has no such arms"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_look_ahead_that_is_always_wrong_is_soon_left_alone(rows: int) -> None:
+    world = World()
+    bandit = looking(world)
+    arms = [arm for arm, _ in play_ahead(bandit, world, lambda turn: [63] * rows, 0.0, 500)]
+    assert arms[0].ahead > 0, "it is thought to be good before any was seen"
+    assert statistics.fmean(arm.ahead > 4 for arm in arms[40:]) < 0.05, "now and then it is tried anew"
+    assert statistics.fmean(arm.ahead > 0 for arm in arms[40:]) < 0.2
+    assert statistics.fmean(arm.drafter in BOTH for arm in arms[40:]) > 0.5, "the drafters have its rows again"
+
+
+def test_rows_with_a_look_ahead_teach_nothing_of_the_drafter() -> None:
+    world = World()
+    eagle = next(arm for arm in ARMS if arm.drafter == "eagle" and arm.depth == 4 and arm.branching == 1)
+    mixed, alone = looking(world), looking(world)
+    for bandit in (mixed, alone):
+        bandit.choose(2, 300.0, BOTH)
+    for _ in range(20):
+        mixed.record(eagle._replace(ahead=16), 1.0, [17, 3], True, [16, 0])
+        alone.record(eagle, 1.0, [3], True)
+    bucket = bucket_of(2, 300.0)
+    assert mixed.tokens(eagle, bucket) == pytest.approx(alone.tokens(eagle, bucket), rel=0.02)
+    before = looking(world).tokens(eagle, bucket)
+    none = looking(world)
+    none.choose(2, 300.0, BOTH)
+    none.record(eagle._replace(ahead=16), 1.0, [17, 5], True, [16, 4])
+    assert none.tokens(eagle, bucket) == before, "where all have one, it has learned nothing"
+
+
+def test_what_look_aheads_were_worth_survives_json() -> None:
+    world = World()
+    bandit, back = looking(world), looking(world)
+    play_ahead(bandit, world, lambda turn: [63] * 4, 0.0, 200)
+    back.load_state(json.loads(json.dumps(bandit.state())))
+    assert max(arm.ahead for arm, _ in play_ahead(back, world, lambda turn: [63] * 4, 0.0, 20)) <= 4
+
+
 # -- its state ---------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +472,8 @@ def test_a_fixed_strategy_is_always_that_one() -> None:
     fixed = Fixed(arm)
     assert fixed.choose(1, 10.0, BOTH) == fixed.choose(64, 10.0, {arm.drafter}) == arm
     assert fixed.choose(1, 10.0, ()) == PLAIN
+    beside = Fixed(arm._replace(ahead=16))
+    assert beside.choose(1, 10.0, ()) == PLAIN._replace(ahead=16), "a look-ahead needs no drafter"
     fixed.load_state(json.loads(json.dumps(fixed.state())))
     assert fixed.strategies == (arm,)
 

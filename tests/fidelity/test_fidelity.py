@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -21,6 +23,7 @@ from tlt import run
 from tlt.build import make_target
 from tlt.config import Config
 from tlt.display import Display
+from tlt.draft.ahead import Ahead, LookAhead
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
 from tlt.engine.kv_cache import KVCache
@@ -28,6 +31,7 @@ from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
 from tlt.fidelity import forks, oracle
 from tlt.fidelity import verify as runs
+from tlt.fidelity.look_ahead import OlderTarget, spoiled
 from tlt.fidelity.verify import verify
 from tlt.models.weights import read_safetensors
 from tlt.sampling import Ranking, gumbel_noise
@@ -37,6 +41,7 @@ EXPLAINED = 1e-4  # in float32
 MODES = {
     *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree"),
     *("mixed", "off and on", "swapped every round", "adaptive", "plain", "several workers"),
+    *("look-ahead", "look-ahead, spoiled"),
 }
 
 
@@ -98,6 +103,23 @@ def test_the_oracle_is_always_right_and_comes_back_from_preemption(verdict: dict
     assert laws == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
     assert all(o["accepted"] == o["drafted"] > 0 for o in verdict["oracle"])
     assert any(o["preemptions"] > 0 for o in verdict["oracle"])
+
+
+def test_what_the_target_decoded_ahead_for_itself_is_accepted_to_the_last_token(verdict: dict[str, Any]) -> None:
+    assert [law_of(check) for check in verdict["look_ahead"]] == [law_of(check) for check in verdict["oracle"]]
+    for check in verdict["look_ahead"]:
+        assert check["accepted"] == check["drafted"] > 0
+        assert check["passes"] == check["fewest_passes"] == 3 * 4  # 17, 17 and 14 tokens of each of four rows
+    assert any(check["preemptions"] > 0 for check in verdict["look_ahead"])
+
+
+def law_of(check: dict[str, Any]) -> tuple[Any, ...]:
+    return check["temperature"], check["top_k"], check["top_p"]
+
+
+def test_look_aheads_are_seen_where_there_are_any_and_nowhere_else(verdict: dict[str, Any]) -> None:
+    looking = {"look-ahead, spoiled", "look-ahead", "several workers"}
+    assert {r["mode"] for r in verdict["runs"] if r["seen_ahead"]} == looking
 
 
 def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[str, Any]) -> None:
@@ -168,6 +190,82 @@ def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
     assert torch.allclose(oracle.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
 
 
+# -- look-ahead --------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """As a policy, by its weights alone."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state_dict = lambda: state
+
+    def update(self, batch: Any, step: int) -> dict[str, float]:
+        raise AssertionError("nothing is trained here")
+
+
+def said_by(config: Config, state: dict[str, Tensor], requests: Sequence[Request]) -> list[list[int]]:
+    """Decoded one after the other."""
+    target = make_target(config.model)
+    target.load(state, 0)
+    engine_ = engine.Engine(target, config.engine)
+    return [list(response.token_ids) for request in requests for response in engine_.generate([request])]
+
+
+def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
+    """Every mode trains from the same state, so versions come and go; in the first step there is no older one."""
+    config = small(home)
+    first = read_safetensors(config.model.path)
+    second = {name: tensor * 1.1 for name, tensor in first.items()}
+    params = SamplingParams(max_new_tokens=24)
+    requests = [Request(Prompt(i, "", (1 + i, 2, 3)), 0, 0, 50 + i, params) for i in range(8)]
+    older = OlderTarget(make_target(config.model), config.engine, lambda tokens: "")
+    now = said_by(config, first, requests)
+    older.sync(Weights(first), 0)
+    found = older.said(requests)
+    tokens = [ahead.tokens.tolist() for ahead in found]
+    assert [ahead.seed for ahead in found] == [request.seed for request in requests]
+    assert all(ahead.ended for ahead in found)
+    assert tokens != now, "they part"
+    assert sum(a[0] == b[0] for a, b in zip(tokens, now, strict=True)) >= 6, "but not at once"
+    older.sync(Weights(second), 1)
+    older.sync(Weights(first), 0)
+    assert all(a is b for a, b in zip(older.said(requests), found, strict=True)), "decoded once for all modes"
+    older.sync(Weights(second), 1)
+    assert [ahead.tokens.tolist() for ahead in older.said(requests)] == now
+
+
+def test_a_spoiled_look_ahead_is_wrong_in_every_way() -> None:
+    rng = random.Random(0)
+    own = list(range(10, 40))
+    entries = [
+        Ahead(seed, (seed // 2,), np.array([token + 100 * seed for token in own], dtype=np.int32), 4, True)
+        for seed in range(4)
+    ]
+    seen = set()
+    for _ in range(60):
+        for entry, other in zip(entries, spoiled(entries, 1000, rng), strict=True):
+            assert (other.seed, other.prompt, other.version) == (entry.seed, entry.prompt, 5)
+            assert all(0 <= token < 1000 for token in other.tokens.tolist())
+            seen.add(what_happened(entry, other.tokens.tolist(), entries))
+    assert seen == {"nothing", "empty", "cut", "left out", "put in", "twice", "a sibling's", "a stranger's", "random"}
+
+
+def what_happened(entry: Ahead, tokens: list[int], entries: Sequence[Ahead]) -> str:
+    own = entry.tokens.tolist()
+    whose = next((other for other in entries if other.tokens.tolist() == tokens), None)
+    if whose is not None:
+        return "nothing" if whose is entry else "a sibling's" if whose.prompt == entry.prompt else "a stranger's"
+    if tokens == own[: len(tokens)]:
+        return "cut" if tokens else "empty"
+    if tokens == own + own:
+        return "twice"
+    if any(tokens == own[:at] + own[at + 1 :] for at in range(len(own))):
+        return "left out"
+    if any(own == tokens[:at] + tokens[at + 1 :] for at in range(len(tokens))):
+        return "put in"
+    return "random"
+
+
 # -- planted bugs ------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +333,61 @@ def test_a_bug_that_only_costs_speed_is_found_by_the_oracle(
     assert len({r["policy_sha256"] for r in result["runs"]}) == 1
     assert any(o["accepted"] < o["drafted"] for o in result["oracle"])
     assert not agree
+
+
+def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    return list(range(len(tree.tokens))) if tree.ahead else walk(tree, sampled)
+
+
+def test_a_look_ahead_that_is_not_checked_is_found(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "walk", commits_what_it_saw)
+    agree, result = check(small(home), tmp_path)
+    assert not agree
+    assert "look-ahead, spoiled" in {r["mode"] for r in result["runs"] if r["tokens_different"]}
+    assert result["runs"][-1]["tokens_different"] == 0
+
+
+def test_a_look_ahead_that_only_costs_speed_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of its chains begins one token late: no token changes, and none of a chain is right."""
+    propose: Callable[..., list[list[int]]] = LookAhead.propose
+    monkeypatch.setattr(LookAhead, "propose", lambda self, counts: [chain[1:] for chain in propose(self, counts)])
+    agree, result = check(small(home), tmp_path)
+    assert {r["tokens_different"] for r in result["runs"]} == {0}
+    assert any(c["accepted"] < c["drafted"] for c in result["look_ahead"])
+    assert not agree
+    assert said(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; 1 of ")
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.rstrip().split("\n")
+
+
+def test_the_last_line_is_the_verdict_and_no_column_is_cut(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(small(home), tmp_path)
+    lines = said(capsys)
+    assert lines[-1] == f"verdict: all {len(MODES)} modes agree in every token"
+    assert "…" not in "".join(lines)
+    table = [line for line in lines if any(line.strip().startswith(mode) for mode in MODES)]
+    assert len(table) == len(MODES)
+    assert max(len(line) for line in table) <= 80
+    assert "1 preemption," in "".join(lines)
+    assert "1 preemptions" not in "".join(lines)
+
+
+def test_the_last_line_names_the_modes_that_differ(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "walk", takes_a_second_child)
+    _, result = check(small(home, reward={"name": "exact"}), tmp_path)
+    apart = [r["mode"] for r in result["runs"] if r["tokens_different"]]
+    assert said(capsys)[-1].startswith(f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});")
 
 
 def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tlt.build import all_drafters, detokenizer, make_tuner
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
+from tlt.draft.ahead import AheadStore
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.hostile import AdversarialDrafter, RandomDrafter
@@ -17,11 +19,13 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
+from tlt.fidelity.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, spoiled
 from tlt.fidelity.several import SeveralWorkers
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
 
 _WIDE = (3, 4, 12)  # depth, branching, tokens to verify
+_AHEAD = 16
 
 
 def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
@@ -33,15 +37,19 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
     def suffix() -> SuffixDrafter:
         return SuffixDrafter(speculation.history_tokens)
 
-    def engine(drafters: Sequence[Drafter], tuner: Tuner, kv_tokens: int | None = None) -> Engine:
+    def engine(
+        drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None, kv_tokens: int | None = None
+    ) -> Engine:
         layout = layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
-        return Engine(target, config.engine, drafters, tuner, detokenizer(tokenizer), layout, kv_tokens=kv_tokens)
+        spelled = detokenizer(tokenizer)
+        return Engine(target, config.engine, drafters, tuner, spelled, layout, store=store, kv_tokens=kv_tokens)
 
     def everything() -> list[Drafter]:
         return all_drafters(layer, target, speculation.history_tokens)
 
     chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", *_WIDE)
     changing = [PLAIN] * 3 + [tree] * 2 + [tree._replace(drafter="suffix")]
+    adaptive = make_tuner(speculation.model_copy(update={"drafter": "adaptive"}), config.engine, target)
     one = {
         "suffix": engine([suffix()], Fixed(Strategy("suffix", 6, 2, 8, 0.5))),
         "suffix, wide": engine([suffix()], Fixed(Strategy("suffix", *_WIDE))),
@@ -51,22 +59,35 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
         "learned, tree": engine([EagleDrafter(layer, target)], Fixed(tree)),
         "mixed": engine(everything(), Fixed(tree._replace(drafter="mixed"))),
         "off and on": engine(everything(), InTurn(changing)),
-        "adaptive": engine(
-            everything(), make_tuner(speculation.model_copy(update={"drafter": "adaptive"}), config.engine, target)
+        "adaptive": engine(everything(), adaptive),
+    }
+    older = OlderTarget(target, config.engine, detokenizer(tokenizer))
+    store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
+    mishaps = Fixed(chain._replace(ahead=_AHEAD))
+    looking: dict[str, Rollout] = {
+        "look-ahead": LookAheadRollout(engine(everything(), adaptive, store), older),
+        "look-ahead, spoiled": LookAheadRollout(
+            engine([EagleDrafter(layer, target)], mishaps, spoiled_store),
+            older,
+            lambda entries: spoiled(entries, vocab_size, random.Random(target.version)),
         ),
     }
     weights = itertools.cycle([layer, _fresh(config, target)])
     swapping = Swapping(tree, lambda: swapped.swap(EagleDrafter(next(weights), target)))
     swapped = engine([EagleDrafter(layer, target)], swapping)
+    ahead = [strategy._replace(ahead=_AHEAD) for strategy in (PLAIN, chain, tree)]
     several = SeveralWorkers(
-        lambda kv_tokens: engine(everything(), InTurn([chain, *changing]), kv_tokens),
+        lambda store, kv_tokens: engine(everything(), InTurn([chain, *changing, *ahead]), store, kv_tokens),
         target,
         lambda other: other.swap(EagleDrafter(next(weights), target)),
     )
     # plain comes last, so that its state is what the next step starts from
     last = {"swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
-    rollouts = {name: LocalRollout(engine) for name, engine in (one | last).items()}
-    return {"several workers": several, **rollouts}
+    return {"several workers": several, **_alone(one), **looking, **_alone(last)}
+
+
+def _alone(engines: Mapping[str, Engine]) -> dict[str, Rollout]:
+    return {name: LocalRollout(engine) for name, engine in engines.items()}
 
 
 def _layer(config: Config, target: Decoder) -> EagleLayer:

@@ -1,4 +1,4 @@
-"""The target as its own drafter: every token it drafts must be accepted."""
+"""The target as its own drafter, and as its own look-ahead: every token it drafts must be accepted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Node, NodeDrafter, Offer
-from tlt.draft.strategy import Strategy
+from tlt.draft.ahead import AheadStore
+from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.laws import law_of
 from tlt.engine.tuner import Fixed
@@ -21,7 +22,7 @@ from tlt.sampling import log_law
 from tlt.types import Prompt, Request, SamplingParams
 
 _LAWS = ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 20, 0.9), (0.6, 20, 0.9))  # temperature, top_k, top_p
-_TOKENS, _ROWS, _DEPTH = 48, 4, 3
+_TOKENS, _ROWS, _DEPTH, _AHEAD = 48, 4, 3, 16
 
 
 class OracleDrafter(NodeDrafter):
@@ -51,28 +52,68 @@ def oracle_checks(
 ) -> list[dict[str, Any]]:
     """What it drafted and what was accepted, by law. In float64, whatever the dtype of the runs: only there must the
     draft's every token be accepted."""
+    chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
     checks = []
-    for temperature, top_k, top_p in _LAWS:
-        params = replace(
-            sampling,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            max_new_tokens=_TOKENS,
-            stop_token_ids=(),
-            stop_strings=(),
-        )
-        rows = min(_ROWS, len(prompts))
-        requests = [Request(prompts[i], 0, 0, 1000 + i, params) for i in range(rows)]
-        chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
-        # nothing stops early, so all rows are admitted and outgrow the cache later: what comes back must agree as well
-        longest = max(len(request.prompt.token_ids) for request in requests)
-        bound = max(rows * (longest + 36), longest + _TOKENS + 32)
-        engine = Engine(target, config, [OracleDrafter(target)], Fixed(chain), kv_tokens=bound)
+    for law in _LAWS:
+        requests = _requests(prompts, sampling, *law)
+        engine = _engine(target, config, requests, chain, [OracleDrafter(target)])
         for _ in engine.generate(requests):
             pass
-        stats = engine.stats
-        law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        counts = {"drafted": stats.drafted, "accepted": stats.accepted, "preemptions": stats.preemptions}
-        checks.append(law | counts)
+        checks.append(_counts(engine, *law))
     return checks
+
+
+def look_ahead_checks(
+    target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> list[dict[str, Any]]:
+    """The same of what the target itself decoded ahead; and the passes of rows, which must be as few as such chains
+    allow."""
+    ahead = PLAIN._replace(ahead=_AHEAD)
+    checks = []
+    for law in _LAWS:
+        requests, store = _requests(prompts, sampling, *law), AheadStore(_ROWS * _TOKENS)
+        before, now = (_engine(target, config, requests, ahead, store=store) for _ in range(2))
+        before.look_ahead(requests)
+        while before.looks_ahead:
+            before.round()
+        for _ in now.generate(requests):
+            pass
+        fewest = len(requests) * -(-_TOKENS // (_AHEAD + 1))
+        checks.append(_counts(now, *law) | {"passes": now.stats.row_passes, "fewest_passes": fewest})
+    return checks
+
+
+def _requests(
+    prompts: Sequence[Prompt], sampling: SamplingParams, temperature: float, top_k: int, top_p: float
+) -> list[Request]:
+    """Nothing stops them early."""
+    params = replace(
+        sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=_TOKENS,
+        stop_token_ids=(),
+        stop_strings=(),
+    )
+    return [Request(prompt, 0, 0, 1000 + i, params) for i, prompt in enumerate(prompts[:_ROWS])]
+
+
+def _engine(
+    target: Decoder,
+    config: EngineConfig,
+    requests: Sequence[Request],
+    strategy: Strategy,
+    drafters: Sequence[Drafter] = (),
+    store: AheadStore | None = None,
+) -> Engine:
+    """All rows are admitted and outgrow the cache later: what comes back must agree as well."""
+    longest = max(len(request.prompt.token_ids) for request in requests)
+    bound = max(len(requests) * (longest + 36), longest + _TOKENS + 32)
+    return Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)
+
+
+def _counts(engine: Engine, temperature: float, top_k: int, top_p: float) -> dict[str, Any]:
+    stats = engine.stats
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return law | {"drafted": stats.drafted, "accepted": stats.accepted, "preemptions": stats.preemptions}

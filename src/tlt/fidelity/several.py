@@ -1,8 +1,9 @@
 """Several workers in this process, under a random schedule of all that may happen to a request.
 
 Siblings come at different times and places, rows leave one worker and go on at another or begin anew, caches are small,
-so that rows are preempted, and are released when nobody is live, and drafters are swapped. One worker on its own goes
-through none of this, and each is a way to decode over keys and values of somebody else.
+so that rows are preempted, and are released when nobody is live, drafters are swapped, and requests of others are
+decoded ahead where nobody waits. One worker on its own goes through none of this, and each is a way to decode over keys
+and values of somebody else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
+from tlt.fidelity.look_ahead import MOST_TOKENS
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.rl.agreement import take_weights
@@ -21,13 +24,16 @@ from tlt.types import Request, Response, RolloutStats, Row
 
 _WORKERS = 3
 _SPARE = 64  # tokens that a cache needs beyond its longest row
+_AHEAD = 4  # requests that a worker is given at most to decode ahead
 
 
 class SeveralWorkers:
-    """A `Rollout`. `make` gives a worker's engine with a cache of so many tokens; all share `target`. `swap` puts
-    another drafter into an engine."""
+    """A `Rollout`. `make` gives a worker's engine with this store and a cache of so many tokens; all share `target`.
+    `swap` puts another drafter into an engine."""
 
-    def __init__(self, make: Callable[[int], Engine], target: Decoder, swap: Callable[[Engine], None]) -> None:
+    def __init__(
+        self, make: Callable[[AheadStore, int], Engine], target: Decoder, swap: Callable[[Engine], None]
+    ) -> None:
         self.make, self.target, self.swap = make, target, swap
 
     def sync(self, policy: Trainable, version: int) -> None:
@@ -41,7 +47,9 @@ class SeveralWorkers:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
-        engines = [self.make(2 * longest + _SPARE) for _ in range(_WORKERS)]
+        shared = AheadStore(MOST_TOKENS)
+        stores = [shared] * (_WORKERS - 1) + [AheadStore(MOST_TOKENS)]
+        engines = [self.make(store, 2 * longest + _SPARE) for store in stores]
         rng, line, responses = random.Random(self.target.version), list(requests), list[Response]()
         rng.shuffle(line)
         while line or any(engine.busy for engine in engines):
@@ -49,7 +57,7 @@ class SeveralWorkers:
             event = rng.random()
             if line and event < 0.2:
                 some = rng.randint(1, 6)
-                engine.submit(line[:some])
+                _submit(engine, line[:some])
                 del line[:some]
             elif event < 0.25:
                 self._hand_over(engine, rng.choice(engines), rng)
@@ -57,15 +65,21 @@ class SeveralWorkers:
                 self.swap(engine)
             elif event < 0.3 and not len(engine.rows):
                 engine.release()
+            elif event < 0.45:
+                others = [row.request for other in engines if other is not engine for row in _own(other)]
+                coming = [*line, *others]
+                engine.look_ahead(rng.sample(coming, rng.randint(0, min(_AHEAD, len(coming)))))
+            elif event < 0.5:
+                engine.look_ahead(())
             for _ in range(rng.randint(1, 12)):
-                if engine.busy:
+                if engine.busy or engine.looks_ahead:
                     responses += engine.round()
         for response in responses:
             on_response(response)
         return responses, sum((engine.stats for engine in engines), RolloutStats())
 
     def _hand_over(self, giver: Engine, taker: Engine, rng: random.Random) -> None:
-        seeds = [row.request.seed for row in (*giver.rows, *giver.waiting) if rng.random() < 0.5]
+        seeds = [row.request.seed for row in _own(giver) if rng.random() < 0.5]
         anew: list[Request] = []
         resumed: list[Row] = []
         for row in giver.give_up(seeds):
@@ -73,7 +87,7 @@ class SeveralWorkers:
                 anew.append(row.request)
             else:
                 resumed.append(row)
-        taker.submit(anew, resumed)
+        _submit(taker, anew, resumed)
 
     def remember(self, responses: Sequence[Response]) -> None: ...
 
@@ -91,3 +105,17 @@ class SeveralWorkers:
         return []
 
     def close(self) -> None: ...
+
+
+def _own(engine: Engine) -> list[Row]:
+    """Live or waiting, and not decoded ahead."""
+    return [row for row in (*engine.rows, *engine.waiting) if not row.ahead]
+
+
+def _submit(engine: Engine, requests: Sequence[Request], resumed: Sequence[Row] = ()) -> None:
+    """What an engine decodes, it no longer decodes ahead."""
+    seeds = {request.seed for request in (*requests, *(row.request for row in resumed))}
+    ahead = [row.request for row in (*engine.rows, *engine.rollout.scheduler.ahead) if row.ahead]
+    if not seeds.isdisjoint(request.seed for request in ahead):
+        engine.look_ahead(request for request in ahead if request.seed not in seeds)
+    engine.submit(requests, resumed)

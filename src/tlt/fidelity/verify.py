@@ -2,8 +2,8 @@
 
 Each step of each mode starts from the plain run's state of that step, so a fork never spreads; where every step ends
 in the plain run's sha256, the runs are equal from end to end by induction. The reference is transformers-free float64
-arithmetic for forks, and an oracle drafter (the target itself), whose every token must be accepted: a miss is a bug
-that nothing else shows.
+arithmetic for forks, and the target itself as a drafter and as a look-ahead, whose every token must be accepted: a miss
+is a bug that nothing else shows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -25,7 +26,7 @@ from tlt.config import ClusterConfig, Config
 from tlt.data import Cursor
 from tlt.fidelity.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.fidelity.modes import modes
-from tlt.fidelity.oracle import oracle_checks
+from tlt.fidelity.oracle import look_ahead_checks, oracle_checks
 from tlt.loop import Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
@@ -45,6 +46,7 @@ class ModeRun:
     steps_equal: bool = True
     rewards: list[float] = field(default_factory=list)
     accept_length: float = 1.0
+    seen_ahead: int = 0
     seconds: float = 0.0
 
 
@@ -72,9 +74,8 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
             status.update(f"step {step + 1}/{steps}")
             tokens += _verify_step(config, step, policy, parts, rollouts, runs, forks, status)
         status.update("oracle drafter")
-        oracle = oracle_checks(
-            float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
-        )
+        exact = float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
+        oracle, look_ahead = oracle_checks(*exact), look_ahead_checks(*exact)
     allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
     end = "with the same rewards" if config.train.importance_cap else "in the same sha256"
     checks = {
@@ -86,14 +87,18 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
         "the oracle's every token is accepted": all(
             c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in oracle
         ),
+        "what the target decoded ahead for itself is accepted to the last token": all(
+            c["drafted"] == c["accepted"] > 0 < c["preemptions"] and c["passes"] == c["fewest_passes"]
+            for c in look_ahead
+        ),
     }
     agree = all(checks.values())
-    _print(console, runs, forks, oracle, checks, tokens, dtype)
     if config.train.importance_cap:
         console.print(
             "sha256 cannot be compared, as train.importance_cap lets rollout log-probs into the loss: tokens and "
             "rewards are"
         )
+    _print(console, runs, forks, oracle, look_ahead, checks, tokens, dtype)
     if json_file:
         result = {
             "agree": agree,
@@ -103,7 +108,8 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
             "tokens": tokens,
             "runs": [asdict(r) for r in runs.values()],
         }
-        write_json(json_file, {**result, "forks": [asdict(f) for f in forks], "oracle": oracle, **provenance()})
+        found = {"forks": [asdict(f) for f in forks], "oracle": oracle, "look_ahead": look_ahead}
+        write_json(json_file, {**result, **found, **provenance()})
     return agree
 
 
@@ -144,6 +150,7 @@ def _verify_step(
         run.seconds += time.perf_counter() - began
         run.rewards.append(metrics.reward)
         run.accept_length = metrics.accept_length
+        run.seen_ahead += metrics.rollout["seen_ahead"]
         run.policy_sha256 = sha256(policy.state_dict())
         parts.cursor, parts.carried = mode.cursor, mode.carried
     plain = runs["plain"]
@@ -203,29 +210,51 @@ def _print(
     runs: dict[str, ModeRun],
     forks: list[Fork],
     oracle: list[dict[str, Any]],
+    look_ahead: list[dict[str, Any]],
     checks: dict[str, bool],
     tokens: int,
     dtype: str,
 ) -> None:
-    table = Table(title=f"{tokens:,} tokens, {dtype}")
-    for column in ("mode", "policy sha256", "equal", "differ", "reward", "accept", "seconds"):
-        table.add_column(column, justify="left" if column in ("mode", "policy sha256") else "right", no_wrap=True)
+    table = Table(title=f"{tokens:,} tokens, {dtype}", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in ("mode", "sha256", "equal", "differ", "reward", "accept", "ahead", "seconds"):
+        table.add_column(column, justify="left" if column in ("mode", "sha256") else "right", no_wrap=True)
     for run in runs.values():
         reward = sum(run.rewards) / len(run.rewards)
         equal = "yes" if run.steps_equal else "no"
-        numbers = (str(run.tokens_different), f"{reward:.4f}", f"{run.accept_length:.2f}", f"{run.seconds:.1f}")
-        table.add_row(run.mode, run.policy_sha256[:13], equal, *numbers)
+        numbers = (f"{reward:.4f}", f"{run.accept_length:.2f}", str(run.seen_ahead), f"{run.seconds:.1f}")
+        table.add_row(run.mode, run.policy_sha256[:8], equal, str(run.tokens_different), *numbers)
     console.print(table)
     for check in oracle:
-        console.print(
-            f"oracle drafter, temperature {check['temperature']}, top-k {check['top_k']}, top-p {check['top_p']}: "
-            f"{check['accepted']} of {check['drafted']} drafted tokens accepted, {check['preemptions']} preemptions"
-        )
+        console.print(f"oracle drafter, {_accepted(check)}", soft_wrap=True)
+    for check in look_ahead:
+        passes = f"{check['passes']} passes, at least {check['fewest_passes']}"
+        console.print(f"its own look-ahead, {_accepted(check)}, {passes}", soft_wrap=True)
     for fork in forks:
         word = "explained" if fork.gap < EXPLAINED_GAP[dtype] else "NOT explained"
         console.print(
             f"fork {word}: {fork.mode}, step {fork.step}, prompt {fork.prompt}, response {fork.index}, "
-            f"position {fork.position}, gap {fork.gap:.2e}"
+            f"position {fork.position}, gap {fork.gap:.2e}",
+            soft_wrap=True,
         )
     for check, holds in checks.items():
-        console.print(f"{check}: {'yes' if holds else 'NO'}", style="green" if holds else "bold red")
+        console.print(f"{check}: {'yes' if holds else 'NO'}", style="green" if holds else "bold red", soft_wrap=True)
+    agree = all(checks.values())
+    console.print(_verdict(runs, checks, len(forks)), style="bold green" if agree else "bold red", soft_wrap=True)
+
+
+def _accepted(check: dict[str, Any]) -> str:
+    preemptions = check["preemptions"]
+    return (
+        f"temperature {check['temperature']}, top-k {check['top_k']}, top-p {check['top_p']}: {check['accepted']} of "
+        f"{check['drafted']} drafted tokens accepted, {preemptions} preemption{'s' * (preemptions != 1)}"
+    )
+
+
+def _verdict(runs: dict[str, ModeRun], checks: dict[str, bool], forks: int) -> str:
+    if all(checks.values()):
+        explained = f", but for {forks} explained by rounding" * (forks > 0)
+        return f"verdict: all {len(runs)} modes agree in every token{explained}"
+    apart = [run.mode for run in runs.values() if run.tokens_different or not run.steps_equal]
+    names = f" ({'; '.join(apart)})" * bool(apart)
+    failed = [check for check, holds in checks.items() if not holds]
+    return f"verdict: DIFFER in {len(apart)} of {len(runs)} modes{names}; {len(failed)} of {len(checks)} checks fail"

@@ -1,0 +1,105 @@
+"""Look-ahead as `tlt verify` tries it: what an older target says to a step's own requests, as it is and spoiled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.cluster.local import LocalRollout
+from tlt.config import EngineConfig
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.engine.engine import Engine
+from tlt.loop import Trainable
+from tlt.models.decoder import Decoder
+from tlt.types import Request, Response, RolloutStats
+
+MOST_TOKENS = 2**22  # of a store: more than a step decodes
+_MOVED = 0.02  # of itself, in the mean, that each weight is off by before the first update
+
+
+class OlderTarget:
+    """It has the weights of the step before; in the first step this step's own, moved a little. What it says to a
+    request is decoded once a step, for all modes."""
+
+    def __init__(self, target: Decoder, config: EngineConfig, detokenize: Callable[[Sequence[int]], str]) -> None:
+        self.target = Decoder(target.options, target.dtype, target.device)
+        self.config, self.detokenize = config, detokenize
+        self.store = AheadStore(MOST_TOKENS)
+        self._weights: dict[int, Mapping[str, Tensor]] = {}
+        self._version = self._decoded = -1  # whose requests are asked for, and whose the store has
+
+    def sync(self, policy: Trainable, version: int) -> None:
+        """The policy is of this version now. Every mode goes through a step's two versions."""
+        self._version = version
+        if version not in self._weights:
+            self._weights[version] = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
+            self._weights.pop(version - 2, None)
+
+    def said(self, requests: Sequence[Request]) -> list[Ahead]:
+        if self._version != self._decoded:
+            older = self._weights.get(self._version - 1) or _moved(self._weights[self._version])
+            self.target.load(older, self._version - 1)
+            self.store, self._decoded = AheadStore(MOST_TOKENS), self._version
+        engine = Engine(self.target, self.config, detokenize=self.detokenize, store=self.store)
+        engine.look_ahead(request for request in requests if self.store.get(request) is None)
+        while engine.looks_ahead:
+            engine.round()
+        return [ahead for request in requests if (ahead := self.store.get(request))]
+
+
+def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are tied stay so, as those of one shape are moved alike."""
+    moved = {}
+    for name, tensor in weights.items():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+        moved[name] = tensor * (1 + _MOVED * noise.to(tensor))
+    return moved
+
+
+class LookAheadRollout(LocalRollout):
+    """Before it decodes, its store takes what the older target said; `spoil` puts something else in its place."""
+
+    def __init__(
+        self, engine: Engine, older: OlderTarget, spoil: Callable[[Sequence[Ahead]], list[Ahead]] = list
+    ) -> None:
+        super().__init__(engine)
+        self.older, self.spoil = older, spoil
+
+    def sync(self, policy: Trainable, version: int) -> None:
+        super().sync(policy, version)
+        self.older.sync(policy, version)
+
+    def generate(
+        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+    ) -> tuple[list[Response], RolloutStats]:
+        self.engine.store.put(self.spoil(self.older.said(requests)))
+        return super().generate(requests, on_response)
+
+
+def spoiled(entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> list[Ahead]:
+    """Each in a way of its own, and all said to be of a newer target than they are."""
+    return [
+        entry._replace(tokens=_another(entry, entries, vocab_size, rng), version=entry.version + 1) for entry in entries
+    ]
+
+
+def _another(entry: Ahead, entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> np.ndarray:
+    tokens, at = entry.tokens, rng.randrange(len(entry.tokens))
+    siblings = [other.tokens for other in entries if other.prompt == entry.prompt and other.seed != entry.seed]
+    strangers = [other.tokens for other in entries if other.prompt != entry.prompt]
+    ways = [
+        tokens,  # of an older target than is said
+        tokens[:at],
+        tokens[:0],
+        np.delete(tokens, at),
+        np.insert(tokens, at, rng.randrange(vocab_size)),
+        np.concatenate([tokens, tokens]),  # on beyond its end
+        np.array([rng.randrange(vocab_size) for _ in tokens], dtype=np.int32),
+        rng.choice(siblings or [tokens]),
+        rng.choice(strangers or [tokens]),
+    ]
+    return rng.choice(ways)
