@@ -96,6 +96,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="policy updates between the target that decoded ahead and the one that decodes now; 0: none did",
     )
+    rollout.add_argument("--only", default="", help="strategies whose names begin so, comma-separated, beside plain")
     rollout.add_argument("--peers", default="auto", choices=["auto", "none"])
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
@@ -198,7 +199,8 @@ def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> i
     from tlt.bench.rollout import bench_rollout
 
     batches, peers = _batches(arguments.batches), arguments.peers == "auto"
-    options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead)
+    only = arguments.only.split(",")
+    options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead, only)
     bench_rollout(config, batches, *options)
     return 0
 

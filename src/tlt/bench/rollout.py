@@ -57,17 +57,18 @@ def bench_rollout(
     with_peers: bool,
     json_file: Path | None,
     look_ahead: int = 0,
+    only: Sequence[str] = ("",),
 ) -> None:
     """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends. `look_ahead`:
     policy updates between the target that decoded ahead and the one that decodes now; 0: none did, nothing is
-    trained."""
+    trained. `only`: how the names of those begin that are measured, beside plain decoding."""
     console = Console(highlight=False)
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
     if look_ahead:
         with console.status("training for the look-ahead"):
             older, target = older_and_present(config, look_ahead)
-    bench = _Bench(config, target, older, prompts, params)
+    bench = _Bench(config, target, older, prompts, params, tuple(only))
     rows: list[dict[str, Any]] = []
     beside: list[dict[str, Any]] = []
     with console.status("") as status:
@@ -141,6 +142,7 @@ class _Bench:
     """has decoded ahead, if any did"""
     prompts: Sequence[Prompt]
     params: SamplingParams
+    only: tuple[str, ...] = ("",)
     threads: int = field(default_factory=torch.get_num_threads)
 
     def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
@@ -165,7 +167,7 @@ class _Bench:
             for looks_ahead in (False, True) if self.older else (False,):
                 name = "adaptive, look-ahead" if looks_ahead else "adaptive"
                 found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
-        return found
+        return [c for c in found if c.name == PLAIN.name or c.name.startswith(self.only)]
 
     def requests(self, count: int, repeat: int) -> list[Request]:
         """Each repeat decodes other responses to the same prompts."""

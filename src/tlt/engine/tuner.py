@@ -49,7 +49,7 @@ _SHAPES = {
 
 _AHEAD = (4, 8, 16, 32, 63)  # how long look-ahead chains may be: a wider pass takes longer, by the longest of them
 _AHEAD_KIND = ("ahead", 1)
-_AGREES = 0.9  # how often a look-ahead is thought to be right before any was seen
+_AGREES = 0.97  # how often a look-ahead is thought to be right before any was seen
 
 
 def strategies(drafters: Iterable[str]) -> list[Strategy]:
