@@ -76,8 +76,8 @@ class Tuner(Protocol):
     def record(
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None:
-        """What the round just chosen took, and gave each row, `ahead` of which were drafted by its look-ahead; rounds
-        with a prefill are not scored."""
+        """What the round just chosen took, and gave each row, `ahead` of which were drafted by its look-ahead; the
+        seconds of rounds with a prefill are not scored."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
@@ -288,7 +288,9 @@ class Bandit:
         """Of a round in this bucket."""
         expected = self._profiled(arm, 2**bucket.rows) * self._scale.get(bucket, 1.0)
         took = self.took.get(bucket, {}).get(arm)
-        return _blend(len(took.seconds), took.median, expected) if took else expected
+        if took is None or (arm.ahead and len(took.seconds) < _PRIOR):
+            return expected  # chains of all lengths are not tried at random: a slow moment would put one off for good
+        return _blend(len(took.seconds), took.median, expected)
 
     def _profiled(self, arm: Strategy, rows: int) -> float:
         known = self._interpolated.get((arm, rows))
@@ -303,15 +305,15 @@ class Bandit:
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None:
         bucket = self._now
-        if not scored or strategy not in self._known:
+        if strategy not in self._known:
             return
         ahead = ahead or [0] * len(tokens)
         drafted = [count for count, guessed in zip(tokens, ahead, strict=True) if not guessed]
-        if self.switched and strategy.drafter != PLAIN.drafter:  # it had to catch up: charged to the switch
+        if scored and self.switched and strategy.drafter != PLAIN.drafter:  # it had to catch up: charged to the switch
             excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-        else:
+        elif scored:
             self._learn_seconds(bucket, strategy, [seconds])
         for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
             if strategy.drafter != PLAIN.drafter and drafted:
