@@ -249,6 +249,9 @@ def test_verify_exits_1_where_it_does_not(recipe: str, tmp_path: Path, monkeypat
 
 def test_bench_rollout_writes_its_file(recipe: str, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "bench.json"
-    options = ["--batches", "1,2", "--repeats", "1", "--peers", "none", "--json", str(file)]
-    assert exit_code("bench", "rollout", recipe, *options) == 0
-    assert [row["batch"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] == [1, 1, 1, 2, 2, 2]
+    options = ["--batches", "1,2", "--repeats", "1", "--look-ahead", "0", "--peers", "none", "--json", str(file)]
+    for only, strategies in (("", 3), ("suffix,ahead", 2)):
+        assert exit_code("bench", "rollout", recipe, *options, "--only", only) == 0
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        assert [row["batch"] for row in rows] == [1] * strategies + [2] * strategies
+    assert {row["strategy"].split()[0] for row in rows} == {"plain", "suffix"}

@@ -89,6 +89,14 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     rollout.add_argument("--batches", default="1,8,32", help="requests decoded at once, comma-separated")
     rollout.add_argument("--tail", type=int, default=0, help="also one rollout of so many requests, all at once")
     rollout.add_argument("--repeats", type=int, default=3)
+    rollout.add_argument(
+        "--look-ahead",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="policy updates between the target that decoded ahead and the one that decodes now; 0: none did",
+    )
+    rollout.add_argument("--only", default="", help="strategies whose names begin so, comma-separated, beside plain")
     rollout.add_argument("--peers", default="auto", choices=["auto", "none"])
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
@@ -185,11 +193,15 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--repeats", arguments.repeats)
+    if arguments.look_ahead < 0:
+        raise ConfigError(f"--look-ahead must not be negative, as {arguments.look_ahead} is")
     config = load_config(arguments.recipe, overrides)
     from tlt.bench.rollout import bench_rollout
 
     batches, peers = _batches(arguments.batches), arguments.peers == "auto"
-    bench_rollout(config, batches, arguments.tail, arguments.repeats, peers, arguments.json)
+    only = arguments.only.split(",")
+    options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead, only)
+    bench_rollout(config, batches, *options)
     return 0
 
 

@@ -13,12 +13,15 @@ import torch
 from tiny import tiny_config
 
 from tlt.bench import rollout
+from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
 from tlt.bench.rollout import bench_rollout
 from tlt.build import open_workplace
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import engine
+from tlt.engine.engine import Engine
 from tlt.models.families import decoder_options, read_config
+from tlt.types import Prompt, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +29,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def bench(home: Path, file: Path, tail: int = 0, **sections: dict[str, Any]) -> dict[str, Any]:
+def bench(home: Path, file: Path, tail: int = 0, look_ahead: int = 0, **sections: dict[str, Any]) -> dict[str, Any]:
     config = tiny_config(home, **({"rollout": {"group_size": 2, "max_new_tokens": 12}} | sections))
-    bench_rollout(config, [1, 3], tail=tail, repeats=1, with_peers=False, json_file=file)
+    bench_rollout(config, [1, 3], tail, repeats=1, with_peers=False, json_file=file, look_ahead=look_ahead)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -37,7 +40,8 @@ def result(home: Path) -> dict[str, Any]:
     """With every drafter there is."""
     config = tiny_config(home)
     save_drafter(EagleLayer(eagle_options(decoder_options(read_config(config.model.path)), "eagle3", 16)), home / "d")
-    return bench(home, home / "bench.json", tail=4, speculation={"drafter": "adaptive", "path": str(home / "d")})
+    speculation = {"drafter": "adaptive", "path": str(home / "d")}
+    return bench(home, home / "bench.json", tail=4, look_ahead=1, speculation=speculation)
 
 
 def test_result_has_the_promised_keys(result: dict[str, Any]) -> None:
@@ -46,7 +50,7 @@ def test_result_has_the_promised_keys(result: dict[str, Any]) -> None:
     assert {"tlt", "torch", "transformers", "python"} <= set(result["versions"])
     assert result["machine"]["cpu"]
     for row in result["rows"]:
-        assert {"batch", "case", "strategy", "tokens_per_second", "accept_length", "best"} <= set(row)
+        assert {"batch", "case", "strategy", "tokens_per_second", "accept_length", "seen_ahead", "best"} <= set(row)
         assert row["tokens_per_second"] > 0
         for key in ("ratio_to_plain", "ratio_to_best"):
             low, middle, high = row[key]
@@ -61,8 +65,8 @@ def test_every_strategy_is_measured_in_every_case(result: dict[str, Any]) -> Non
     for strategies in cases.values():
         assert strategies == cases[1, "batch 1"]
         assert strategies[0] == "plain"
-        assert strategies[-1] == "adaptive"
-        assert {name.split()[0] for name in strategies} >= {"plain", "suffix", "eagle", "mixed", "adaptive"}
+        assert strategies[-2:] == ["adaptive", "adaptive, look-ahead"]
+        assert {name.split()[0] for name in strategies} >= {"plain", "suffix", "eagle", "mixed", "ahead"}
 
 
 def test_plain_is_the_measure_and_the_best_is_a_fixed_strategy(result: dict[str, Any]) -> None:
@@ -71,12 +75,26 @@ def test_plain_is_the_measure_and_the_best_is_a_fixed_strategy(result: dict[str,
             assert row["accept_length"] == 1.0
             assert row["ratio_to_plain"] == [1.0, 1.0, 1.0]
         assert row["accept_length"] >= 1.0
-        assert row["best"] != "adaptive"
+        assert not row["best"].startswith("adaptive")
         if row["strategy"] == row["best"]:
             assert row["ratio_to_best"] == [1.0, 1.0, 1.0]
         same_case = [other for other in result["rows"] if other["case"] == row["case"]]
-        fixed = [other for other in same_case if other["strategy"] not in ("adaptive", "plain, harvest")]
+        fixed = [
+            other
+            for other in same_case
+            if other["strategy"] not in ("adaptive", "adaptive, look-ahead", "plain, harvest")
+        ]
         assert row["best"] == max(fixed, key=lambda other: other["tokens_per_second"])["strategy"]
+
+
+def test_look_ahead_is_of_use_where_there_is_one(result: dict[str, Any]) -> None:
+    for row in result["rows"]:
+        if row["strategy"].startswith("ahead"):
+            assert 0.2 < row["seen_ahead"] < 1
+            assert row["accept_length"] > 1.2
+            assert row["accept_length_ahead"] > 1
+        elif row["strategy"] != "adaptive, look-ahead":
+            assert row["seen_ahead"] == 0
 
 
 @pytest.mark.parametrize("shift", [1.0, 1.5])
@@ -103,14 +121,26 @@ def test_without_a_drafter_plain_is_all_there_is(home: Path, tmp_path: Path) -> 
     assert {row["strategy"].split(",")[0] for row in rows} == {"plain"}
 
 
+def test_the_older_target_is_so_many_updates_behind(home: Path) -> None:
+    config = tiny_config(home, cluster={"workers": 3}, train={"steps": 1})
+    for steps in (1, 2):
+        older, present = older_and_present(config, steps)
+        assert present.version - older.version == steps
+        request = Request(Prompt(0, "", (1, 2, 3)), 0, 0, 5, SamplingParams(max_new_tokens=20))
+        (known,) = decode_ahead(older, config, [request])
+        (said,) = Engine(older, config.engine).generate([request])
+        assert known.tokens.tolist() == said.token_ids
+        assert (known.version, known.ended) == (older.version, True)
+
+
 def test_repeats_decode_other_responses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: dict[str, list[frozenset[int]]] = {}
     decode = rollout._Bench._decode
 
-    def observed(self: Any, contenders: Any, batch: int, requests: Any, timed: bool) -> Any:
+    def observed(self: Any, contenders: Any, batch: int, requests: Any, **named: Any) -> Any:
         for contender in contenders:
             seeds.setdefault(contender.name, []).append(frozenset(r.seed for r in requests))
-        return decode(self, contenders, batch, requests, timed)
+        return decode(self, contenders, batch, requests, **named)
 
     monkeypatch.setattr(rollout._Bench, "_decode", observed)
     monkeypatch.setattr(rollout, "_HALF_WIDTH", -1.0)  # never narrow enough: as many repeats as are allowed
@@ -168,7 +198,7 @@ def test_all_have_as_many_threads_as_plain_decoding_is_fastest_with(home: Path) 
             contender.speeds.append(speeds[torch.get_num_threads()])
 
     before = torch.get_num_threads()
-    bench = rollout._Bench(config, target, prompts, params, threads=2)
+    bench = rollout._Bench(config, target, None, prompts, params, threads=2)
     try:
         with patch.object(rollout._Bench, "_decode", decode):
             for best in (1, 2):

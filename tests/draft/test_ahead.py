@@ -61,19 +61,31 @@ def test_the_newest_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], m
 def test_a_full_chain_doubles_and_a_miss_halves() -> None:
     old = list(range(1, 500))
     look = looking(ahead(7, old))
-    assert chain(look) == old[:16]
-    look.commit(0, old[:17])  # all of it, and the bonus token
-    assert chain(look) == old[17 : 17 + 32]
-    look.commit(0, old[17:50])
-    assert len(chain(look)) == 64
-    look.commit(0, [*old[50:60], 999])
+    assert chain(look) == old[:64], "as long as a draft may be"
+    look.commit(0, [*old[:10], 999])
     assert chain(look) == [], "it has parted"
-    look.commit(0, [old[61]])
-    look.commit(0, [old[62]])
-    look.commit(0, [old[63]])
-    assert chain(look) == []
-    look.commit(0, [old[64]])
-    assert chain(look) == old[65:69], "four tokens later it is found again, and has to earn its width"
+    look.commit(0, [old[11]])
+    assert chain(look) == old[12:16], "one token was another: it is found again, and has to earn its width"
+    look.commit(0, old[12:17])  # all of it, and the bonus token
+    assert chain(look) == old[17 : 17 + 8]
+    look.commit(0, old[17:26])
+    assert chain(look) == old[26 : 26 + 16]
+    look.commit(0, [*old[26:30], 999])
+    look.commit(0, [999])
+    assert chain(look) == [], "nothing is as it was there"
+    look.commit(0, [999])
+    look.commit(0, [old[33]])
+    assert chain(look) == old[34:38]
+
+
+def test_a_chain_that_is_shortened_from_outside_is_full_at_its_end() -> None:
+    old = list(range(1, 500))
+    look = looking(ahead(7, old))
+    assert chain(look, most=8) == old[:8]
+    look.commit(0, [*old[:4], old[4]])
+    assert len(chain(look)) == 32, "cut off, by a stop, say: it counts as a miss"
+    look.commit(0, old[5:38])
+    assert len(chain(look)) == 64
 
 
 def test_it_is_found_again_where_tokens_were_left_out_or_put_in() -> None:
@@ -92,6 +104,18 @@ def test_of_several_places_the_nearest() -> None:
     for token in [900, *old[1:35], *again]:
         look.commit(0, [token])
     assert chain(look)[:1] == [60]
+
+
+def test_its_own_response_goes_before_that_of_a_sibling() -> None:
+    again = [1, 2, 3, 4]
+    look = looking(ahead(7, [9, 9, *again, 50, *range(100, 300)]), ahead(8, [*range(400, 600), *again, 60, 61]))
+    for token in [*range(700, 900), *again]:
+        look.commit(0, [token])
+    assert chain(look) == [50, 100, 101, 102], "however far away"
+    look.commit(0, [777])
+    for token in (100, 401, 402, 403, 404):
+        look.commit(0, [token])
+    assert chain(look) == [405, 406, 407, 408]
 
 
 def test_a_sibling_tells_what_its_own_does_not() -> None:

@@ -24,7 +24,7 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     guesses.seen[EAGLE] *= 64 / 63  # as though it were the same round, of the same weight
     guesses.add(EAGLE, [2] * 10, [2] * 3 + [3] * 5 + [1] * 2)
     assert chances(guesses, 3) == pytest.approx([10 / 12, 7 / 10, 1 / 2])
-    assert [guesses.rows(EAGLE, level) for level in range(4)] == pytest.approx([12, 10, 2, 0])
+    assert [reached for reached, _ in guesses.levels(EAGLE, 4)] == pytest.approx([12, 10, 2, 0])
 
 
 def test_chains_of_one_round_may_be_of_different_lengths() -> None:
@@ -33,7 +33,7 @@ def test_chains_of_one_round_may_be_of_different_lengths() -> None:
     guesses = Guesses()
     guesses.add(EAGLE, [4, 2, 1, 3], [5, 3, 1, 2])
     assert chances(guesses, 4) == pytest.approx([3 / 4, 2 / 3, 1, 1])
-    assert [guesses.rows(EAGLE, level) for level in range(5)] == [4, 3, 1, 1, 0]
+    assert [reached for reached, _ in guesses.levels(EAGLE, 5)] == [4, 3, 1, 1, 0]
 
 
 def test_a_prior_counts_as_much_as_so_many_rows() -> None:
@@ -64,7 +64,7 @@ def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
     for _ in range(200):
         guesses.add(("suffix", 2), [2] * 4, [1] * 4)
     assert chances(guesses, 1) == [1.0]  # the older it is, the less it counts, but it says what it said
-    assert guesses.rows(EAGLE, 0) < 20
+    assert guesses.levels(EAGLE, 1)[0][0] < 20
     for _ in range(200):
         guesses.add(EAGLE, [2] * 4, [1] * 4)
     assert guesses.chance(EAGLE, 0, 0.5, weight=2.0) < 0.01

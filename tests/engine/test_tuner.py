@@ -265,13 +265,25 @@ def test_arms_of_a_drafter_that_failed_are_not_chosen() -> None:
     assert after.regret < 0.1
 
 
-def test_rounds_that_are_not_scored_teach_nothing() -> None:
+def test_rounds_that_are_not_scored_teach_nothing_of_seconds() -> None:
     bandit = Bandit(ARMS, World().profile())
-    before = json.dumps(bandit.state())
     for _ in range(50):
         arm = bandit.choose(4, 300.0, BOTH)
         bandit.record(arm, 99.0, [1] * 4, scored=False)
-    assert json.dumps(bandit.state()) == before
+    assert bandit.state()["took"] == []
+    assert bandit.state()["anywhere"], "how right the guesses were is seen all the same"
+
+
+def test_one_slow_round_does_not_put_off_a_width_for_good() -> None:
+    arms = with_ahead([PLAIN])
+    bandit = Bandit(arms, {1: {arm: 1.0 + 0.03 * arm.nodes for arm in arms}})
+    for _ in range(20):
+        bandit.record(bandit.choose(1, 300.0, (), [64]), 0.0, [64], scored=False, ahead=[63])
+    for turn in range(8):
+        arm = bandit.choose(1, 300.0, (), [64])
+        assert arm.ahead == 63
+        seconds = 5.0 if turn == 0 else 1.0 + 0.03 * arm.nodes
+        bandit.record(arm, seconds, [64], scored=True, ahead=[63])
 
 
 def test_it_gives_only_strategies_that_it_named() -> None:

@@ -1,7 +1,8 @@
 """`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and beside the peers.
 
 All strategies decode the same requests to the same tokens (checked), a tenth of a second each in turn, so a ratio
-compares the very same work, and what else the machine does falls on all of them.
+compares the very same work, and what else the machine does falls on all of them. Look-ahead is measured as in a
+training run: the policy is trained for a few steps, and a target of some updates before has decoded the same requests.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
 from tlt.build import make_drafters, make_tuner, open_workplace
 from tlt.config import Config
+from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.calibration import Calibration
 from tlt.draft.strategy import PLAIN, Strategy
@@ -31,7 +34,7 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128
 _HALF_WIDTH = 0.02  # repeats go on until the interval of adaptive's ratio to plain is this narrow, or twice as many
@@ -43,15 +46,29 @@ _SHAPES = {
     "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (8, 1, 9, 0.0), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
     "mixed": ((6, 2, 12, 0.1),),
 }
+_AHEAD = (8, 16, 32, 63)
 
 
 def bench_rollout(
-    config: Config, batches: Sequence[int], tail: int, repeats: int, with_peers: bool, json_file: Path | None
+    config: Config,
+    batches: Sequence[int],
+    tail: int,
+    repeats: int,
+    with_peers: bool,
+    json_file: Path | None,
+    look_ahead: int = 0,
+    only: Sequence[str] = ("",),
 ) -> None:
-    """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends."""
+    """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends. `look_ahead`:
+    policy updates between the target that decoded ahead and the one that decodes now; 0: none did, nothing is
+    trained. `only`: how the names of those begin that are measured, beside plain decoding."""
     console = Console(highlight=False)
     _, prompts, target, params = open_workplace(config)
-    bench = _Bench(config, target, prompts, params)
+    older: Decoder | None = None
+    if look_ahead:
+        with console.status("training for the look-ahead"):
+            older, target = older_and_present(config, look_ahead)
+    bench = _Bench(config, target, older, prompts, params, tuple(only))
     rows: list[dict[str, Any]] = []
     beside: list[dict[str, Any]] = []
     with console.status("") as status:
@@ -63,7 +80,13 @@ def bench_rollout(
             beside += _beside_peers(config, target, batch, repeats)
     _print(console, rows, beside)
     if json_file:
-        facts = {"dtype": config.model.dtype, "drafter": config.speculation.path, **provenance()}
+        facts = {
+            "dtype": config.model.dtype,
+            "drafter": config.speculation.path,
+            "look_ahead": look_ahead,
+            "learning_rate": config.train.learning_rate,
+            **provenance(),
+        }
         write_json(json_file, {"rows": rows, "peers": beside, **facts})
 
 
@@ -77,9 +100,14 @@ class _Contender:
     name: str
     tuner: Tuner
     harvest: bool = False
+    looks_ahead: bool = False
     calibration: Calibration = field(default_factory=Calibration)
     speeds: list[float] = field(default_factory=list)
-    accept_length: float = 1.0
+    stats: RolloutStats = field(default_factory=RolloutStats)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return not isinstance(self.tuner, Fixed)
 
 
 class _Run:
@@ -110,8 +138,11 @@ class _Run:
 class _Bench:
     config: Config
     target: Decoder
+    older: Decoder | None
+    """has decoded ahead, if any did"""
     prompts: Sequence[Prompt]
     params: SamplingParams
+    only: tuple[str, ...] = ("",)
     threads: int = field(default_factory=torch.get_num_threads)
 
     def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
@@ -128,10 +159,15 @@ class _Bench:
             for shape in _SHAPES[drafter.name]:
                 strategy = Strategy(drafter.name, *shape)
                 found.append(_Contender(strategy.name, Fixed(strategy)))
+        for width in _AHEAD if self.older else ():
+            strategy = PLAIN._replace(ahead=width)
+            found.append(_Contender(strategy.name, Fixed(strategy), looks_ahead=True))
         if speculation.drafter == "adaptive":
             engine = self.config.engine.model_copy(update={"max_rows": batch})
-            found.append(_Contender("adaptive", make_tuner(speculation, engine, self.target)))
-        return found
+            for looks_ahead in (False, True) if self.older else (False,):
+                name = "adaptive, look-ahead" if looks_ahead else "adaptive"
+                found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
+        return [c for c in found if c.name == PLAIN.name or c.name.startswith(self.only)]
 
     def requests(self, count: int, repeat: int) -> list[Request]:
         """Each repeat decodes other responses to the same prompts."""
@@ -150,7 +186,9 @@ class _Bench:
         for repeat in range(-1, 2 * repeats):  # the first one warms up
             note(f"repeat {max(0, repeat + 1)}")
             requests = self.requests(count, max(0, repeat + 1))
-            runs = self._decode(contenders if repeat % 2 else contenders[::-1], batch, requests, timed=repeat >= 0)
+            in_turn = contenders if repeat % 2 else contenders[::-1]
+            ahead = decode_ahead(self.older, self.config, requests) if self.older else ()
+            runs = self._decode(in_turn, batch, requests, timed=repeat >= 0, ahead=ahead)
             for run in runs:
                 different = sum(run.tokens[key] != ids for key, ids in runs[0].tokens.items())
                 assert different <= _FORKS[self.config.model.dtype], f"{run.contender.name}: other tokens"
@@ -171,13 +209,18 @@ class _Bench:
         return best
 
     def _decode(
-        self, contenders: Sequence[_Contender], batch: int, requests: Sequence[Request], timed: bool
+        self,
+        contenders: Sequence[_Contender],
+        batch: int,
+        requests: Sequence[Request],
+        timed: bool,
+        ahead: Sequence[Ahead] = (),
     ) -> list[_Run]:
         """Who has fewest tokens is next; on a GPU, whose memory is not for all at once, they decode one by one."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
         for heat in [[contender] for contender in contenders] if apart else [contenders]:
-            runs = [_Run(contender, self._engine(contender, batch), requests) for contender in heat]
+            runs = [_Run(contender, self._engine(contender, batch, ahead), requests) for contender in heat]
             while going := [run for run in runs if run.engine.busy]:
                 min(going, key=lambda run: run.engine.stats.tokens).turn()
             for run in runs:
@@ -185,13 +228,15 @@ class _Bench:
             done += runs
         for run in done if timed else ():
             run.contender.speeds.append(run.engine.stats.tokens / run.seconds)
-            run.contender.accept_length = run.engine.stats.accept_length
+            run.contender.stats += run.engine.stats
         return done
 
-    def _engine(self, contender: _Contender, batch: int) -> Engine:
+    def _engine(self, contender: _Contender, batch: int, ahead: Sequence[Ahead]) -> Engine:
         drafters, layout = make_drafters(self.config.speculation, self.target)  # fresh: no history of these requests
-        if contender.tuner.strategies == (PLAIN,):
+        if all(strategy.drafter == PLAIN.drafter for strategy in contender.tuner.strategies):
             drafters, layout = [], layout if contender.harvest else None
+        store = AheadStore(sum(len(known.tokens) for known in ahead))
+        store.put(ahead if contender.looks_ahead else ())
         buffer = HarvestBuffer(self.config.drafter.buffer_tokens)
         return Engine(
             self.target,
@@ -200,17 +245,18 @@ class _Bench:
             contender.tuner,
             layout=layout,
             on_harvest=buffer.add if contender.harvest else None,
+            store=store,
             calibration=contender.calibration,
         )
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:
         plain = contenders[0].speeds
-        judged = [c for c in contenders if c.name == "adaptive"] or contenders[1:]
+        judged = [c for c in contenders if c.is_adaptive] or contenders[1:]
         intervals = [ratio(contender.speeds, plain) for contender in judged]
         return all((high - low) / 2 <= _HALF_WIDTH * middle for low, middle, high in intervals)
 
     def _report(self, batch: int, label: str, contenders: Sequence[_Contender]) -> list[dict[str, Any]]:
-        fixed = [c for c in contenders if c.name != "adaptive" and not c.harvest]
+        fixed = [c for c in contenders if not c.is_adaptive and not c.harvest]
         best = max(fixed, key=lambda c: statistics.median(c.speeds))
         return [
             {
@@ -218,7 +264,9 @@ class _Bench:
                 "case": label,
                 "strategy": c.name,
                 "tokens_per_second": statistics.median(c.speeds),
-                "accept_length": c.accept_length,
+                "accept_length": c.stats.accept_length,
+                "seen_ahead": c.stats.seen_ahead / max(1, c.stats.tokens),
+                "accept_length_ahead": (c.stats.seen_ahead + c.stats.ahead_passes) / max(1, c.stats.ahead_passes),
                 "repeats": len(c.speeds),
                 "ratio_to_plain": ratio(c.speeds, contenders[0].speeds),
                 "ratio_to_best": ratio(c.speeds, best.speeds),
@@ -280,10 +328,11 @@ def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> 
 
 
 def _print(console: Console, rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> None:
-    columns = ("case", "strategy", "tokens/s", "accept length", "against plain", "against the best")
+    columns = ("case", "strategy", "tokens/s", "accept length", "seen ahead", "against plain", "against the best")
     table = Table(*columns, title="rollout, the recipe's prompts (median of paired ratios, 95 % interval)")
     for row in rows:
-        numbers = (f"{row['tokens_per_second']:,.0f}", f"{row['accept_length']:.2f}")
+        seen_ahead = f"{row['seen_ahead']:.0%}, by {row['accept_length_ahead']:.1f}" if row["seen_ahead"] else ""
+        numbers = (f"{row['tokens_per_second']:,.0f}", f"{row['accept_length']:.2f}", seen_ahead)
         ratios = ("{1:.2f} ({0:.2f}-{2:.2f})".format(*row[key]) for key in ("ratio_to_plain", "ratio_to_best"))
         table.add_row(row["case"], row["strategy"], *numbers, *ratios)
     console.print(table)

@@ -15,10 +15,8 @@ import numpy as np
 
 from tlt.types import MOST_GUESSES, Request, Response, Row
 
-_FIRST, _LEAST = 16, 4  # tokens of a chain: of the first one, and after a miss
-_CONTEXT = 4  # tokens by which an old response is taken up again after it diverged
-_NEAR = 64  # places around the one where it would stand, had nothing been put in or left out
-_TRIES = 64  # rounds until it is given up
+_LEAST = 4  # tokens of a chain, where the one before was wrong
+_CONTEXT = 4  # tokens by which a row is found again in an old response from which it had parted
 
 
 class Ahead(NamedTuple):
@@ -82,10 +80,10 @@ class _Pointer:
         self.sources = [ahead.tokens for ahead in group]
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # of the next token in `old`
-        self.width, self.proposed = _FIRST, 0
-        self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
-        self.shift, self.tries = 0, _TRIES  # the row's own old response stands so many tokens further on
         self.is_own = True
+        self.width, self.proposed = MOST_GUESSES, 0  # the tuner says how much of it is worth its while
+        self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
+        self.shift = 0  # the row's own old response stands so many tokens further on
         self.advance(committed)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -98,26 +96,35 @@ class _Pointer:
                     self.at += 1
                     right += 1
                 else:
-                    self._part(exhausted=self.is_own and self.at == len(self.old))
+                    self._part(self.at)
         if self.proposed:
             full = right >= self.proposed
             self.width = min(2 * self.width, MOST_GUESSES) if full else max(_LEAST, self.width // 2)
             self.proposed = 0
-        if self.at is None and self.tries:
-            self.tries -= 1
+        if self.at is None and tokens:
             self._find()
 
-    def _part(self, exhausted: bool) -> None:
-        if self.is_own and self.at is not None:
-            self.shift = self.at + 1 - self.length
-        self.at, self.tries = None, 0 if exhausted else _TRIES
+    def _part(self, at: int) -> None:
+        """The next token in its own old response is held to stand for the one that came in its place."""
+        if self.is_own:
+            self.shift = at + 1 - self.length
+        self.at = None
 
     def _find(self) -> None:
-        for which, tokens in enumerate(self.sources):
-            at = _nearest(tokens, list(self.last), self.length + (self.shift if which == 0 else 0))
+        """Where it would stand if nothing had been put in or left out, once a token is as it was there. Or where its
+        last tokens are in its own old response, or in a sibling's."""
+        own, here = self.sources[0], self.length + self.shift
+        if 0 < here < len(own) and own[here - 1] == self.last[-1]:
+            self._take(own, here, is_own=True)
+            return
+        for which, tokens in enumerate(self.sources if len(self.last) == _CONTEXT else ()):
+            at = _nearest(tokens, self.last, self.length if which else here)
             if at is not None:
-                self.old, self.at, self.width, self.is_own = tokens.tolist(), at, _LEAST, which == 0
+                self._take(tokens, at, is_own=not which)
                 return
+
+    def _take(self, tokens: np.ndarray, at: int, is_own: bool) -> None:
+        self.old, self.at, self.is_own, self.width = tokens.tolist(), at, is_own, _LEAST
 
     def left(self) -> int:
         """Tokens that it could propose."""
@@ -132,16 +139,12 @@ class _Pointer:
         return [] if self.at is None or not self.is_own else self.old[self.at :]
 
 
-def _nearest(tokens: np.ndarray, last: Sequence[int], near: int) -> int | None:
+def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
     """The place behind these tokens that is nearest to `near`, and not the end."""
-    low, high = max(0, near - _NEAR - len(last)), min(len(tokens) - 1, near + _NEAR)
-    count = high - low - len(last) + 1
-    if len(last) < _CONTEXT or count <= 0:
-        return None
-    matches = np.ones(count, dtype=bool)
-    for offset, token in enumerate(last):
-        matches &= tokens[low + offset : low + offset + count] == token
-    places = np.flatnonzero(matches) + low + len(last)
+    first, *others = last
+    places = np.flatnonzero(tokens[:-_CONTEXT] == first) + 1
+    for token in others:
+        places = places[tokens[places] == token] + 1
     return int(places[np.abs(places - near).argmin()]) if len(places) else None
 
 
@@ -155,8 +158,10 @@ class LookAhead:
     def append(self, row: Row, kept: int) -> None:
         group = self.store.group(row.request)
         known = bool(group) and group[0].seed == row.request.seed and len(group[0].tokens) > 0
-        sound = known and all((a.tokens >= 0).all() and (a.tokens < self.vocab_size).all() for a in group)
-        self._pointers.append(_Pointer(group, row.tokens) if sound else None)
+        self._pointers.append(_Pointer(group, row.tokens) if known and all(map(self._is_sound, group)) else None)
+
+    def _is_sound(self, ahead: Ahead) -> bool:
+        return not len(ahead.tokens) or (ahead.tokens.min() >= 0 and ahead.tokens.max() < self.vocab_size)
 
     def remove(self, place: int, last: int) -> None:
         self._pointers[place] = self._pointers[last]
@@ -172,8 +177,7 @@ class LookAhead:
 
     def propose(self, counts: Sequence[int]) -> list[list[int]]:
         """A chain of so many tokens for each row; of none, where there is no old response to go by."""
-        chains = [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
-        return chains
+        return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
 
     def so_far(self, place: int, row: Row, version: int) -> Ahead:
         """What a row that is decoded ahead has, and behind it what is left of what it was drafted from."""

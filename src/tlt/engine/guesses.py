@@ -36,18 +36,15 @@ class Guesses:
         levels[:, 1] += _more_than(right - 1, len(levels))
         self.seen[kind] = levels
 
-    def _at(self, kind: Kind, level: int) -> tuple[float, float]:
-        levels = self.seen.get(kind, ())
-        return (float(levels[level][0]), float(levels[level][1])) if level < len(levels) else (0.0, 0.0)
-
-    def rows(self, kind: Kind, level: int) -> float:
-        """That told of this level, counted from 0."""
-        return self._at(kind, level)[0]
+    def levels(self, kind: Kind, depth: int) -> list[tuple[float, float]]:
+        """Of the first levels: rows that reached it, and rows that were right."""
+        seen = self.seen.get(kind)
+        found = [] if seen is None else [(reached, right) for reached, right in seen[:depth].tolist()]
+        return found + [(0.0, 0.0)] * (depth - len(found))
 
     def chance(self, kind: Kind, level: int, prior: float, weight: float) -> float:
-        """Of this level; the prior counts as much as `weight` rows."""
-        reached, right = self._at(kind, level)
-        return (right + weight * prior) / (reached + weight)
+        """Of this level, counted from 0."""
+        return chance(self.levels(kind, level + 1)[level], prior, weight)
 
     def forget(self, drafter: str) -> None:
         self.seen = {kind: levels for kind, levels in self.seen.items() if kind[0] != drafter}
@@ -63,6 +60,12 @@ class Guesses:
             for drafter, branching, levels in state
             if drafter in drafters
         }
+
+
+def chance(seen: tuple[float, float], prior: float, weight: float) -> float:
+    """Of a level; the prior counts as much as `weight` rows."""
+    reached, right = seen
+    return (right + weight * prior) / (reached + weight)
 
 
 def _more_than(last: np.ndarray, levels: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.guesses import Guesses
+from tlt.engine.guesses import Guesses, chance
 
 _WINDOW = 64  # rounds whose seconds are remembered of an arm in a bucket
 _LOOK = 4  # rounds between two looks at all arms; one that is tried is tried for so many
@@ -50,7 +50,7 @@ _SHAPES = {
 
 _AHEAD = (4, 8, 16, 32, 63)  # how long look-ahead chains may be: a wider pass takes longer, by the longest of them
 _AHEAD_KIND = ("ahead", 1)
-_AGREES = 0.9  # how often a look-ahead is thought to be right before any was seen
+_AGREES = 0.97  # how often a look-ahead is thought to be right before any was seen
 
 
 def strategies(drafters: Iterable[str]) -> list[Strategy]:
@@ -77,8 +77,8 @@ class Tuner(Protocol):
     def record(
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None:
-        """What the round just chosen took, and gave each row, `ahead` of which were drafted by its look-ahead; rounds
-        with a prefill are not scored."""
+        """What the round just chosen took, and gave each row, `ahead` of which were drafted by its look-ahead; the
+        seconds of rounds with a prefill are not scored."""
         ...
 
     def free_rows(self, rows: int) -> int:
@@ -176,7 +176,8 @@ class Bandit:
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
         self._now = Bucket(0, 0)
-        self._ahead = self._expected_ahead(self._now)  # tokens that a look-ahead chain of 0, 1, 2, ... commits
+        self._each = 1.0  # tokens that a row commits by `current`
+        self._ahead = self._expected_ahead(self._now)  # and by a look-ahead chain of 0, 1, 2, ...
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class Bandit:
         # to look at all figures every round would cost more than it finds
         if moved or self._rounds % _LOOK == 0 or (self.current != PLAIN and self.current.drafter not in usable):
             self.current = self._pick(bucket, [a for a in self._arms if a == PLAIN or a.drafter in usable])
-            self._ahead = self._expected_ahead(bucket)
+            self._each, self._ahead = self.tokens(self.current, bucket), self._expected_ahead(bucket)
         chosen = self._beside_ahead(self.current, bucket, offers) if any(offers) and self._widths else self.current
         self.switched, self._last = chosen.drafter != self._last.drafter, chosen
         return chosen
@@ -200,12 +201,12 @@ class Bandit:
         others = len(known) - np.count_nonzero(known)
         widths = [w for w in self._widths if w <= known.max()]
         widths += [w for w in self._widths if w > known.max()][:1]
-        best, most = arm, len(known) * self.tokens(arm, bucket) / self._seconds_now(arm, bucket)
-        for base in {arm, PLAIN} if others else {PLAIN}:
-            for width in widths:
+        best, most = arm, len(known) * self._each / self._seconds_now(arm, bucket)
+        for width in widths:
+            by_ahead = self._ahead[np.minimum(known[known > 0], width)].sum()
+            for base, each in {PLAIN: 1.0, arm: self._each}.items() if others else [(PLAIN, 1.0)]:
                 option = base._replace(ahead=width)
-                tokens = self._ahead[np.minimum(known[known > 0], width)].sum() + others * self.tokens(base, bucket)
-                speed = tokens / self._seconds_now(option, bucket)
+                speed = (by_ahead + others * each) / self._seconds_now(option, bucket)
                 if speed > most:
                     best, most = option, speed
         return best
@@ -216,11 +217,11 @@ class Bandit:
         return self.seconds(arm, bucket) + catching_up / _LOOK
 
     def _expected_ahead(self, bucket: Bucket) -> np.ndarray:
-        here, right = self.here.get(bucket) or Guesses(), _AGREES
+        here, depth, right = self.here.get(bucket) or Guesses(), max(self._widths, default=0), _AGREES
         reached = [1.0]
-        for level in range(max(self._widths, default=0)):
-            right = self.anywhere.chance(_AHEAD_KIND, level, right, _PRIOR)
-            reached.append(reached[-1] * here.chance(_AHEAD_KIND, level, right, _PRIOR))
+        for all_over, nearby in zip(*(g.levels(_AHEAD_KIND, depth) for g in (self.anywhere, here)), strict=True):
+            right = chance(all_over, right, _PRIOR)
+            reached.append(reached[-1] * chance(nearby, right, _PRIOR))
         return np.cumsum(reached)
 
     def _pick(self, bucket: Bucket, arms: Sequence[Strategy]) -> Strategy:
@@ -282,19 +283,22 @@ class Bandit:
         here = self.here.get(bucket) or Guesses()
         kind, chain = (arm.drafter, arm.branching), (arm.drafter, 1)
         right, reached, tokens, luck = self.chances.get(arm.drafter, _UNKNOWN), 1.0, 1.0, 0.0
-        for level in range(arm.depth):
-            right = self.anywhere.chance(chain, level, right, _VAGUE)
-            tree = self.anywhere.chance(kind, level, right, _VAGUE) if kind != chain else right
-            reached *= here.chance(kind, level, tree, _PRIOR)
+        seen = (self.anywhere.levels(chain, arm.depth), self.anywhere.levels(kind, arm.depth))
+        for of_chains, of_kind, nearby in zip(*seen, here.levels(kind, arm.depth), strict=True):
+            right = chance(of_chains, right, _VAGUE)
+            tree = chance(of_kind, right, _VAGUE) if kind != chain else right
+            reached *= chance(nearby, tree, _PRIOR)
             tokens += reached
-            luck += reached / math.sqrt(1 + self.anywhere.rows(kind, level))
+            luck += reached / math.sqrt(1 + of_kind[0])
         return tokens, _LUCK * luck / tokens
 
     def seconds(self, arm: Strategy, bucket: Bucket) -> float:
         """Of a round in this bucket."""
         expected = self._profiled(arm, 2**bucket.rows) * self._scale.get(bucket, 1.0)
         took = self.took.get(bucket, {}).get(arm)
-        return _blend(len(took.seconds), took.median, expected) if took else expected
+        if took is None or (arm.ahead and len(took.seconds) < _PRIOR):
+            return expected  # chains of all lengths are not tried at random: a slow moment would put one off for good
+        return _blend(len(took.seconds), took.median, expected)
 
     def _profiled(self, arm: Strategy, rows: int) -> float:
         known = self._interpolated.get((arm, rows))
@@ -309,15 +313,15 @@ class Bandit:
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None:
         bucket = self._now
-        if not scored or strategy not in self._known:
+        if strategy not in self._known:
             return
         ahead = ahead or [0] * len(tokens)
         drafted = [count for count, guessed in zip(tokens, ahead, strict=True) if not guessed]
-        if self.switched and strategy.drafter != PLAIN.drafter:  # it had to catch up: charged to the switch
+        if scored and self.switched and strategy.drafter != PLAIN.drafter:  # it had to catch up: charged to the switch
             excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-        else:
+        elif scored:
             self._learn_seconds(bucket, strategy, [seconds])
         for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
             if strategy.drafter != PLAIN.drafter and drafted:

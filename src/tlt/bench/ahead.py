@@ -1,0 +1,54 @@
+"""The two targets of a rollout with look-ahead: the one that decodes now, and an older one that decoded ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt.build import load_tokenizer, make_target
+from tlt.config import Config
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.engine.engine import Engine
+from tlt.loop import one_step
+from tlt.models.decoder import Decoder
+from tlt.run import make_parts
+from tlt.types import Request, Response
+
+_FIRST_STEPS = 2  # the optimizer's first steps are not like those that follow
+_MOST_ROWS = 64
+
+
+class _Nobody:
+    """Looks on while the policy is trained."""
+
+    def phase(self, step: int, name: str, total: int) -> None: ...
+
+    def response(self, response: Response) -> None: ...
+
+
+def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
+    """Train the recipe's policy for a few steps, here and by one worker; the older target is so many updates behind."""
+    speculation = config.speculation.model_copy(update={"drafter": "off"})
+    cluster = config.cluster.model_copy(update={"workers": 1})
+    config = config.model_copy(update={"speculation": speculation, "cluster": cluster})
+    parts, policy = make_parts(config, load_tokenizer(config.model.path))
+    older, present = make_target(config.model), make_target(config.model)
+    try:
+        for step in range(_FIRST_STEPS + steps):
+            if step == _FIRST_STEPS:
+                older.load(policy.state_dict(), version=step)
+            one_step(parts, config, _Nobody(), step)
+        present.load(policy.state_dict(), version=_FIRST_STEPS + steps)
+    finally:
+        parts.rollout.close()
+    return older, present
+
+
+def decode_ahead(older: Decoder, config: Config, requests: Sequence[Request]) -> list[Ahead]:
+    """What the older target says."""
+    store = AheadStore(sum(request.sampling.max_new_tokens for request in requests))
+    engine = Engine(older, config.engine.model_copy(update={"max_rows": _MOST_ROWS}), store=store)
+    engine.look_ahead(requests)
+    while engine.looks_ahead:
+        engine.round()
+    engine.release()
+    return [ahead for request in requests if (ahead := store.get(request))]
