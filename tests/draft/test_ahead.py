@@ -147,11 +147,19 @@ def test_what_is_left_is_of_its_own_alone() -> None:
     own, sibling = ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 9, 9, 30, 31, 32, 33, 34, 35])
     look = looking(own, sibling, row=row)
     assert chain(look) == [34, 35]
-    assert look.so_far(0, row, 1).tokens.tolist() == row.tokens
+    assert look.rest(0) == []
     row = Row(request(7), tokens=[1, 2])
-    found = looking(own, sibling, row=row).so_far(0, row, 1)
+    found = Ahead.of(row, 1, looking(own, sibling, row=row).rest(0))
     assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert (found.seed, found.prompt, found.version, found.ended) == (7, (0,), 1, False)
+
+
+def test_where_a_row_has_just_parted_the_rest_is_what_should_follow() -> None:
+    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]))
+    look.commit(0, [1, 2, 99])
+    assert look.rest(0) == [4, 5, 6]
+    look.commit(0, [98])
+    assert look.rest(0) == [5, 6]
 
 
 def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
@@ -162,11 +170,6 @@ def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     for token in (1, 2, 3, 1, 2, 3):
         look.commit(0, [token])
     assert chain(look) == []
-    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]))
-    look.commit(0, [1, 2, 3, 4, 5, 6, 7])
-    for token in (1, 2, 3, 4):
-        look.commit(0, [token])
-    assert chain(look) == [], "it is not begun anew"
 
 
 def test_a_row_that_comes_back_is_taken_up_where_it_stands() -> None:

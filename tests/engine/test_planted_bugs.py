@@ -27,6 +27,7 @@ from tlt.draft.tree import DraftTree
 from tlt.engine.engine import Engine, Round
 from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.runner import Runner, Sampled
+from tlt.engine.stops import Stops
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law, gumbel_noise
 from tlt.types import Prompt, Row, SamplingParams
@@ -282,16 +283,16 @@ def kv_not_rebuilt_after_preemption(patch: Patch) -> None:
 
 
 def stop_token_in_an_accepted_run_ignored(patch: Patch) -> None:
-    append = Engine._append
+    append = Stops.append
 
-    def last_only(self: Engine, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
+    def last_only(self: Stops, row: Row, path: Sequence[int], sampled: Sampled, slot: int) -> str | None:
         request = row.request
         row.request = replace(request, sampling=replace(request.sampling, stop_token_ids=()))
         reason = append(self, row, path[:-1], sampled, slot)
         row.request = request
         return reason or append(self, row, path[-1:], sampled, slot)
 
-    patch.setattr(Engine, "_append", last_only)
+    patch.setattr(Stops, "append", last_only)
 
 
 def logprob_of_the_wrong_node(patch: Patch) -> None:

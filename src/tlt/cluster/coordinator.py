@@ -20,7 +20,7 @@ from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.draft.ahead import said
+from tlt.draft.ahead import Ahead
 from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
@@ -110,7 +110,7 @@ class Coordinator:
         return responses, stats
 
     def remember(self, responses: Sequence[Response]) -> None:
-        self.ahead.remember(said(responses, self._version))
+        self.ahead.remember(Ahead.of(response, self._version, ended=True) for response in responses)
 
     def _heard(self, done: Done) -> None:
         """What was done in idle time."""

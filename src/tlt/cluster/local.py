@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from tlt.cluster.budget import Budget
-from tlt.draft.ahead import said
+from tlt.draft.ahead import Ahead
 from tlt.engine.engine import Engine
 from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
@@ -58,7 +58,8 @@ class LocalRollout:
         return [request for request, ahead in known if ahead is None or not ahead.ended]
 
     def remember(self, responses: Sequence[Response]) -> None:
-        self.engine.store.put(said(responses, self.engine.target.version))
+        version = self.engine.target.version
+        self.engine.store.put(Ahead.of(response, version, ended=True) for response in responses)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": self.engine.tuner.state(), "drafter": self.budget.state() if self.budget else {}}

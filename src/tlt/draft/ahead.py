@@ -30,6 +30,13 @@ class Ahead(NamedTuple):
     """of the target that decoded it, or the latest part of it"""
     ended: bool
 
+    @classmethod
+    def of(cls, said: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
+        """What a row or a response has, and behind it what is expected of it from before."""
+        tokens = said.tokens if isinstance(said, Row) else said.token_ids
+        both = np.array([*tokens, *rest], dtype=np.int32)
+        return cls(said.request.seed, said.request.prompt.token_ids, both, version, ended)
+
 
 class AheadStore:
     """By request, the newest ones up to so many tokens."""
@@ -135,8 +142,11 @@ class _Pointer:
         return [] if self.at is None else self.old[self.at : self.at + count]
 
     def rest(self) -> list[int]:
-        """Of the row's own old response, what is still to come."""
-        return [] if self.at is None or not self.is_own else self.old[self.at :]
+        """Of the row's own old response, what is still to come; where it has parted, from where it would stand if
+        nothing had been put in or left out."""
+        if self.at is None or not self.is_own:
+            return self.sources[0][max(0, self.length + self.shift) :].tolist()
+        return self.old[self.at :]
 
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
@@ -179,19 +189,7 @@ class LookAhead:
         """A chain of so many tokens for each row; of none, where there is no old response to go by."""
         return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
 
-    def so_far(self, place: int, row: Row, version: int) -> Ahead:
-        """What a row that is decoded ahead has, and behind it what is left of what it was drafted from."""
+    def rest(self, place: int) -> list[int]:
+        """What is left of what a row was drafted from."""
         pointer = self._pointers[place]
-        tokens = [*row.tokens, *(pointer.rest() if pointer else ())]
-        prompt = row.request.prompt.token_ids
-        return Ahead(row.request.seed, prompt, np.array(tokens, dtype=np.int32), version, ended=False)
-
-
-def ended(request: Request, tokens: Sequence[int], version: int) -> Ahead:
-    """A whole response."""
-    return Ahead(request.seed, request.prompt.token_ids, np.array(tokens, dtype=np.int32), version, ended=True)
-
-
-def said(responses: Iterable[Response], version: int) -> list[Ahead]:
-    """What a target said to requests that will come again."""
-    return [ended(response.request, response.token_ids, version) for response in responses]
+        return pointer.rest() if pointer else []

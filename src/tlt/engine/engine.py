@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
-from tlt.draft.ahead import AheadStore, LookAhead, ended
+from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
@@ -28,48 +25,19 @@ from tlt.draft.tree import DraftTree, NoiseOf, Roots, grow, stack
 from tlt.engine.drafters import Drafters
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.laws import BatchLaw, LawTable
+from tlt.engine.laws import LawTable
 from tlt.engine.noise import DraftNoise, NoiseWindow
-from tlt.engine.placing import place_new_rows
+from tlt.engine.placing import seat
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
+from tlt.engine.state import Clock, RolloutState, Round, count_row
+from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
-
-
-@dataclass(frozen=True)
-class RolloutState:
-    """What lives as long as a rollout."""
-
-    rows: RowTable
-    scheduler: Scheduler
-    laws: LawTable
-    noise: NoiseWindow
-    window: FeatureWindow | None
-    view: FeatureView | None
-    harvester: Harvester | None
-    ahead: LookAhead
-    runner: Runner
-    stats: RolloutStats
-    version: int
-    """of the target: all of a rollout's tokens are of one"""
-
-
-@dataclass(frozen=True)
-class Round:
-    """What lives as long as a round: the batch as it stands before its draft."""
-
-    strategy: Strategy
-    rows: tuple[Row, ...]
-    lengths: list[int]
-    """[B] committed tokens in the cache"""
-    positions: Tensor
-    """[B] of the next token in each response"""
-    batch: BatchLaw
 
 
 class Engine:
@@ -100,6 +68,7 @@ class Engine:
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
         self.calibration = calibration or Calibration()
+        self.stops = Stops(detokenize)
         o = target.options
         shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         bound = kv_tokens or config.kv_memory_mb * 2**20 // shape.bytes_per_token
@@ -174,8 +143,12 @@ class Engine:
     def keep_ahead(self) -> None:
         """The store takes what the rows that are decoded ahead have so far."""
         rollout = self.rollout
-        live = ((place, row) for place, row in enumerate(rollout.rows) if row.ahead)
-        self.store.put(rollout.ahead.so_far(place, row, rollout.version) for place, row in live)
+        for place, row in enumerate(rollout.rows):
+            if row.ahead:
+                self.store.put([Ahead.of(row, rollout.version, rest=rollout.ahead.rest(place))])
+        for row in rollout.scheduler.ahead:  # some have left a full cache
+            if len(row.tokens) > self.store.length(row.request.seed):
+                self.store.put([Ahead.of(row, rollout.version)])
 
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
@@ -224,7 +197,7 @@ class Engine:
         assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._amid_round = True
-        clock = _Clock(for_coming_steps=not self.busy)
+        clock = Clock(for_coming_steps=not self.busy)
         with clock.phase("prefill"):
             prefilled = self._admit()
         if prefilled:
@@ -252,33 +225,13 @@ class Engine:
         return responses
 
     def _admit(self) -> bool:
-        """New rows: prefill each context once, then copy it to the siblings that share it. Whether there were any."""
-        rows, runner, window = self.rows, self.rollout.runner, self.rollout.window
+        """New rows. Whether there were any."""
         if self.waiting:
             self._put_off_ahead()
         admitted = self.rollout.scheduler.admit(self._most_beside_ahead())
-        if not admitted:
-            return False
-        kept, fresh, copies = place_new_rows(admitted, rows, self.cache)
-        for row in kept:
-            rows.append(row, kept=row.kv_length)
-        first = len(rows)
-        for row in (*fresh, *copies):
-            rows.append(row)
-        finite = runner.prefill(first, [row.context for row in fresh])
-        for place, (row, good) in enumerate(zip(fresh, finite, strict=True), start=first):
-            if not good:
-                row.finite = False
-                self.cache.wipe(place, row.kv_length)  # a prefill pads shorter rows
-        origin = {row.request.prompt.token_ids: place for place, row in reversed(list(enumerate(rows)))}
-        for place, row in enumerate(copies, start=first + len(fresh)):
-            source = origin[row.request.prompt.token_ids]
-            row.finite &= rows[source].finite
-            self.cache.copy(source, place, row.kv_length)
-            if window:
-                window.copy(source, place, row.kv_length)
-        self.stats.prefill_tokens += sum(row.kv_length for row in fresh)
-        return True
+        if admitted:
+            self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache)
+        return bool(admitted)
 
     def _most_beside_ahead(self) -> int:
         """Live rows, with those of coming steps among them: they must not hold up the others."""
@@ -371,11 +324,11 @@ class Engine:
             path = walk(tree, sampled.tokens[place])
             self._learn(now.strategy, tree, path)
             moves += [(place, start + node, start + i) for i, node in enumerate(path) if node != i]
-            reason = self._append(row, path, sampled, place)
+            reason = self.stops.append(row, path, sampled, place)
             taken = row.kv_length - start
             grown = max(grown, taken)
             entries += [(place, node, start + i, sampled.tokens[place][node]) for i, node in enumerate(path[:taken])]
-            _count_row(self.stats, row, tree, taken, right=min(taken, len(path) - 1))
+            count_row(self.stats, row, tree, taken, right=min(taken, len(path) - 1))
             self.drafters.commit(place, row.tokens[-taken:])
             rollout.ahead.commit(place, row.tokens[-taken:])
             if reason:
@@ -395,29 +348,6 @@ class Engine:
             self.calibration.observe(tree.cells, tree.parents, path)
             self.drafters.agreement[strategy.drafter].add(1 in path)
 
-    def _append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
-        """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
-        does."""
-        params = row.request.sampling
-        for node in path:
-            token = sampled.tokens[place][node]
-            row.tokens.append(token)
-            row.logprobs.append(sampled.logprobs[place][node])
-            row.full_logprobs.append(sampled.full_logprobs[place][node])
-            if token in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
-                return "stop"
-            if len(row.tokens) >= params.max_new_tokens:
-                return "length"
-        return None
-
-    def _ends_in_stop_string(self, row: Row) -> bool:
-        assert self.detokenize is not None, "stop strings need a tokenizer"
-        stops = row.request.sampling.stop_strings
-        # a token spells at least one byte, so this tail holds the whole of a stop string that the last token completes
-        tail = row.tokens[-(max(len(s.encode()) for s in stops) + 4) :]
-        text = self.detokenize(tail)
-        return any(stop in text for stop in stops)
-
     def _response(self, row: Row, reason: str) -> Response:
         text = self.detokenize(row.tokens) if self.detokenize else ""
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)
@@ -425,12 +355,12 @@ class Engine:
     def _was_ahead(self, row: Row) -> bool:
         """A row that was decoded for a coming step ends in the store."""
         if row.ahead:
-            self.store.put([ended(row.request, row.tokens, self.rollout.version)])
+            self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
         return row.ahead
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _count(self, strategy: Strategy, clock: _Clock) -> None:
+    def _count(self, strategy: Strategy, clock: Clock) -> None:
         stats, watched = self.stats, self.drafters.agreement
         if clock.for_coming_steps:
             stats.seconds["ahead"] += sum(clock.seconds.values())
@@ -446,36 +376,6 @@ class Engine:
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:
             self.tracer.add(name, began, time.time(), **facts)
-
-
-class _Clock:
-    """Seconds of a round's phases."""
-
-    def __init__(self, for_coming_steps: bool) -> None:
-        self.for_coming_steps = for_coming_steps
-        self.began = time.time()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int) -> None:
-    """A row's part of a round; of one that is decoded ahead, the tokens alone."""
-    if row.ahead:
-        stats.ahead_tokens += taken
-        return
-    stats.row_passes += 1
-    stats.drafted += len(tree.tokens) - 1
-    stats.accepted += right
-    stats.tokens += taken
-    if tree.ahead:
-        stats.ahead_passes += 1
-        stats.ahead_drafted += len(tree.tokens) - 1
-        stats.seen_ahead += right
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tlt.engine.kv_cache import KVCache
+from tlt.engine.state import RolloutState
 from tlt.types import Row
 
 
@@ -18,6 +19,31 @@ class Placing(NamedTuple):
     """they need a prefill"""
     copies: list[Row]
     """a sibling, live or among the two above, has their prompt"""
+
+
+def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
+    """Prefill each context once, then copy it to the siblings that share it. Returns the tokens that were
+    prefilled."""
+    rows, window = rollout.rows, rollout.window
+    kept, fresh, copies = place_new_rows(admitted, rows, cache)
+    for row in kept:
+        rows.append(row, kept=row.kv_length)
+    first = len(rows)
+    for row in (*fresh, *copies):
+        rows.append(row)
+    finite = rollout.runner.prefill(first, [row.context for row in fresh])
+    for place, (row, good) in enumerate(zip(fresh, finite, strict=True), start=first):
+        if not good:
+            row.finite = False
+            cache.wipe(place, row.kv_length)  # a prefill pads shorter rows
+    origin = {row.request.prompt.token_ids: place for place, row in reversed(list(enumerate(rows)))}
+    for place, row in enumerate(copies, start=first + len(fresh)):
+        source = origin[row.request.prompt.token_ids]
+        row.finite &= rows[source].finite
+        cache.copy(source, place, row.kv_length)
+        if window:
+            window.copy(source, place, row.kv_length)
+    return sum(row.kv_length for row in fresh)
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:

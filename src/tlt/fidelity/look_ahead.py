@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -74,10 +74,13 @@ class LookAheadRollout(LocalRollout):
         self.older.sync(policy, version)
 
     def generate(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         self.engine.store.put(self.spoil(self.older.said(requests)))
-        return super().generate(requests, on_response)
+        return super().generate(requests, on_response, coming)
 
 
 def spoiled(entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> list[Ahead]:

@@ -67,8 +67,8 @@ class SeveralWorkers:
                 engine.release()
             elif event < 0.45:
                 others = [row.request for other in engines if other is not engine for row in _own(other)]
-                coming = [*line, *others]
-                engine.look_ahead(rng.sample(coming, rng.randint(0, min(_AHEAD, len(coming)))))
+                elsewhere = [*line, *others]
+                engine.look_ahead(rng.sample(elsewhere, rng.randint(0, min(_AHEAD, len(elsewhere)))))
             elif event < 0.5:
                 engine.look_ahead(())
             for _ in range(rng.randint(1, 12)):
