@@ -16,7 +16,7 @@ LAYERS = (
     ("models", "attention"),
     ("draft",),
     ("engine",),
-    ("rl", "rewards", "data", "checkpoint", "build"),
+    ("rl", "rewards", "data", "checkpoint", "journal", "build"),
     ("loop", "evaluate"),
     ("cluster", "display"),
     ("run",),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from tlt.config import Config
+from tlt.draft.ahead import Ahead
 from tlt.loop import Rollout, Watcher
 from tlt.rewards import Reward
 from tlt.sampling import request_seed
@@ -33,7 +34,7 @@ def evaluate(
     ]
     watcher.phase(step, "eval", len(requests))
     responses, _ = rollout.generate(requests, watcher.response, coming)
-    rollout.remember(responses)
+    rollout.remember(Ahead.of(response, step, ended=True) for response in responses)
     by_seed = {response.request.seed: response for response in responses}
     in_order = [by_seed[request.seed] for request in requests]
     reward(in_order)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tlt.config import Config
 from tlt.data import Cursor
+from tlt.draft.ahead import Ahead
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rl.groups import has_spread, is_comparable, make_batch, usable
@@ -46,8 +47,8 @@ class Rollout(Protocol):
         is `coming` in the next steps, a list each."""
         ...
 
-    def remember(self, responses: Sequence[Response]) -> None:
-        """Their requests will come again, for another target: what was said now is a draft of what will be then."""
+    def remember(self, drafts: Iterable[Ahead]) -> None:
+        """Requests that will come again: what was said to them once is a draft of what will be said then."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from tlt.data import (
 from tlt.display import Display
 from tlt.draft.ahead import AheadStore
 from tlt.evaluate import evaluate
-from tlt.loop import Parts, Rollout, StepResult, Trainable, coming, one_step
+from tlt.journal import Journal
+from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -49,7 +50,7 @@ from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, stop_request
 from tlt.trace import TraceFile, Tracer, seconds_by_state
-from tlt.types import Prompt
+from tlt.types import Prompt, Response
 
 
 class Lasting(Trainable, Protocol):
@@ -75,6 +76,26 @@ class Run:
     first: int
     """steps done before"""
     trace: TraceFile
+    journal: Journal | None
+    """where speculation makes use of it"""
+
+    @property
+    def watcher(self) -> Watcher:
+        return Noting(self.display, self.journal) if self.journal else self.display
+
+
+class Noting:
+    """Writes down each response as it is shown."""
+
+    def __init__(self, watcher: Watcher, journal: Journal) -> None:
+        self.watcher, self.journal = watcher, journal
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        self.watcher.phase(step, name, total)
+
+    def response(self, response: Response) -> None:
+        self.journal.add(response)
+        self.watcher.response(response)
 
 
 def train(
@@ -157,7 +178,8 @@ def _claim_folder(config: Config, resume: bool) -> Path:
             f"{folder} already holds a run: go on with --resume, or give --run.overwrite true or another --run.folder"
         )
     if used and not resume:
-        for name in ("metrics.jsonl", "summary.json", "trace.json", *(log.name for log in folder.glob("worker_*.log"))):
+        files = ("metrics.jsonl", "summary.json", "trace.json", "journal.bin")
+        for name in (*files, *(log.name for log in folder.glob("worker_*.log"))):
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "tensorboard", "drafter"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -186,6 +208,7 @@ def _prepare(config: Config, display: Display, found: Checkpoint | None, ending:
         held_out,
         first=0,
         trace=TraceFile(Path(config.run.folder) / "trace.json"),
+        journal=Journal(Path(config.run.folder) / "journal.bin") if steps_ahead(config.speculation) else None,
     )
     if found:
         _restore(run, found)
@@ -201,6 +224,8 @@ def _restore(run: Run, found: Checkpoint) -> None:
     run.parts.carried = from_plain(found.state["carried"], run.parts.prompts, run.parts.sampling)
     run.parts.rollout.load_state(found.state["rollout"])
     run.first = found.state["step"]
+    if run.journal:
+        run.parts.rollout.remember(run.journal.read())
     for damaged in found.passed_over:
         run.display.note(f"passed over: {damaged}")
     run.display.note(f"going on from step {run.first} ({found.folder})")
@@ -218,7 +243,7 @@ def _steps(run: Run) -> Iterator[StepResult]:
         if config.eval.every and step % config.eval.every == 0:
             with timed("eval", seconds, run.parts.tracer):
                 evaluation = _evaluate(run, step)
-        result = one_step(run.parts, config, run.display, step)
+        result = one_step(run.parts, config, run.watcher, step)
         if evaluation:
             result.metrics.eval = evaluation
             result.metrics.seconds["eval"] = seconds["eval"]
@@ -236,7 +261,7 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
         parts.rollout,
         parts.reward,
         parts.sampling,
-        run.display,
+        run.watcher,
         min(step, run.config.train.steps - 1),
         coming(parts, run.config, step),
     )
@@ -275,6 +300,8 @@ def _save(run: Run, done: int, metrics: dict[str, Any]) -> None:
         "metrics": metrics,
     }
     checkpoint.save(Path(config.run.folder) / "checkpoints", done, state, write, config.run.keep)
+    if run.journal:
+        run.journal.clear()
 
 
 def _how_to_go_on(config: Config, done: int, number: int) -> str:

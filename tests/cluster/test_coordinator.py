@@ -269,6 +269,23 @@ def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
     assert found or lost
 
 
+def test_what_a_lost_worker_had_said_is_said_again_at_once(home: Path) -> None:
+    """With no other look-ahead: another worker is drafted by what the lost one had told of."""
+    config = config_of(home, 2, **AHEAD)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})})
+    decodes = count()
+
+    def loses(worker: int, method: str) -> str:
+        return "before" if worker == 1 and method == "decode" and next(decodes) == 6 else ""
+
+    train(config)
+    undisturbed = ahead_of(config)
+    train(config, loses=loses)
+    disturbed = ahead_of(config)
+    assert undisturbed["ahead_drafted"] == 0
+    assert disturbed["ahead_drafted"] == disturbed["seen_ahead"] > 0
+
+
 @cache
 def plain_of(home: Path, workers: int) -> tuple[str, Any]:
     plain = {"speculation": {"drafter": "off"}, "drafter": {"idle_training": False}}

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from statistics import fmean
 
+import numpy as np
+
 from tlt.cluster.worker import AheadSlice, AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
@@ -33,7 +35,6 @@ class LookingAhead:
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
         """A rollout of these requests; those of the steps to come are `coming`, a list a step."""
-        self.store.forget(request.seed for request in self._given)
         self._given = list(requests)
         self._coming, self._steps = iter(coming), deque()
         self._at = {}
@@ -46,11 +47,18 @@ class LookingAhead:
 
     def end(self, stats: RolloutStats, seconds: float, workers: int) -> None:
         self.value.learn(stats, seconds * workers)
+        self.store.forget(request.seed for request in self._given)
 
-    def remember(self, found: Iterable[Ahead]) -> None:
+    def remember(self, drafts: Iterable[Ahead]) -> None:
         """Of requests that will come again."""
-        self._given = []
-        self.store.put(found)
+        self.store.put(drafts)
+
+    def was_lost(self, row: Row, tokens: Sequence[int], version: int) -> None:
+        """A worker had told of these tokens of a row: they are right, and draft the one that begins anew."""
+        known = self.store.get(row.request)
+        rest = known.tokens[len(tokens) :] if known else ()
+        both = np.array([*tokens, *rest], dtype=np.int32)
+        self.store.put([Ahead(row.request.seed, row.request.prompt.token_ids, both, version, ended=False)])
 
     # -- who decodes what ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.draft.ahead import Ahead
 from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
@@ -41,6 +40,8 @@ class Share:
     """seeds that it shall give up with its next slice"""
     helper: int | None = None
     """for whom"""
+    heard: dict[int, list[int]] = field(default_factory=dict)
+    """tokens by seed that it has told of since it was given them"""
     last: Slice | None = None
     trains: bool = True
     """whether it has harvest enough"""
@@ -60,8 +61,8 @@ class Coordinator:
         self.trains_when_idle = config.drafter.idle_training
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
-        self._version = 0  # of the target
         self._in_turn = False
+        self._version = 0  # of the target
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
@@ -108,9 +109,6 @@ class Coordinator:
         stats = self._stats(responses)
         self.ahead.end(stats, self._rollout_seconds, self.crew.size)
         return responses, stats
-
-    def remember(self, responses: Sequence[Response]) -> None:
-        self.ahead.remember(Ahead.of(response, self._version, ended=True) for response in responses)
 
     def _heard(self, done: Done) -> None:
         """What was done in idle time."""
@@ -224,6 +222,8 @@ class Coordinator:
         share = self.shares[index]
         self._learn(share.last, done)
         share.last = done
+        for seed, tokens in done.news.items():
+            share.heard.setdefault(seed, []).extend(tokens)
         for response in done.responses:
             del share.rows[response.request.seed]
             self.forecast.lengths.append(len(response.token_ids))
@@ -231,6 +231,7 @@ class Coordinator:
         if not share.asked:  # it has been asked with this slice, if it was at all
             for row in done.given_up:
                 del share.rows[row.request.seed]
+                share.heard.pop(row.request.seed, None)
             self._promise(share.helper, done.given_up)
             share.helper = None
         return done.responses
@@ -258,6 +259,9 @@ class Coordinator:
     def _reclaim(self, index: int) -> None:
         """The worker was lost: others decode what it had, with the same tokens."""
         lost, self.shares[index] = self.shares[index], Share()
+        for seed, row in lost.rows.items():
+            if heard := lost.heard.get(seed):
+                self.ahead.was_lost(row, [*row.tokens, *heard], self._version)
         self.tracers[index].enter(IDLE)
         if rows := [*lost.rows.values(), *lost.promised]:
             self._requeue(rows)

@@ -57,9 +57,8 @@ class LocalRollout:
         known = ((request, self.engine.store.get(request)) for step in coming for request in step)
         return [request for request, ahead in known if ahead is None or not ahead.ended]
 
-    def remember(self, responses: Sequence[Response]) -> None:
-        version = self.engine.target.version
-        self.engine.store.put(Ahead.of(response, version, ended=True) for response in responses)
+    def remember(self, drafts: Iterable[Ahead]) -> None:
+        self.engine.store.put(drafts)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": self.engine.tuner.state(), "drafter": self.budget.state() if self.budget else {}}

@@ -12,6 +12,7 @@ from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
+from tlt.draft.ahead import Ahead
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, TrainBatch
 
@@ -32,8 +33,8 @@ class ClusterRollout:
     ) -> tuple[list[Response], RolloutStats]:
         return self.coordinator.rollout(requests, on_response, coming)
 
-    def remember(self, responses: Sequence[Response]) -> None:
-        self.coordinator.remember(responses)
+    def remember(self, drafts: Iterable[Ahead]) -> None:
+        self.coordinator.ahead.remember(drafts)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.publication.state()}

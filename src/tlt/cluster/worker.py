@@ -79,6 +79,8 @@ class Slice(NamedTuple):
     waiting: list[int]
     """seeds"""
     seconds: float
+    news: dict[int, list[int]]
+    """tokens of those that go on, by seed, since the slice before"""
 
 
 class State(NamedTuple):
@@ -113,6 +115,7 @@ class Worker:
         )
         check_agreement(self.target, self.policy)
         self._rollout = -1
+        self._told: dict[int, int] = {}  # tokens, by seed, that a slice has told of
         self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the update under way
         self._wanted = 0.0  # calls of `spot` up to this number are to end
@@ -124,6 +127,7 @@ class Worker:
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts)
         self.engine.look_ahead(())
+        self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}
         self.engine.submit(work.requests, work.resumed)
         given_up = self.engine.give_up(work.give_up)
         responses: list[Response] = []
@@ -133,7 +137,14 @@ class Worker:
                 break
         live = {row.request.seed: len(row.tokens) for row in self.engine.rows}
         waiting = [row.request.seed for row in self.engine.waiting]
-        return Slice(responses, given_up, self.engine.stats, live, waiting, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Slice(responses, given_up, self.engine.stats, live, waiting, seconds, self._news())
+
+    def _news(self) -> dict[int, list[int]]:
+        rows = {row.request.seed: row for row in (*self.engine.rows, *self.engine.waiting)}
+        news = {seed: row.tokens[self._told.get(seed, 0) :] for seed, row in rows.items()}
+        self._told = {seed: len(row.tokens) for seed, row in rows.items()}
+        return news
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> AheadSlice:
         """Rounds for the steps to come, until the time is up, all is decoded or this worker is wanted. What has not

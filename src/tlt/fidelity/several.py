@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tlt.draft.ahead import AheadStore
+from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.fidelity.look_ahead import MOST_TOKENS
 from tlt.loop import Trainable
@@ -89,7 +89,7 @@ class SeveralWorkers:
                 resumed.append(row)
         _submit(taker, anew, resumed)
 
-    def remember(self, responses: Sequence[Response]) -> None: ...
+    def remember(self, drafts: Iterable[Ahead]) -> None: ...
 
     # -- the rest of the protocol --------------------------------------------------------------------------------------
 
