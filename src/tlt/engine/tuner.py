@@ -197,11 +197,19 @@ class Bandit:
         for width in widths:
             by_ahead = self._ahead[np.minimum(known[known > 0], width)].sum()
             for base, each in {PLAIN: 1.0, arm: self._each}.items() if others else [(PLAIN, 1.0)]:
-                option = base._replace(ahead=width)
-                speed = (by_ahead + others * each) / self._seconds_now(option, bucket)
+                speed = (by_ahead + others * each) / self._seconds_ahead(base, width, int(known.max()), bucket)
                 if speed > most:
-                    best, most = option, speed
+                    best, most = base._replace(ahead=width), speed
         return best
+
+    def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
+        """Of a round whose longest chain may be shorter than the width: in between those of this one and the next
+        below."""
+        seconds = self._seconds_now(base._replace(ahead=width), bucket)
+        if longest >= width:
+            return seconds
+        below = max((w for w in self._widths if w < width), default=0)
+        return interpolate({below: self._seconds_now(base._replace(ahead=below), bucket), width: seconds}, longest)
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
         """What its drafter has to catch up with, if it was not used in the round before, pays for a few rounds."""
@@ -313,7 +321,7 @@ class Bandit:
             excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-        elif scored:
+        elif scored and (not any(ahead) or max(ahead) >= strategy.ahead):  # a narrower pass is another
             self._learn_seconds(bucket, strategy, [seconds])
         for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
             if strategy.drafter != PLAIN.drafter and drafted:
