@@ -245,9 +245,9 @@ class Engine:
             responses = self._commit(now, trees, sampled)
             self.cache.check(self.rollout.version)
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
-        ahead = [tree.ahead * (len(tree.tokens) - 1) for tree in trees]
-        scored = not prefilled and not preempted
-        self.tuner.record(strategy, time.perf_counter() - start, tokens, scored, ahead)
+        scored, took = not prefilled and not preempted, time.perf_counter() - start
+        told = [_guesses(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
+        self.tuner.record(strategy, took, [n for n, _ in told], scored, [ahead for _, ahead in told])
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._amid_round = False
@@ -471,6 +471,15 @@ def _count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right
     if tree.ahead:
         stats.ahead_passes += 1
         stats.seen_ahead += right
+
+
+def _guesses(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
+    """For the tuner: tokens committed, and how many a look-ahead proposed. One by which the response ends was right,
+    though the target's own token does not follow, and what was proposed behind it says nothing."""
+    proposed = tree.ahead * (len(tree.tokens) - 1)
+    if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
+        return taken + 1, taken
+    return taken, proposed
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:
