@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, interpolate, strategies
+from tlt.engine.arms import strategies
+from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, interpolate
 from tlt.metrics import provenance, write_json
 
 _ENOUGH = 5  # rounds at a number of rows, for a median

@@ -21,9 +21,10 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.arms import strategies, with_ahead
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
-from tlt.engine.tuner import Bandit, Fixed, Tuner, strategies, with_ahead
+from tlt.engine.tuner import Bandit, Fixed, Tuner
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors

@@ -94,6 +94,16 @@ def test_what_the_same_target_said_is_accepted_to_the_last_token() -> None:
     assert stats.tokens == sum(len(known.token_ids) for known in expected())
 
 
+def test_the_tuner_hears_of_no_miss_where_a_response_ends() -> None:
+    looking, told = engine(filled()), list[tuple[int, int]]()
+    looking.tuner.record = lambda strategy, seconds, tokens, scored, ahead=(): told.extend(  # type: ignore[method-assign]
+        zip(tokens, ahead, strict=True)
+    )
+    run(looking, requests())
+    assert all(tokens == ahead + 1 for tokens, ahead in told)
+    assert sum(tokens for tokens, _ in told) > looking.stats.tokens, "some end by a token that was drafted"
+
+
 @pytest.mark.parametrize("strategy", [AHEAD, CHAIN, CHAIN._replace(branching=2, verify_tokens=8)], ids=lambda s: s.name)
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_in_the_store_reaches_a_token(strategy: Strategy, seed: int) -> None:

@@ -33,8 +33,9 @@ from tlt.draft.eagle import EagleLayer, Kind
 from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.arms import strategies
 from tlt.engine.engine import Engine
-from tlt.engine.tuner import Bandit, strategies
+from tlt.engine.tuner import Bandit
 from tlt.fidelity.modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
 

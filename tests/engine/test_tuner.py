@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of, strategies, with_ahead
+from tlt.engine.arms import strategies, with_ahead
+from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of
 
 SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
 ARMS = [PLAIN, *(Strategy(drafter, *shape) for drafter in ("eagle", "suffix") for shape in SHAPES)]
@@ -332,7 +333,12 @@ def expected_speed(world: World, arm: Strategy, offers: Sequence[int], right: fl
     """Where each token of a look-ahead is right with this chance."""
     by_ahead = [sum(right**k for k in range(width + 1)) for width in widths(arm, offers) if width]
     others = (len(offers) - len(by_ahead)) * world.tokens(arm)
-    return (sum(by_ahead) + others) / world.seconds(arm, len(offers))
+    return (sum(by_ahead) + others) / seconds_of(world, arm, offers)
+
+
+def seconds_of(world: World, arm: Strategy, offers: Sequence[int]) -> float:
+    """A pass is as wide as its longest chain, whatever the arm allows."""
+    return world.seconds(arm._replace(ahead=max(widths(arm, offers), default=0)), len(offers))
 
 
 def play_ahead(
@@ -344,7 +350,7 @@ def play_ahead(
         offered = offers(turn)
         arm = bandit.choose(len(offered), 300.0, BOTH, offered)
         ahead = widths(arm, offered)
-        seconds = world.seconds(arm, len(offered)) * math.exp(world.rng.gauss(0, world.noise))
+        seconds = seconds_of(world, arm, offered) * math.exp(world.rng.gauss(0, world.noise))
         tokens = world.play(arm, len(offered))
         for row, width in enumerate(ahead):
             if width:

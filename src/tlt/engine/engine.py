@@ -31,7 +31,7 @@ from tlt.engine.placing import seat
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
-from tlt.engine.state import Clock, RolloutState, Round, count_row
+from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
@@ -216,9 +216,9 @@ class Engine:
             responses = self._commit(now, trees, sampled)
             self.cache.check(self.rollout.version)
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
-        ahead = [tree.ahead * (len(tree.tokens) - 1) for tree in trees]
-        scored = not prefilled and not preempted
-        self.tuner.record(strategy, time.perf_counter() - start, tokens, scored, ahead)
+        scored, took = not prefilled and not preempted, time.perf_counter() - start
+        told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
+        self.tuner.record(strategy, took, [n for n, _ in told], scored, [ahead for _, ahead in told])
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._amid_round = False

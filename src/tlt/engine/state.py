@@ -81,3 +81,12 @@ def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right:
         stats.ahead_passes += 1
         stats.ahead_drafted += len(tree.tokens) - 1
         stats.seen_ahead += right
+
+
+def guesses_of(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
+    """For the tuner: tokens committed, and how many a look-ahead proposed. One by which the response ends was right,
+    though the target's own token does not follow, and what was proposed behind it says nothing."""
+    proposed = tree.ahead * (len(tree.tokens) - 1)
+    if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
+        return taken + 1, taken
+    return taken, proposed

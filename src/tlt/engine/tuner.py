@@ -36,31 +36,8 @@ _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
 _FREE = 0.03  # by which a round may take longer for rows that nobody waits for
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
-
-
-# depth, branching, tokens to verify, least chance of a node: what each drafter may be used with, from shy to bold.
-# A chain ends where the chance that all of it is right falls below what another level costs, in tokens: measured, 0.2
-# to 0.4 were alike at batch 1 and 4, and 0.5 was worse.
-_SHAPES = {
-    "eagle": ((2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
-    "suffix": ((4, 1, 5, 0.5), (8, 2, 12, 0.3)),
-    "mixed": ((4, 2, 8, 0.2), (6, 2, 12, 0.1)),
-}
-
-
-_AHEAD = (4, 8, 16, 32, 63)  # how long look-ahead chains may be: a wider pass takes longer, by the longest of them
 _AHEAD_KIND = ("ahead", 1)
 _AGREES = 0.97  # how often a look-ahead is thought to be right before any was seen
-
-
-def strategies(drafters: Iterable[str]) -> list[Strategy]:
-    """The arms of `Bandit`, plain decoding the first."""
-    return [PLAIN, *(Strategy(name, *shape) for name in drafters for shape in _SHAPES[name])]
-
-
-def with_ahead(arms: Iterable[Strategy], most: int = max(_AHEAD)) -> list[Strategy]:
-    """Each as it is, and beside look-ahead chains of every length."""
-    return [arm._replace(ahead=ahead) for arm in arms for ahead in (0, *_AHEAD) if ahead <= most]
 
 
 class Tuner(Protocol):
@@ -205,11 +182,19 @@ class Bandit:
         for width in widths:
             by_ahead = self._ahead[np.minimum(known[known > 0], width)].sum()
             for base, each in {PLAIN: 1.0, arm: self._each}.items() if others else [(PLAIN, 1.0)]:
-                option = base._replace(ahead=width)
-                speed = (by_ahead + others * each) / self._seconds_now(option, bucket)
+                speed = (by_ahead + others * each) / self._seconds_ahead(base, width, int(known.max()), bucket)
                 if speed > most:
-                    best, most = option, speed
+                    best, most = base._replace(ahead=width), speed
         return best
+
+    def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
+        """Of a round whose longest chain may be shorter than the width: in between those of this one and the next
+        below."""
+        seconds = self._seconds_now(base._replace(ahead=width), bucket)
+        if longest >= width:
+            return seconds
+        below = max((w for w in self._widths if w < width), default=0)
+        return interpolate({below: self._seconds_now(base._replace(ahead=below), bucket), width: seconds}, longest)
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
         """What its drafter has to catch up with, if it was not used in the round before, pays for a few rounds."""
@@ -321,7 +306,7 @@ class Bandit:
             excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-        elif scored:
+        elif scored and (not any(ahead) or max(ahead) >= strategy.ahead):  # a narrower pass is another
             self._learn_seconds(bucket, strategy, [seconds])
         for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
             if strategy.drafter != PLAIN.drafter and drafted:
