@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "the chain starts one token off after it was taken up again",
         "draft/ahead.py",
-        "np.flatnonzero(matches) + low + len(last)",
-        "np.flatnonzero(matches) + low + len(last) + 1",
+        "return int(places[np.abs(places - near).argmin()]) if",
+        "return int(places[np.abs(places - near).argmin()]) + 1 if",
         STORE,
     ),
     Mutant(
@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "what was left out or put in before is forgotten",
         "draft/ahead.py",
-        "self.length + (self.shift if which == 0 else 0)",
-        "self.length",
+        "self.length if which else here)",
+        "self.length)",
         STORE,
     ),
     Mutant(
@@ -62,17 +62,17 @@ MUTANTS = [
         STORE,
     ),
     Mutant(
-        "an old response that came to its end is begun anew",
+        "an old response that came to its end is taken up there, where nothing follows",
         "draft/ahead.py",
-        "0 if exhausted else _TRIES",
-        "_TRIES",
+        "np.flatnonzero(tokens[:-_CONTEXT] == first)",
+        "np.flatnonzero(tokens[: 1 - _CONTEXT] == first)",
         STORE,
     ),
     Mutant(
         "a row that comes back starts at the beginning of its old response",
         "draft/ahead.py",
-        "_Pointer(group, row.tokens) if sound",
-        "_Pointer(group, ()) if sound",
+        "_Pointer(group, row.tokens) if known",
+        "_Pointer(group, ()) if known",
         STORE,
     ),
     Mutant(
@@ -85,22 +85,22 @@ MUTANTS = [
     Mutant(
         "the number behind the last token counts as one",
         "draft/ahead.py",
-        "(a.tokens < self.vocab_size)",
-        "(a.tokens <= self.vocab_size)",
+        "ahead.tokens.max() < self.vocab_size",
+        "ahead.tokens.max() <= self.vocab_size",
         STORE,
     ),
     Mutant(
         "what is left of a sibling's is kept as a row's own",
         "draft/ahead.py",
-        "[] if self.at is None or not self.is_own else",
-        "[] if self.at is None else",
+        "if self.at is None or not self.is_own:",
+        "if self.at is None:",
         STORE,
     ),
     Mutant(
         "what is left of an old response is thrown away with the first new tokens",
-        "draft/ahead.py",
-        "[*row.tokens, *(pointer.rest() if pointer else ())]",
-        "list(row.tokens)",
+        "engine/engine.py",
+        ", rest=rollout.ahead.rest(place))",
+        ")",
         ENGINE,
     ),
     # -- a round
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "the noise of a look-ahead is not looked to",
         "engine/engine.py",
-        "max(strategy.depth, strategy.ahead))",
+        "max(strategy.depth, min(strategy.ahead, noise.width - 1)))",
         "strategy.depth)",
         ENGINE,
     ),
@@ -170,21 +170,21 @@ MUTANTS = [
     ),
     Mutant(
         "those that are asked for again are decoded twice",
-        "engine/engine.py",
-        "for seed, request in wanted.items() if seed not in live])",
-        "for seed, request in wanted.items()])",
+        "engine/scheduler.py",
+        "for seed, request in requests.items() if seed not in live)",
+        "for seed, request in requests.items())",
         ENGINE,
     ),
     Mutant(
         "those that are no longer asked for go on",
-        "engine/engine.py",
-        "        self.rollout.scheduler.withdraw(live - wanted.keys())\n",
+        "engine/scheduler.py",
+        "            elif row.ahead:\n                self.rows.remove(place)\n",
         "",
         ENGINE,
     ),
     Mutant(
         "tokens decoded ahead count as this step's",
-        "engine/engine.py",
+        "engine/state.py",
         "        stats.ahead_tokens += taken\n        return\n",
         "        stats.ahead_tokens += taken\n",
         ENGINE,
@@ -228,8 +228,8 @@ MUTANTS = [
     Mutant(
         "the rows without a look-ahead count for nothing",
         "engine/tuner.py",
-        ".sum() + others * self.tokens(base, bucket)",
-        ".sum()",
+        "(by_ahead + others * each) /",
+        "by_ahead /",
         TUNER,
     ),
     Mutant(
