@@ -8,6 +8,8 @@ from mutants.mutant import Mutant
 STORE = "draft/test_ahead.py"
 ENGINE = "engine/test_look_ahead.py"
 TUNER = "engine/test_tuner.py"
+CREW = "cluster/test_looking_ahead.py"
+WORKER = "cluster/test_worker.py"
 
 MUTANTS = [
     # -- the store
@@ -252,5 +254,167 @@ MUTANTS = [
         "drafters = {arm.drafter for arm in self.strategies} | {_AHEAD_KIND[0]}",
         "drafters = {arm.drafter for arm in self.strategies}",
         TUNER,
+    ),
+    # -- many workers
+    Mutant(
+        "two workers decode the same request ahead",
+        "cluster/ahead.py",
+        "if index != worker for r in requests}",
+        "if index == worker for r in requests}",
+        CREW,
+    ),
+    Mutant(
+        "a worker that has come back still holds its requests",
+        "cluster/ahead.py",
+        "        self.store.put(done.found)\n        self.lost(worker)\n",
+        "        self.store.put(done.found)\n",
+        CREW,
+    ),
+    Mutant(
+        "what has not ended is not gone on with",
+        "cluster/ahead.py",
+        "known is not None and known.ended",
+        "known is not None",
+        CREW,
+    ),
+    Mutant(
+        "what was held in one rollout is held in the next",
+        "cluster/ahead.py",
+        "        self._at = {}\n        self.value",
+        "        self.value",
+        CREW,
+    ),
+    Mutant(
+        "what a worker had before it began counts as decoded by it",
+        "cluster/ahead.py",
+        "max(0, len(a.tokens) - self.store.length(a.seed))",
+        "len(a.tokens)",
+        CREW,
+    ),
+    Mutant(
+        "what was given out stays for good",
+        "cluster/ahead.py",
+        "        self.store.forget(request.seed for request in self._given)\n",
+        "",
+        CREW,
+    ),
+    Mutant(
+        "answers that come again are forgotten with the next rollout",
+        "cluster/ahead.py",
+        '        """Of requests that will come again."""\n        self._given = []\n',
+        '        """Of requests that will come again."""\n',
+        CREW,
+    ),
+    Mutant(
+        "drafts of siblings are left out",
+        "cluster/ahead.py",
+        "for request in requests for a in self.store.group(request)}",
+        "for request in requests for a in self.store.group(request)[:1]}",
+        CREW,
+    ),
+    Mutant(
+        "rows are dealt to every worker",
+        "cluster/ahead.py",
+        "[list[Row]() for _ in range(workers)]",
+        "[list[Row]()] * workers",
+        CREW,
+    ),
+    Mutant(
+        "the last share is not dealt",
+        "cluster/ahead.py",
+        "deque(group for one in bins for",
+        "deque(group for one in bins[: len(rows) - 1] for",
+        CREW,
+    ),
+    Mutant(
+        "shares are of as many rounds, however many rows that makes",
+        "cluster/ahead.py",
+        "if len(bins[i]) < most)",
+        "if len(bins[i]) < len(rows))",
+        CREW,
+    ),
+    Mutant(
+        "short ones are dealt first",
+        "cluster/ahead.py",
+        "key=lambda row: -rounds[",
+        "key=lambda row: rounds[",
+        CREW,
+    ),
+    Mutant(
+        "one that has not ended is held to be at its end",
+        "cluster/ahead.py",
+        "0 if known.ended else max(mean",
+        "0.0 * max(mean",
+        CREW,
+    ),
+    Mutant(
+        "a look-ahead saves whole passes, whatever the drafter is worth",
+        "cluster/ahead.py",
+        "(1 / self.accept_length - 1 /",
+        "(1 - 1 /",
+        CREW,
+    ),
+    Mutant(
+        "all that was decoded ahead is held to be accepted",
+        "cluster/ahead.py",
+        "min(1.0, self._seen / self.drafted)",
+        "1.0",
+        CREW,
+    ),
+    Mutant(
+        "what an older target decoded is taken for its own",
+        "cluster/worker.py",
+        "if ahead and ahead.version == self.target.version]",
+        "if ahead]",
+        WORKER,
+    ),
+    Mutant(
+        "a worker that is wanted goes on decoding ahead",
+        "cluster/worker.py",
+        "while self.engine.looks_ahead and self._wanted < number:",
+        "while self.engine.looks_ahead:",
+        WORKER,
+    ),
+    Mutant(
+        "what a call leaves unfinished is not reported",
+        "cluster/worker.py",
+        "                    break\n            self.engine.keep_ahead()\n",
+        "                    break\n",
+        WORKER,
+    ),
+    Mutant(
+        "an update begins while others decode ahead",
+        "cluster/coordinator.py",
+        "self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)",
+        "self.crew.call_back(METHODS, _HANGS)",
+        CREW,
+    ),
+    Mutant(
+        "nobody decodes ahead while rewards are computed",
+        "cluster/coordinator.py",
+        "                self._decode_ahead(index, self.crew.size)\n",
+        "                pass\n",
+        CREW,
+    ),
+    Mutant(
+        "what was decoded ahead does not go along with its requests",
+        "cluster/coordinator.py",
+        "self.ahead.drafts(row.request for row in new)",
+        "self.ahead.drafts(())",
+        CREW,
+    ),
+    Mutant(
+        "answers that come again are said to be of the first target",
+        "cluster/coordinator.py",
+        "Ahead.of(response, self._version, ended=True)",
+        "Ahead.of(response, 0, ended=True)",
+        CREW,
+    ),
+    Mutant(
+        "an idle worker does what saves less",
+        "cluster/coordinator.py",
+        "self._rollout_seconds) > self.ahead.value.saves(second",
+        "self._rollout_seconds) < self.ahead.value.saves(second",
+        CREW,
     ),
 ]
