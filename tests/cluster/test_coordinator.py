@@ -244,7 +244,7 @@ def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path, workers: in
     assert seen["ahead_drafted"] == seen["seen_ahead"] > 0
     lines = read_metrics(Path(still.run.folder))
     assert lines[0]["rollout"]["seen_ahead"] == 0
-    assert seen["ahead_tokens"] > seen["seen_ahead"]
+    assert seen["ahead_tokens"] >= seen["seen_ahead"], "nothing is seen that nobody decoded"
 
 
 @given(seed=st.integers(0, 2**31))

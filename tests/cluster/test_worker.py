@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 from tiny import tiny_config
 
-from tlt.cluster.worker import Slice, Work, Worker
+from tlt.cluster.worker import AheadWork, Slice, Work, Worker
+from tlt.draft.ahead import Ahead
 from tlt.types import Prompt, Request, SamplingParams
 
 
@@ -27,3 +32,86 @@ def test_a_sibling_that_comes_after_the_cache_was_released_is_decoded_as_on_its_
     assert decoded(worker, 0, request((1, 2, 3), 0, 30), first)
     worker.engine.cache.release()
     assert decoded(worker, 0, late) == decoded(other, 0, late)
+
+
+# -- decoding ahead ----------------------------------------------------------------------------------------------------
+
+ALL = 600.0  # seconds
+AT_ONCE = 0.0  # one round
+FIRST, SECOND = request((7, 8, 9, 10), 10, 6), request((7, 8, 9, 10), 11, 6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("worker")
+
+
+def looking(folder: Path) -> Worker:
+    """One that drafts by nothing else than what it is given, where it is right."""
+    return Worker(tiny_config(folder, speculation={"drafter": "off"}), 0, folder / "model")
+
+
+def known(of: Request, tokens: list[int], version: int, ended: bool = True) -> Ahead:
+    return Ahead(of.seed, of.prompt.token_ids, np.array(tokens, dtype=np.int32), version, ended)
+
+
+def found(ahead: list[Ahead]) -> list[tuple[int, list[int], int, bool]]:
+    return [(a.seed, a.tokens.tolist(), a.version, a.ended) for a in ahead]
+
+
+def test_what_it_decodes_ahead_is_what_it_will_say(folder: Path) -> None:
+    answers = decoded(looking(folder), 0, FIRST, SECOND)
+    done = looking(folder).look_ahead(AheadWork(0, [FIRST, SECOND], []), ALL)
+    assert found(done.found) == [(10, answers[10], 0, True), (11, answers[11], 0, True)]
+    assert done.seconds > 0
+
+
+def test_what_has_not_ended_goes_on_with_the_next_call(folder: Path) -> None:
+    worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
+    for length in (1, 2):
+        done = worker.look_ahead(AheadWork(0, [FIRST], []), AT_ONCE)
+        assert found(done.found) == [(10, answer[:length], 0, False)]
+    done = looking(folder).look_ahead(AheadWork(0, [FIRST], done.found), AT_ONCE)
+    assert found(done.found) == [(10, answer[:2], 0, False)], "at another worker: the first again, the second behind it"
+    assert found(worker.look_ahead(AheadWork(0, [FIRST], []), ALL).found) == [(10, answer, 0, True)]
+
+
+def test_what_an_older_target_said_is_not_its_own(folder: Path) -> None:
+    """Nor does it count as decoded where it is wanted before it began."""
+    worker = looking(folder)
+    old = [known(FIRST, [1, 2, 3], version=-1), known(SECOND, [1], version=-1, ended=False)]
+    worker.come_back(5)
+    assert worker.look_ahead(AheadWork(0, [FIRST, SECOND], old), ALL, 5).found == []
+    done = worker.look_ahead(AheadWork(0, [SECOND], []), ALL, 6)
+    assert found(done.found) == [(11, decoded(looking(folder), 0, SECOND)[11], 0, True)]
+
+
+def test_one_that_is_wanted_is_back_with_the_end_of_its_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
+    rounds, one_round = count(1), worker.engine.round
+
+    def round_() -> Any:
+        if next(rounds) == 3:
+            worker.come_back(7)
+        return one_round()
+
+    monkeypatch.setattr(worker.engine, "round", round_)
+    assert found(worker.look_ahead(AheadWork(0, [FIRST], []), ALL, 7).found) == [(10, answer[:3], 0, False)]
+    assert found(worker.look_ahead(AheadWork(0, [FIRST], []), ALL, 7).found) == [(10, answer[:3], 0, False)]
+    assert found(worker.look_ahead(AheadWork(0, [FIRST], []), ALL, 8).found) == [(10, answer, 0, True)]
+
+
+@pytest.mark.parametrize("how", ["next rollout", "same rollout", "look-ahead"])
+@pytest.mark.xfail(strict=True, reason="what its own live rows have is put into the store behind what it is given")
+def test_what_another_worker_found_since_is_not_overwritten(folder: Path, how: str) -> None:
+    """It began to decode a request ahead, and another worker ended that meanwhile."""
+    worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]
+    worker.look_ahead(AheadWork(0, [FIRST], []), AT_ONCE)
+    ended = [known(FIRST, answer, 0)]
+    if how == "look-ahead":
+        worker.look_ahead(AheadWork(0, [SECOND], ended), AT_ONCE)
+    else:
+        worker.decode(Work(int(how == "next rollout"), [SECOND], drafts=ended), AT_ONCE)
+    kept = worker.store.get(FIRST)
+    assert kept
+    assert found([kept]) == found(ended)

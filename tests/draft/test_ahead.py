@@ -129,6 +129,19 @@ def test_a_sibling_tells_what_its_own_does_not() -> None:
     assert chain(look) == [], "another prompt's is not looked at"
 
 
+def test_a_place_where_nothing_follows_is_none() -> None:
+    """A sibling that goes on, or an earlier place, tells more than an end."""
+    again = [1, 2, 3, 4]
+    for known, follows in (
+        ([ahead(7, [9, 9, *again]), ahead(8, [50, 51, *again, 60, 61])], [60, 61]),
+        ([ahead(7, [9, *again, 60, 61, *again])], [60, 61, *again]),
+    ):
+        look = looking(*known)
+        for token in [*range(700, 708), *again]:
+            look.commit(0, [token])
+        assert chain(look) == follows[:4]
+
+
 def test_a_row_without_its_own_is_not_drafted_by_a_siblings() -> None:
     assert looking(ahead(8, [1, 2, 3, 4, 5, 6]), row=Row(request(7))).offers() == [0]
 
