@@ -102,7 +102,6 @@ def test_one_that_is_wanted_is_back_with_the_end_of_its_round(folder: Path, monk
 
 
 @pytest.mark.parametrize("how", ["next rollout", "same rollout", "look-ahead"])
-@pytest.mark.xfail(strict=True, reason="what its own live rows have is put into the store behind what it is given")
 def test_what_another_worker_found_since_is_not_overwritten(folder: Path, how: str) -> None:
     """It began to decode a request ahead, and another worker ended that meanwhile."""
     worker, answer = looking(folder), decoded(looking(folder), 0, FIRST)[10]

@@ -50,7 +50,7 @@ def engine(store: AheadStore, strategy: Strategy = AHEAD, max_rows: int = 64, kv
 
 
 def ahead(request: Request, tokens: Sequence[int], ended: bool = True) -> Ahead:
-    return Ahead(request.seed, request.prompt.token_ids, np.array(tokens, dtype=np.int32), 0, ended)
+    return Ahead(request.seed, request.prompt.token_ids, np.array(tokens, dtype=np.int32), -1, ended)
 
 
 def filled(spoil: random.Random | None = None) -> AheadStore:

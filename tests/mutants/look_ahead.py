@@ -280,8 +280,8 @@ MUTANTS = [
     Mutant(
         "what was held in one rollout is held in the next",
         "cluster/ahead.py",
-        "        self._at = {}\n        self.value",
-        "        self.value",
+        "        self._at = {}\n        self._drafted",
+        "        self._drafted",
         CREW,
     ),
     Mutant(

@@ -32,13 +32,14 @@ class LookingAhead:
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> what it decodes ahead
         self._given: list[Request] = []  # in this rollout
+        self._drafted = 0  # tokens that it began with
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
         """A rollout of these requests; those of the steps to come are `coming`, a list a step."""
         self._given = list(requests)
         self._coming, self._steps = iter(coming), deque()
         self._at = {}
-        self.value.drafted += sum(len(a.tokens) for r in requests if (a := self.store.get(r)))
+        self._drafted = sum(len(a.tokens) for r in requests if (a := self.store.get(r)))
 
     def since_last(self) -> int:
         """Tokens decoded ahead since this was last asked."""
@@ -46,7 +47,7 @@ class LookingAhead:
         return tokens
 
     def end(self, stats: RolloutStats, seconds: float, workers: int) -> None:
-        self.value.learn(stats, seconds * workers)
+        self.value.learn(stats, self._drafted, seconds * workers)
         self.store.forget(request.seed for request in self._given)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
@@ -63,16 +64,16 @@ class LookingAhead:
     # -- who decodes what ----------------------------------------------------------------------------------------------
 
     def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
-        """For one of so many idle workers: what is nearest and has not ended, its part of it."""
+        """For one of so many idle workers, which deal out among them what is nearest and has not ended."""
         elsewhere = {r.seed for index, requests in self._at.items() if index != worker for r in requests}
         wanted: list[Request] = []
         for step in self._next_steps():
-            if len(wanted) >= self.slots:
+            if len(wanted) + len(elsewhere) >= self.slots * idle:
                 break
             wanted += [r for r in step if r.seed not in elsewhere and not self._has_ended(r)]
         if not wanted:
             return None
-        wanted = wanted[: self.slots]
+        wanted = wanted[: min(self.slots, math.ceil((len(wanted) + len(elsewhere)) / idle))]
         self._at[worker] = wanted
         return AheadWork(rollout, wanted, self.drafts(wanted))
 
@@ -140,9 +141,7 @@ class Value:
 
     def __init__(self) -> None:
         self.accept_length = self.accept_length_ahead = 1.0
-        self.drafted = 0.0
-        """tokens that rollouts began with"""
-        self._seen = 0.0  # of these, accepted
+        self._drafted = self._seen = 0.0  # tokens that rollouts began with, and those that they accepted
         self._tokens = self._seconds = 0.0  # decoded ahead, and what that took
         self._pass_seconds = 0.0  # of a worker, for a row
 
@@ -150,8 +149,8 @@ class Value:
         self._tokens = _KEPT * self._tokens + tokens
         self._seconds = _KEPT * self._seconds + seconds
 
-    def learn(self, stats: RolloutStats, worker_seconds: float) -> None:
-        """From a rollout."""
+    def learn(self, stats: RolloutStats, drafted: int, worker_seconds: float) -> None:
+        """From a rollout that began with so many tokens decoded ahead."""
         passes = stats.row_passes - stats.ahead_passes
         if passes:
             self.accept_length = (stats.tokens - stats.seen_ahead - stats.ahead_passes) / passes
@@ -159,12 +158,12 @@ class Value:
             self.accept_length_ahead = 1 + stats.seen_ahead / stats.ahead_passes
         if stats.row_passes:
             self._pass_seconds = worker_seconds / stats.row_passes
+        self._drafted = _KEPT * self._drafted + drafted
         self._seen = _KEPT * self._seen + stats.seen_ahead
-        self.drafted *= _KEPT
 
     @property
     def is_known(self) -> bool:
-        return self._seconds > 0 and self.drafted > 0 and self._seen > 0
+        return self._seconds > 0 and self._drafted > 0 and self._seen > 0
 
     def saves(self, seconds: float, workers: int) -> float:
         """Seconds of the rollouts to come, which all workers share: tokens decoded ahead x the share of them that is
@@ -173,4 +172,4 @@ class Value:
             return 0.0
         tokens = seconds * self._tokens / self._seconds
         less = self._pass_seconds * (1 / self.accept_length - 1 / self.accept_length_ahead)
-        return max(0.0, tokens * min(1.0, self._seen / self.drafted) * less / workers)
+        return max(0.0, tokens * min(1.0, self._seen / self._drafted) * less / workers)

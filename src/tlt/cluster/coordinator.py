@@ -105,7 +105,7 @@ class Coordinator:
         self._rollout_seconds = time.monotonic() - began
         for index in range(self.crew.size):  # they have time while rewards are computed
             if not self.crew.pending(index):
-                self._decode_ahead(index, self.crew.size)
+                self._decode_ahead(index)
         stats = self._stats(responses)
         self.ahead.end(stats, self._rollout_seconds, self.crew.size)
         return responses, stats
@@ -158,7 +158,7 @@ class Coordinator:
         self.tracers[index].enter(IDLE)
         asks = self._asks_for_work(index)
         if asks:
-            self._decode_ahead(index, 1)
+            self._decode_ahead(index)
             return
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
         if self.trains_when_idle:
@@ -166,11 +166,12 @@ class Coordinator:
             if self.crew.pending(index) or self.publication.catch_up(index):
                 return
         rather_trains = self._may_train(index) and self._would_rather_train()
-        if rather_trains or not self._decode_ahead(index, len(idle)):
+        if rather_trains or not self._decode_ahead(index):
             self._train(index)
 
-    def _decode_ahead(self, index: int, idle: int) -> bool:
-        """One of so many idle workers decodes for the steps to come, if there is something to."""
+    def _decode_ahead(self, index: int) -> bool:
+        """An idle worker decodes for the steps to come, if there is something to."""
+        idle = sum(not share.rows for share in self.shares)
         work = self.ahead.work(index, self._number, idle) if self.looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)

@@ -50,7 +50,11 @@ class AheadStore:
         return len(self._kept)
 
     def put(self, found: Iterable[Ahead]) -> None:
+        """Each takes the place of what was known of its request, but for what the same target has told more of."""
         for ahead in found:
+            known = self._kept.get(ahead.seed)
+            if known and known.version == ahead.version and _extent(known) > _extent(ahead):
+                continue
             self.forget([ahead.seed])
             self._kept[ahead.seed] = ahead
             self._groups.setdefault(ahead.prompt, {})[ahead.seed] = None
@@ -78,6 +82,10 @@ class AheadStore:
         """Of the request and its siblings, its own first."""
         seeds = self._groups.get(request.prompt.token_ids, ())
         return [self._kept[seed] for seed in sorted(seeds, key=lambda seed: seed != request.seed)]
+
+
+def _extent(ahead: Ahead) -> tuple[bool, int]:
+    return ahead.ended, len(ahead.tokens)
 
 
 class _Pointer:
