@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,6 +23,7 @@ _SHOWN_STEPS = 10
 _BARS = "▁▂▃▄▅▆▇█"
 _PHASES = {
     "rollout": "green",
+    "compare": "red",
     "reward": "yellow",
     "update": "blue",
     "sync": "magenta",
@@ -176,3 +178,19 @@ def _alarms(m: StepMetrics) -> list[str]:
         "wrong, but its speed is gone; train it anew"
         for name, now in alarms.items()
     ]
+
+
+def against_plain(summary: dict[str, Any]) -> str:
+    """What a run that was compared with plain decoding found."""
+    found, rollouts = summary["compared"], summary["seconds"]["rollout"]
+    times = found["plain_seconds"] / found["rollout_seconds"]
+    same = f"all {found['tokens']:,} tokens are the same"
+    if found["differ"]:
+        same = (
+            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` says whether by rounding alone"
+        )
+    seconds = f"{found['rollout_seconds']:.1f} s became {found['plain_seconds']:.1f} s"
+    return (
+        f"rollouts took {rollouts:.1f} s. {found['steps']} of {summary['steps']} steps were decoded by plain decoding "
+        f"too: {seconds}, {times:.2f} times as long; {same}"
+    )

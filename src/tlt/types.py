@@ -202,5 +202,8 @@ class StepMetrics:
     """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
     prompts: list[tuple[int, int]] = field(default_factory=list)
     """(prompt id, epoch) of what the step consumed, in order"""
+    compared: dict[str, int] = field(default_factory=dict)
+    """of a step that was decoded by plain decoding too: tokens, responses, and how many of these differ; it took
+    seconds['compare']"""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from tlt.build import steps_ahead
-from tlt.cluster.ahead import LookingAhead
+from tlt.cluster.ahead import LookingAhead, by_prompt
 from tlt.cluster.balance import Forecast, half_of, take
 from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.pool import ClusterError
@@ -21,7 +22,7 @@ from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.draft.ahead import said
-from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
+from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 _ATTEMPTS = 5  # at an update from which workers are lost
@@ -62,6 +63,8 @@ class Coordinator:
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self._version = 0  # of the target
         self._in_turn = False
+        self._plain = False  # whether this is a comparison with plain decoding
+        self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
@@ -76,18 +79,50 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self._number += 1
-        self.crew.break_off()
         self.publication.next_rollout()
-        self.shares = [Share() for _ in range(self.crew.size)]
-        self.missing = len(requests)
-        self._gone = RolloutStats()
         self._trained = self.publication.tokens
-        responses: list[Response] = []
-        for done in self.crew.kept():
-            self._heard(done)
+        self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
         self.queue = self.ahead.deal([Row(request) for request in requests], self.crew.size)
+        responses = self._decode(on_response)
+        self._enter(IDLE)
+        self._rollout_seconds = time.monotonic() - began
+        for index in range(self.crew.size):  # they have time while rewards are computed
+            if not self.crew.pending(index):
+                self._decode_ahead(index, self.crew.size)
+        stats = self._stats(responses)
+        self.ahead.end(stats, self._rollout_seconds, self.crew.size)
+        return responses, stats
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        """Workers help each other, and do nothing else beside."""
+        self.crew.break_off()
+        self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
+        kept = self.forecast, self.trains_when_idle, self.looks_ahead
+        self.forecast, self.trains_when_idle, self.looks_ahead = self._plain_forecast, False, False
+        self._plain = True
+        try:
+            self._enter(COMPARE)
+            self._begin(len(requests))
+            self.queue = deque(by_prompt([Row(request) for request in requests]))
+            return self._decode(on_response)
+        finally:
+            self._plain = False
+            self.forecast, self.trains_when_idle, self.looks_ahead = kept
+            self._enter(IDLE)
+
+    def _begin(self, missing: int) -> None:
+        self._number += 1
+        self.crew.break_off()
+        self.shares = [Share() for _ in range(self.crew.size)]
+        self.missing = missing
+        self._gone = RolloutStats()
+        for done in self.crew.kept():
+            self._heard(done)
+
+    def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
+        """Until nothing is missing."""
+        responses: list[Response] = []
         while self.missing:
             for index in range(self.crew.size):
                 if not self.crew.pending(index):
@@ -100,14 +135,7 @@ class Coordinator:
                         responses.append(response)
                         on_response(response)
                 self._heard(done)
-        self._enter(IDLE)
-        self._rollout_seconds = time.monotonic() - began
-        for index in range(self.crew.size):  # they have time while rewards are computed
-            if not self.crew.pending(index):
-                self._decode_ahead(index, self.crew.size)
-        stats = self._stats(responses)
-        self.ahead.end(stats, self._rollout_seconds, self.crew.size)
-        return responses, stats
+        return responses
 
     def remember(self, responses: Sequence[Response]) -> None:
         self.ahead.remember(said(responses, self._version))
@@ -141,10 +169,10 @@ class Coordinator:
             self._idle(index)
             return
         share.trains = True
-        self.tracers[index].enter(ROLLOUT)
+        self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
-        drafts = self.ahead.drafts(row.request for row in new)
-        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts)
+        drafts = [] if self._plain else self.ahead.drafts(row.request for row in new)
+        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts, self._plain)
         self.crew.call(index, "decode", work, self._seconds(share))
         share.asked = []
 
@@ -157,7 +185,7 @@ class Coordinator:
     def _idle(self, index: int) -> None:
         """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train the drafter
         or decode ahead. One that is to help does so too until it is given something, as it is back within a round."""
-        self.tracers[index].enter(IDLE)
+        self.tracers[index].enter(COMPARE if self._plain else IDLE)
         asks = self._asks_for_work(index)
         if asks:
             self._decode_ahead(index, 1)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from tlt.build import plain_beside
 from tlt.cluster.budget import Budget
 from tlt.draft.ahead import said
 from tlt.engine.engine import Engine
 from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
-from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
+from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats
 
 
@@ -20,6 +21,7 @@ class LocalRollout:
     def __init__(self, engine: Engine, budget: Budget | None = None, look_ahead: int = 0) -> None:
         """Where a few rows more are free, requests of `look_ahead` steps to come are decoded beside a long tail."""
         self.engine, self.budget, self.look_ahead = engine, budget, look_ahead
+        self.plain = plain_beside(engine)
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
 
@@ -52,6 +54,17 @@ class LocalRollout:
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        self.tracer.enter(COMPARE)
+        self.engine.release()
+        responses = []
+        for response in self.plain.generate(requests):
+            responses.append(response)
+            on_response(response)
+        self.plain.release()
+        self.tracer.enter(IDLE)
+        return responses
 
     def _not_ended(self, coming: Iterable[list[Request]]) -> list[Request]:
         known = ((request, self.engine.store.get(request)) for step in coming for request in step)

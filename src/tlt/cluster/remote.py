@@ -32,6 +32,9 @@ class ClusterRollout:
     ) -> tuple[list[Response], RolloutStats]:
         return self.coordinator.rollout(requests, on_response, coming)
 
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        return self.coordinator.plainly(requests, on_response)
+
     def remember(self, responses: Sequence[Response]) -> None:
         self.coordinator.remember(responses)
 

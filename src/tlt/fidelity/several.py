@@ -75,9 +75,12 @@ class SeveralWorkers:
                 resumed.append(row)
         taker.submit(anew, resumed)
 
-    def remember(self, responses: Sequence[Response]) -> None: ...
-
     # -- the rest of the protocol --------------------------------------------------------------------------------------
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        raise NotImplementedError("another rollout of `tlt verify` does that")
+
+    def remember(self, responses: Sequence[Response]) -> None: ...
 
     def release(self) -> None:
         """Engines and their caches end with each rollout."""
