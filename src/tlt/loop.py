@@ -26,7 +26,17 @@ from tlt.rewards import Reward
 from tlt.rl.groups import has_spread, is_comparable, make_batch, usable
 from tlt.sampling import request_seed
 from tlt.trace import Span, Tracer
-from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, StepMetrics, TrainBatch
+from tlt.types import (
+    Group,
+    Prompt,
+    Request,
+    Response,
+    RolloutStats,
+    SamplingParams,
+    StepMetrics,
+    TrainBatch,
+    WorkerNow,
+)
 
 
 class Rollout(Protocol):
@@ -63,6 +73,10 @@ class Rollout(Protocol):
     def release(self) -> None:
         """An update comes next, up to the next `sync`: give back the memory that it could use on the same device; the
         next `generate` takes it again."""
+        ...
+
+    def now(self) -> Sequence[WorkerNow]:
+        """What each worker is at, or was a moment ago. Called from another thread, at any time."""
         ...
 
     def trace(self) -> list[list[Span]]:

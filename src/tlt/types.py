@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_GUESSES = 64
 """nodes that a draft of one row may have, its root not counted"""
@@ -178,6 +178,17 @@ class TrainBatch:
     def lengths(self, members: Sequence[int]) -> list[int]:
         """Tokens of these sequences, their prompts among them."""
         return [len(self.prompt_ids[i]) + len(self.response_ids[i]) for i in members]
+
+
+class WorkerNow(NamedTuple):
+    """What a worker is at, for whoever looks on."""
+
+    state: str
+    """of `tlt.trace`"""
+    live: tuple[int, ...] = ()
+    """tokens so far of each row that it decodes"""
+    ahead: tuple[int, ...] = ()
+    """how far on the steps are that it decodes ahead: 1 is the next one"""
 
 
 @dataclass

@@ -78,6 +78,15 @@ class LookingAhead:
         known = self.store.get(request)
         return known is not None and known.ended
 
+    def steps_of(self, worker: int) -> tuple[int, ...]:
+        """How far on the steps are that it decodes ahead."""
+        seeds = {request.seed for request in self._at.get(worker, ())}
+        return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
+
+    def rows_of(self, worker: int) -> tuple[int, ...]:
+        """What is known by now of the rows that it decodes ahead, in tokens."""
+        return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
+
     def heard(self, worker: int, done: AheadSlice) -> None:
         new = sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
         self.tokens += new

@@ -23,7 +23,7 @@ from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.draft.ahead import said
 from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
-from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
+from tlt.types import Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # at an update from which workers are lost
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
@@ -46,6 +46,12 @@ class Share:
     trains: bool = True
     """whether it has harvest enough"""
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its rows, as far as it has said."""
+        live = self.last.live if self.last else {}
+        return tuple(live.get(seed, len(row.tokens)) for seed, row in self.rows.items())
+
 
 class Coordinator:
     def __init__(self, crew: Crew, config: Config) -> None:
@@ -53,6 +59,8 @@ class Coordinator:
         self.slots = config.engine.max_rows
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
+        self.now: tuple[WorkerNow, ...] = ()
+        """as of the last call that came back: a whole, which another thread may read"""
         self._enter(IDLE)
         self._number = 0  # of the last rollout
         self._rollout_seconds = 0.0  # of the one before
@@ -69,6 +77,16 @@ class Coordinator:
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
             tracer.enter(state)
+        self.now = tuple(WorkerNow(state) for _ in self.tracers)
+
+    def _look(self) -> tuple[WorkerNow, ...]:
+        states = [tracer.state for tracer in self.tracers]
+        return tuple(
+            WorkerNow(state, self.ahead.rows_of(index), self.ahead.steps_of(index))
+            if state == AHEAD
+            else WorkerNow(state, share.lengths)
+            for index, (state, share) in enumerate(zip(states, self.shares, strict=True))
+        )
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
@@ -90,6 +108,7 @@ class Coordinator:
         for index in range(self.crew.size):  # they have time while rewards are computed
             if not self.crew.pending(index):
                 self._decode_ahead(index, self.crew.size)
+        self.now = self._look()
         stats = self._stats(responses)
         self.ahead.end(stats, self._rollout_seconds, self.crew.size)
         return responses, stats
@@ -127,6 +146,7 @@ class Coordinator:
             for index in range(self.crew.size):
                 if not self.crew.pending(index):
                     self._next(index)
+            self.now = self._look()
             for done in self.crew.done():
                 if done.lost:
                     self._reclaim(done.worker)

@@ -14,7 +14,7 @@ from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
-from tlt.types import Request, Response, RolloutStats
+from tlt.types import Request, Response, RolloutStats, WorkerNow
 
 
 class LocalRollout:
@@ -24,6 +24,7 @@ class LocalRollout:
         self.plain = plain_beside(engine)
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
+        self._live: tuple[int, ...] = ()
 
     def sync(self, policy: Trainable, version: int) -> None:
         assert isinstance(policy, Policy), "the one in this process"
@@ -44,7 +45,9 @@ class LocalRollout:
         if self.engine.tuner.free_rows(1) > 1:
             self.engine.look_ahead(self._not_ended(islice(coming, self.look_ahead)))
         while self.engine.busy:
-            for response in self.engine.round():
+            finished = self.engine.round()
+            self._live = tuple(len(row.tokens) for row in self.engine.rows if not row.ahead)
+            for response in finished:
                 responses.append(response)
                 on_response(response)
         self.engine.look_ahead(())
@@ -80,6 +83,9 @@ class LocalRollout:
         self.engine.tuner.load_state(state["tuner"])
         if self.budget and state.get("drafter"):
             self.budget.load_state(state["drafter"], self.engine)
+
+    def now(self) -> list[WorkerNow]:
+        return [WorkerNow(self.tracer.state, self._live)]
 
     def release(self) -> None:
         self.tracer.enter(UPDATE)

@@ -13,7 +13,7 @@ from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
 from tlt.trace import Span
-from tlt.types import Request, Response, RolloutStats, TrainBatch
+from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
 
 class ClusterRollout:
@@ -48,6 +48,9 @@ class ClusterRollout:
 
     def release(self) -> None:
         """Each worker does so before its part of the update."""
+
+    def now(self) -> Sequence[WorkerNow]:
+        return self.coordinator.now
 
     def trace(self) -> list[list[Span]]:
         states = [tracer.drain() for tracer in self.coordinator.tracers]

@@ -17,7 +17,7 @@ from tlt.models.decoder import Decoder
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import Span
-from tlt.types import Request, Response, RolloutStats, Row
+from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
 
 _WORKERS = 3
 _SPARE = 64  # tokens that a cache needs beyond its longest row
@@ -89,6 +89,9 @@ class SeveralWorkers:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def now(self) -> list[WorkerNow]:
+        return []
 
     def trace(self) -> list[list[Span]]:
         return []
