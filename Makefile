@@ -15,8 +15,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[tasks,math,parquet,cluster,dev]'
 	touch $@
 
+# A worker on each core, up to eight; each with one thread, as the model is tiny.
 demo: all
-	$(BIN)/tlt train recipes/quickstart.toml --run.folder runs/quickstart --run.overwrite true
+	$(BIN)/tlt train recipes/longtail.toml --workers $$($(BIN)/python -c "import os; print(min(8, os.cpu_count()))") \
+		--train.steps 30 --run.compare_every 5 --run.folder runs/demo --run.overwrite true
 
 # Two processes of one thread each: the models are tiny, and threads that wait for a busy core make them many times slower.
 test: all

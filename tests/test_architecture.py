@@ -18,7 +18,7 @@ LAYERS = (
     ("engine",),
     ("rl", "rewards", "data", "checkpoint", "journal", "build"),
     ("loop", "evaluate"),
-    ("cluster", "display"),
+    ("cluster", "workers_view", "display"),
     ("run",),
     ("generate", "fidelity", "drafting", "bench"),
     ("cli", "__main__"),

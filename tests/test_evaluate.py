@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 
 import pytest
 
 from tlt.config import parse_config
+from tlt.draft.ahead import Ahead
 from tlt.evaluate import evaluate, pass_at, summary_of
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
@@ -61,12 +62,18 @@ class Fake:
         self.requests: list[Request] = []
 
     def generate(
-        self, requests: Sequence[Request], on_response: Callable[[Response], None]
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         self.requests += requests
         responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in requests]
         self.shuffle.shuffle(responses)
         return responses, RolloutStats()
+
+    def remember(self, drafts: Iterable[Ahead]) -> None:
+        self.drafts = list(drafts)
 
     def reward(self, responses: Sequence[Response]) -> None:
         for response in responses:

@@ -21,7 +21,7 @@ from tlt import run as run_module
 from tlt.checkpoint import CheckpointError
 from tlt.config import Config, ConfigError
 from tlt.data import DataError
-from tlt.display import Display
+from tlt.display import Display, against_plain
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import sha256
 from tlt.rewards import RewardError
@@ -487,3 +487,28 @@ def test_missing_weights_are_refused_not_invented(tmp_path: Path, own_model: Pat
     save_file(weights, own_model, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
         train(tiny_config(tmp_path))
+
+
+# -- beside plain decoding ---------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tokens(home: Path) -> None:
+    summary = train(whole(home, "compared", run={"compare_every": 2}))
+    before = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["policy_sha256"], before["compared"]) == (before["policy_sha256"], {})
+    lines = read_metrics(home / "compared")
+    assert [bool(line["compared"]) for line in lines] == [False, True, False, True]
+    assert ["compare" in line["seconds"] for line in lines] == [False, True, False, True]
+    tokens = lines[1]["tokens"] + lines[3]["tokens"]
+    assert {"tokens": tokens, "responses": 12, "differ": 0, "steps": 2}.items() <= summary["compared"].items()
+    for line, alone in zip(lines, read_metrics(home / "whole"), strict=True):
+        counts = ("row_passes", "drafted", "accepted", "ahead_drafted", "strategies")
+        assert {key: line["rollout"][key] for key in counts} == {key: alone["rollout"][key] for key in counts}
+
+
+def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None:
+    compared = {"steps": 1, "tokens": 1234, "responses": 6, "differ": 0, "rollout_seconds": 2.0, "plain_seconds": 5.0}
+    summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared}
+    assert "2.0 s became 5.0 s, 2.50 times as long; all 1,234 tokens are the same" in against_plain(summary)
+    summary["compared"] = compared | {"differ": 2}
+    assert "2 of 6 responses differ" in against_plain(summary)

@@ -49,6 +49,11 @@ def make_engine(
     return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store)
 
 
+def plain_beside(engine: Engine) -> Engine:
+    """One that decodes plainly with the same target, and shares nothing else with it."""
+    return Engine(engine.target, engine.config, detokenize=engine.detokenize)
+
+
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
     """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
     none is trained."""

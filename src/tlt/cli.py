@@ -146,7 +146,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console
 
-    from tlt.display import Display
+    from tlt.display import Display, against_plain
     from tlt.run import train
 
     console = Console()
@@ -157,6 +157,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}",
         highlight=False,
     )
+    if summary["compared"]:
+        console.print(against_plain(summary), highlight=False, soft_wrap=True)
     console.print(
         f"everything is in {config.run.folder}: summary.json, metrics.jsonl, tensorboard, checkpoints", highlight=False
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,12 +17,14 @@ from rich.text import Text
 
 from tlt.config import Config
 from tlt.loop import StepResult
-from tlt.types import Response, StepMetrics
+from tlt.trace import STATES
+from tlt.types import Response, StepMetrics, WorkerNow
+from tlt.workers_view import BARS, COLOURS, WorkersView, stacked
 
 _SHOWN_STEPS = 10
-_BARS = "▁▂▃▄▅▆▇█"
 _PHASES = {
     "rollout": "green",
+    "compare": "red",
     "reward": "yellow",
     "update": "blue",
     "sync": "magenta",
@@ -36,15 +39,17 @@ class Display:
         self.console = console or Console()
         self.history: list[StepMetrics] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.workers = WorkersView()
         self._live: Live | None = None
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
 
     @contextmanager
-    def live(self, config: Config, first: int) -> Iterator[None]:
+    def live(self, config: Config, first: int, workers_now: Callable[[], Sequence[WorkerNow]]) -> Iterator[None]:
         """Show the run until the block ends."""
         self.config, self.first, self.started = config, first, time.perf_counter()
+        self.workers_now = workers_now
         self.now = ("starting", first, 0, 0)
         if not self.console.is_terminal:
             yield
@@ -57,6 +62,7 @@ class Display:
 
     def phase(self, step: int, name: str, total: int) -> None:
         self.now = (name, step, 0, total)
+        self.workers.phase()
 
     def response(self, response: Response) -> None:
         name, step, done, total = self.now
@@ -81,14 +87,24 @@ class Display:
         head = Table.grid(padding=(0, 1))
         head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=40), self._time_left())
         head.add_row(name, f"{done}/{total}" if total else "", ProgressBar(max(1, total), done, width=40), "")
-        parts: list[RenderableType] = [head]
+        parts: list[RenderableType] = [head, self._workers(step)]
         if self.history:
-            parts += [self._rewards(), self._table(), self._where_time_went(), self._strategies()]
+            parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies()]
         if self.evaluations:
             parts.append(Text(self._held_out()))
         return Panel(
             Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
         )
+
+    def _workers(self, step: int) -> RenderableType:
+        now = self.workers_now()
+        self.workers.look(now)
+        return self.workers.table(now, step, self._width)
+
+    @property
+    def _width(self) -> int:
+        """Of the bars that share a line with something else."""
+        return 40 if self.console.width >= 100 else 24
 
     def _held_out(self) -> str:
         step, found = self.evaluations[-1]
@@ -105,10 +121,10 @@ class Display:
     def _rewards(self) -> Text:
         rewards = [m.reward for m in self.history][-60:]
         low, high = min(rewards), max(rewards)
-        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
         return Text.assemble(
             "reward ",
-            ("".join(_BARS[round((r - low) * scale)] for r in rewards), "green"),
+            ("".join(BARS[round((r - low) * scale)] for r in rewards), "green"),
             f"  {low:.2f} .. {high:.2f}",
         )
 
@@ -118,36 +134,34 @@ class Display:
             "step",
             "reward",
             "median",
-            "p99",
             "longest",
             "tokens/s",
             "accept length",
+            "seen ahead",
             "mismatch",
             "seconds",
         ):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", min_width=max(map(len, column.split())))
         for m in self.history[-_SHOWN_STEPS:]:
             table.add_row(
                 str(m.step + 1),
                 f"{m.reward:.3f}",
-                *(f"{m.lengths[key]:.0f}" for key in ("median", "p99", "max")),
+                *(f"{m.lengths[key]:.0f}" for key in ("median", "max")),
                 f"{m.tokens_per_second:,.0f}",
                 f"{m.accept_length:.2f}",
+                f"{_seen_ahead(m):.0%}",
                 f"{m.update['mismatch_mean']:.1e}",
                 f"{m.seconds['total']:.1f}",
             )
         return table
 
-    def _where_time_went(self) -> Text:
-        spent = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
-        total = sum(spent.values()) or 1.0
-        bar = [("━" * round(40 * seconds / total), _PHASES[name]) for name, seconds in spent.items()]
-        legend = [
-            (f"  {name} {seconds / total:.0%}", _PHASES[name])
-            for name, seconds in spent.items()
-            if seconds / total >= 0.005
-        ]
-        return Text.assemble("time   ", *bar, *legend)
+    def _where_time_went(self) -> list[Text]:
+        """Of the step, and of the workers together."""
+        phases = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
+        workers = [worker for m in self.history for worker in m.workers]
+        states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
+        width = self._width
+        return [stacked("time", phases, _PHASES, width), stacked("workers", states, COLOURS, width)]
 
     def _strategies(self) -> Text:
         """What the last rollout's rounds used, the most frequent first, and drafters that went wrong."""
@@ -165,8 +179,14 @@ class Display:
             f"{f'without reward: {missing}  ' if missing else ''}"
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
+            f"seen ahead {_seen_ahead(m):.0%}  "
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
+
+
+def _seen_ahead(m: StepMetrics) -> float:
+    """Of the step's tokens."""
+    return m.rollout["seen_ahead"] / max(1, m.tokens)
 
 
 def _alarms(m: StepMetrics) -> list[str]:
@@ -176,3 +196,19 @@ def _alarms(m: StepMetrics) -> list[str]:
         "wrong, but its speed is gone; train it anew"
         for name, now in alarms.items()
     ]
+
+
+def against_plain(summary: dict[str, Any]) -> str:
+    """What a run that was compared with plain decoding found."""
+    found, rollouts = summary["compared"], summary["seconds"]["rollout"]
+    times = found["plain_seconds"] / found["rollout_seconds"]
+    same = f"all {found['tokens']:,} tokens are the same"
+    if found["differ"]:
+        same = (
+            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` says whether by rounding alone"
+        )
+    seconds = f"{found['rollout_seconds']:.1f} s became {found['plain_seconds']:.1f} s"
+    return (
+        f"rollouts took {rollouts:.1f} s. {found['steps']} of {summary['steps']} steps were decoded by plain decoding "
+        f"too: {seconds}, {times:.2f} times as long; {same}"
+    )

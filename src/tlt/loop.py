@@ -27,7 +27,17 @@ from tlt.rewards import Reward
 from tlt.rl.groups import has_spread, is_comparable, make_batch, usable
 from tlt.sampling import request_seed
 from tlt.trace import Span, Tracer
-from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, StepMetrics, TrainBatch
+from tlt.types import (
+    Group,
+    Prompt,
+    Request,
+    Response,
+    RolloutStats,
+    SamplingParams,
+    StepMetrics,
+    TrainBatch,
+    WorkerNow,
+)
 
 
 class Rollout(Protocol):
@@ -47,6 +57,10 @@ class Rollout(Protocol):
         is `coming` in the next steps, a list each."""
         ...
 
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        """The same by plain decoding at its best, with nothing else done meanwhile and nothing learned from it."""
+        ...
+
     def remember(self, drafts: Iterable[Ahead]) -> None:
         """Requests that will come again: what was said to them once is a draft of what will be said then."""
         ...
@@ -60,6 +74,10 @@ class Rollout(Protocol):
     def release(self) -> None:
         """An update comes next, up to the next `sync`: give back the memory that it could use on the same device; the
         next `generate` takes it again."""
+        ...
+
+    def now(self) -> Sequence[WorkerNow]:
+        """What each worker is at, or was a moment ago. Called from another thread, at any time."""
         ...
 
     def trace(self) -> list[list[Span]]:
@@ -114,7 +132,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     """The engine must hold the policy's present weights, and holds the new ones afterwards."""
     seconds: dict[str, float] = {}
     with timed("total", seconds):
-        groups, stats, waves = _decode(parts, config, watcher, step, seconds)
+        groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
         carried = len(parts.carried)
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
@@ -127,17 +145,25 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         with timed("sync", seconds, parts.tracer):
             parts.rollout.sync(parts.policy, version=step + 1)
     fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
-    return StepResult(groups, _measure(step, groups, stats, update, fate, seconds))
+    metrics = _measure(step, groups, stats, update, fate, seconds)
+    return StepResult(groups, replace(metrics, compared=compared))
 
 
 def _decode(
     parts: Parts, config: Config, watcher: Watcher, step: int, seconds: dict[str, float]
-) -> tuple[list[Group], RolloutStats, int]:
-    """Rewarded groups in prompt order, wave after wave until enough of them can be used; how, and in how many waves."""
+) -> tuple[list[Group], RolloutStats, int, dict[str, int]]:
+    """Rewarded groups in prompt order, wave after wave until enough of them can be used; how, in how many waves, and
+    beside plain decoding where that is asked for."""
     groups: list[Group] = []
-    stats, waves = RolloutStats(), 0
+    stats, waves, compared = RolloutStats(), 0, Counter[str]()
+    every = config.run.compare_every
     while waves < max(1, config.rollout.max_waves):
         requests = _requests(parts, config, parts.cursor)
+        plain: list[Response] = []
+        if every and (step + 1) % every == 0:
+            with timed("compare", seconds, parts.tracer):
+                watcher.phase(step, "compare", len(requests))
+                plain = parts.rollout.plainly(requests, watcher.response)
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
             responses, wave = parts.rollout.generate(requests, watcher.response, coming(parts, config, step + 1))
@@ -146,9 +172,19 @@ def _decode(
             decoded = _in_prompt_order(requests, responses)
             parts.reward([response for group in decoded for response in group.responses])
         groups, stats, waves = groups + decoded, stats + wave, waves + 1
+        compared.update(_compared(plain, responses))
         if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
             break
-    return groups, stats, waves
+    return groups, stats, waves, dict(compared)
+
+
+def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[str, int]:
+    """Of two ways to decode the same requests."""
+    if not plain:
+        return {}
+    tokens = {response.request.seed: response.token_ids for response in responses}
+    differ = sum(tokens[response.request.seed] != response.token_ids for response in plain)
+    return {"tokens": sum(map(len, tokens.values())), "responses": len(plain), "differ": differ}
 
 
 def _faults(groups: Sequence[Group]) -> dict[str, int]:

@@ -111,6 +111,7 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
         "seconds": seconds,
         "workers": _workers([line.get("workers", []) for line in lines]),
         "by_step": _by_step(lines),
+        "compared": _compared(lines),
         "accept_length": tokens / passes if passes else 1.0,
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
@@ -130,6 +131,21 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
         trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
         found.append({"seconds": seconds, "share": shares, **trained})
     return found
+
+
+def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of the steps that were decoded by plain decoding too; empty without any."""
+    found = [line for line in lines if line.get("compared")]
+    if not found:
+        return {}
+    counts = {key: sum(line["compared"][key] for line in found) for key in ("tokens", "responses", "differ")}
+    seconds = {key: sum(line["seconds"][key] for line in found) for key in ("rollout", "compare")}
+    return {
+        "steps": len(found),
+        **counts,
+        "rollout_seconds": seconds["rollout"],
+        "plain_seconds": seconds["compare"],
+    }
 
 
 def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:

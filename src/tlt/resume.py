@@ -9,7 +9,8 @@ from tlt.config import Config, ConfigError
 
 # nothing of these reaches the policy; cluster.workers does, by the rounding of sums over other shards
 _FREE = (
-    *("run.folder", "run.keep", "run.save_every", "run.overwrite", "reward.timeout_seconds", "reward.workers"),
+    *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
+    *("reward.timeout_seconds", "reward.workers"),
     *("cluster.address", "cluster.slice_seconds", "cluster.patience"),
 )
 _PLACES = ("data.path", "reward.folder")  # of the data itself there is a fingerprint

@@ -112,7 +112,7 @@ def train(
         write_json(folder / "config.json", config.model_dump())
         writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
         _trace(run)
-        with display.live(config, run.first):
+        with display.live(config, run.first, run.parts.rollout.now):
             for result in _steps(run):
                 done = result.metrics.step + 1
                 if stop or _save_is_due(config, done):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 ROLLOUT, IDLE, AHEAD, SPOT, UPDATE = STATES = ("ROLLOUT", "IDLE", "AHEAD", "SPOT", "UPDATE")
 """of a worker; all other names are work: prefill, plain, speculative, ahead, spot, judge, update, sync, save, ..."""
+COMPARE = "COMPARE"
+"""that too, while the run is compared with plain decoding; not counted among its seconds"""
 
 _JOINED = 0.005  # seconds between two spans that become one
 _MOST = 100_000  # spans kept where nobody drains them; the oldest are forgotten
@@ -60,6 +62,11 @@ class Tracer:
             yield
         finally:
             self.add(name, start, time.time())
+
+    @property
+    def state(self) -> str:
+        """The present one."""
+        return self._state[0] if self._state else IDLE
 
     def enter(self, state: str) -> None:
         """The worker is in `state` from now on; the stay in the one before becomes a span."""
@@ -136,7 +143,7 @@ class TraceFile:
 def _event(span: Span, number: int) -> dict[str, Any]:
     """Whole microseconds, both ends rounded alike: what touches does not overlap."""
     start, end = round(span.start * 1e6), round(span.end * 1e6)
-    thread = _STATE if span.name in STATES else _WORK
+    thread = _STATE if span.name in (*STATES, COMPARE) else _WORK
     where = {"ph": "X", "name": span.name, "pid": number, "tid": thread, "ts": start, "dur": end - start}
     return where | ({"args": span.facts} if span.facts else {})
 

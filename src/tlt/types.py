@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_GUESSES = 64
 """nodes that a draft of one row may have, its root not counted"""
@@ -180,6 +180,17 @@ class TrainBatch:
         return [len(self.prompt_ids[i]) + len(self.response_ids[i]) for i in members]
 
 
+class WorkerNow(NamedTuple):
+    """What a worker is at, for whoever looks on."""
+
+    state: str
+    """of `tlt.trace`"""
+    live: tuple[int, ...] = ()
+    """tokens so far of each row that it decodes"""
+    ahead: tuple[int, ...] = ()
+    """how far on the steps are that it decodes ahead: 1 is the next one"""
+
+
 @dataclass
 class StepMetrics:
     """One line of metrics.jsonl. `reward` is the mean over the responses that have one, 0 if none has. `seconds` are
@@ -202,5 +213,8 @@ class StepMetrics:
     """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
     prompts: list[tuple[int, int]] = field(default_factory=list)
     """(prompt id, epoch) of what the step consumed, in order"""
+    compared: dict[str, int] = field(default_factory=dict)
+    """of a step that was decoded by plain decoding too: tokens, responses, and how many of these differ; it took
+    seconds['compare']"""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""

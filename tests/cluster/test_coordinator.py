@@ -389,3 +389,24 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
     for line in read_metrics(Path(config.run.folder)):
         assert line["rollout"]["agreement"] == {"suffix": 0.5}
         assert line["rollout"]["alarms"] == {"suffix": 0.2}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path, seed: int) -> None:
+    """Nor do losses amid it; and no decoding ahead or training goes on meanwhile."""
+    workers, random = 2 + seed % 2, Random(seed)
+    digest, learned, _ = train(config_of(home, workers, **AHEAD))
+    run = {"folder": str(home / "run"), "overwrite": True, "seed": 1, "compare_every": 1}
+    config = config_of(home, workers, **AHEAD)
+    config = config.model_copy(update={"run": config.run.model_copy(update=run)})
+    lost: list[str] = []
+
+    def loses(worker: int, method: str) -> str:
+        dies = seed > 0 and method == "decode" and len(lost) < 2 and random.random() < 0.05
+        lost.extend([method] * dies)
+        return random.choice(["before", "after"]) if dies else ""
+
+    assert train(config, lambda n: random.randrange(n), loses)[:2] == (digest, learned)
+    for line in read_metrics(Path(config.run.folder)):
+        assert line["compared"] == {"tokens": line["tokens"], "responses": 12, "differ": 0}
+        assert line["seconds"]["compare"] > 0

@@ -238,7 +238,7 @@ MUTANTS = [
         "how far look-aheads are right is not learned",
         "engine/tuner.py",
         "                guesses.add(_AHEAD_KIND, levels, right)\n",
-        "                pass\n",
+        "            pass\n",
         TUNER,
     ),
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = [
     Mutant(
         "answers that come again are forgotten with the next rollout",
         "cluster/ahead.py",
-        '        """Of requests that will come again."""\n        self._given = []\n',
+        '        """Of requests that will come again."""\n        self.store.put(drafts)\n',
         '        """Of requests that will come again."""\n',
         CREW,
     ),
@@ -357,7 +357,7 @@ MUTANTS = [
     Mutant(
         "all that was decoded ahead is held to be accepted",
         "cluster/ahead.py",
-        "min(1.0, self._seen / self.drafted)",
+        "min(1.0, self._seen / self._drafted)",
         "1.0",
         CREW,
     ),
@@ -392,8 +392,8 @@ MUTANTS = [
     Mutant(
         "nobody decodes ahead while rewards are computed",
         "cluster/coordinator.py",
-        "                self._decode_ahead(index, self.crew.size)\n",
-        "                pass\n",
+        "            if not self.crew.pending(index):\n                self._decode_ahead(index)\n",
+        "            pass\n",
         CREW,
     ),
     Mutant(
@@ -404,10 +404,10 @@ MUTANTS = [
         CREW,
     ),
     Mutant(
-        "answers that come again are said to be of the first target",
+        "what a lost worker had told of is lost with it",
         "cluster/coordinator.py",
-        "Ahead.of(response, self._version, ended=True)",
-        "Ahead.of(response, 0, ended=True)",
+        "if heard := lost.heard.get(seed):",
+        "if heard := lost.heard.get(-1):",
         CREW,
     ),
     Mutant(

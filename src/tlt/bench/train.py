@@ -157,7 +157,7 @@ def _config_of(config: Config, name: str, workers: int, steps: int, keep: int = 
         tree[section] |= fields
     tree["cluster"]["workers"] = workers
     tree["train"] |= {"steps": steps, "shard": config.train.shard and workers > 1}
-    save = {"save_every": 1 if keep > 1 else 0, "keep": keep, "overwrite": True}
+    save = {"save_every": 1 if keep > 1 else 0, "keep": keep, "overwrite": True, "compare_every": 0}
     tree["run"] |= {"folder": str(Path(config.run.folder) / "bench" / (folder or name)), **save}
     return parse_config(tree)
 

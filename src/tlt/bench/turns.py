@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from tlt.cluster.sweeper import marked
 from tlt.config import Config
 from tlt.display import Display
 from tlt.loop import StepResult
+from tlt.types import WorkerNow
 
 _AWAKE = 0.1  # seconds for Ray to do what it missed
 
@@ -63,9 +64,9 @@ class TakingTurns(Display):
         self.turn, self.given = turn, given
 
     @contextmanager
-    def live(self, config: Config, first: int) -> Iterator[None]:
+    def live(self, config: Config, first: int, workers_now: Callable[[], Sequence[WorkerNow]]) -> Iterator[None]:
         self.given.append(self.turn({}))
-        with super().live(config, first):
+        with super().live(config, first, workers_now):
             yield
 
     def step(self, result: StepResult) -> None:

@@ -87,6 +87,15 @@ class LookingAhead:
         known = self.store.get(request)
         return known is not None and known.ended
 
+    def steps_of(self, worker: int) -> tuple[int, ...]:
+        """How far on the steps are that it decodes ahead."""
+        seeds = {request.seed for request in self._at.get(worker, ())}
+        return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
+
+    def rows_of(self, worker: int) -> tuple[int, ...]:
+        """What is known by now of the rows that it decodes ahead, in tokens."""
+        return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
+
     def heard(self, worker: int, done: AheadSlice) -> None:
         new = sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
         self.tokens += new
@@ -108,14 +117,14 @@ class LookingAhead:
         """The line that workers take their fair shares from: whole groups in their order, or where lengths were seen
         ahead, shares of about as many rounds (longest first: Graham, 1969), the long ones first in each."""
         if not any(self.store.get(row.request) for row in rows):
-            return deque(_groups(rows))
+            return deque(by_prompt(rows))
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}
         most, bins, loads = math.ceil(len(rows) / workers), [list[Row]() for _ in range(workers)], [0.0] * workers
         for row in sorted(rows, key=lambda row: -rounds[row.request.seed]):
             index = min((i for i in range(workers) if len(bins[i]) < most), key=lambda i: loads[i])
             bins[index].append(row)
             loads[index] += rounds[row.request.seed]
-        return deque(group for one in bins for group in _groups(one))
+        return deque(group for one in bins for group in by_prompt(one))
 
     def _rounds(self, request: Request) -> float:
         """Expected until it ends; of one that has not ended yet, as much again is still to come."""
@@ -127,7 +136,7 @@ class LookingAhead:
         return len(known.tokens) / self.value.accept_length_ahead + rest / self.value.accept_length
 
 
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
     """By prompt, in the order of their first."""
     order: dict[tuple[int, int], int] = {}
     for row in rows:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from tlt.build import steps_ahead
-from tlt.cluster.ahead import LookingAhead
+from tlt.cluster.ahead import LookingAhead, by_prompt
 from tlt.cluster.balance import Forecast, half_of, take
 from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
-from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
+from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
+from tlt.types import Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # at an update from which workers are lost
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
@@ -46,6 +47,12 @@ class Share:
     trains: bool = True
     """whether it has harvest enough"""
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its rows, as far as it has said."""
+        live = self.last.live if self.last else {}
+        return tuple(live.get(seed, len(row.tokens)) for seed, row in self.rows.items())
+
 
 class Coordinator:
     def __init__(self, crew: Crew, config: Config) -> None:
@@ -53,6 +60,8 @@ class Coordinator:
         self.slots = config.engine.max_rows
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
+        self.now: tuple[WorkerNow, ...] = ()
+        """as of the last call that came back: a whole, which another thread may read"""
         self._enter(IDLE)
         self._number = 0  # of the last rollout
         self._rollout_seconds = 0.0  # of the one before
@@ -63,10 +72,22 @@ class Coordinator:
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self._in_turn = False
         self._version = 0  # of the target
+        self._plain = False  # whether this is a comparison with plain decoding
+        self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
     def _enter(self, state: str) -> None:
         for tracer in self.tracers:
             tracer.enter(state)
+        self.now = tuple(WorkerNow(state) for _ in self.tracers)
+
+    def _look(self) -> tuple[WorkerNow, ...]:
+        states = [tracer.state for tracer in self.tracers]
+        return tuple(
+            WorkerNow(state, self.ahead.rows_of(index), self.ahead.steps_of(index))
+            if state == AHEAD
+            else WorkerNow(state, share.lengths)
+            for index, (state, share) in enumerate(zip(states, self.shares, strict=True))
+        )
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
@@ -77,22 +98,60 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self._number += 1
-        self.crew.break_off()
         self.publication.next_rollout()
-        self.shares = [Share() for _ in range(self.crew.size)]
-        self.missing = len(requests)
-        self._gone = RolloutStats()
         self._trained = self.publication.tokens
-        responses: list[Response] = []
-        for done in self.crew.kept():
-            self._heard(done)
+        self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
         self.queue = self.ahead.deal([Row(request) for request in requests], self.crew.size)
+        responses = self._decode(on_response)
+        self._enter(IDLE)
+        self._rollout_seconds = time.monotonic() - began
+        for index in range(self.crew.size):  # they have time while rewards are computed
+            if not self.crew.pending(index):
+                self._decode_ahead(index)
+        self.now = self._look()
+        stats = self._stats(responses)
+        self.ahead.end(stats, self._rollout_seconds, self.crew.size)
+        return responses, stats
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        """Workers help each other, and do nothing else beside."""
+        self._all_back()
+        kept = self.forecast, self.trains_when_idle, self.looks_ahead
+        self.forecast, self.trains_when_idle, self.looks_ahead = self._plain_forecast, False, False
+        self._plain = True
+        try:
+            self._enter(COMPARE)
+            self._begin(len(requests))
+            self.queue = deque(by_prompt([Row(request) for request in requests]))
+            return self._decode(on_response)
+        finally:
+            self._plain = False
+            self.forecast, self.trains_when_idle, self.looks_ahead = kept
+            self._enter(IDLE)
+
+    def _all_back(self) -> None:
+        """Nobody is at what is done in idle time any more."""
+        self.crew.break_off()
+        self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
+
+    def _begin(self, missing: int) -> None:
+        self._number += 1
+        self.crew.break_off()
+        self.shares = [Share() for _ in range(self.crew.size)]
+        self.missing = missing
+        self._gone = RolloutStats()
+        for done in self.crew.kept():
+            self._heard(done)
+
+    def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
+        """Until nothing is missing."""
+        responses: list[Response] = []
         while self.missing:
             for index in range(self.crew.size):
                 if not self.crew.pending(index):
                     self._next(index)
+            self.now = self._look()
             for done in self.crew.done():
                 if done.lost:
                     self._reclaim(done.worker)
@@ -101,14 +160,7 @@ class Coordinator:
                         responses.append(response)
                         on_response(response)
                 self._heard(done)
-        self._enter(IDLE)
-        self._rollout_seconds = time.monotonic() - began
-        for index in range(self.crew.size):  # they have time while rewards are computed
-            if not self.crew.pending(index):
-                self._decode_ahead(index)
-        stats = self._stats(responses)
-        self.ahead.end(stats, self._rollout_seconds, self.crew.size)
-        return responses, stats
+        return responses
 
     def _heard(self, done: Done) -> None:
         """What was done in idle time."""
@@ -139,10 +191,10 @@ class Coordinator:
             self._idle(index)
             return
         share.trains = True
-        self.tracers[index].enter(ROLLOUT)
+        self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
-        drafts = self.ahead.drafts(row.request for row in new)
-        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts)
+        drafts = [] if self._plain else self.ahead.drafts(row.request for row in new)
+        work = Work(self._number, fresh, [row for row in new if row.tokens], share.asked, drafts, self._plain)
         self.crew.call(index, "decode", work, self._seconds(share))
         share.asked = []
 
@@ -155,7 +207,7 @@ class Coordinator:
     def _idle(self, index: int) -> None:
         """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train the drafter
         or decode ahead. One that is to help does so too until it is given something, as it is back within a round."""
-        self.tracers[index].enter(IDLE)
+        self.tracers[index].enter(COMPARE if self._plain else IDLE)
         asks = self._asks_for_work(index)
         if asks:
             self._decode_ahead(index)
@@ -293,8 +345,7 @@ class Coordinator:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._enter(UPDATE)
-        self.crew.break_off()
-        self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
+        self._all_back()
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()

@@ -6,22 +6,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from tlt.build import plain_beside
 from tlt.cluster.budget import Budget
 from tlt.draft.ahead import Ahead
 from tlt.engine.engine import Engine
 from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
-from tlt.trace import IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
-from tlt.types import Request, Response, RolloutStats
+from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
+from tlt.types import Request, Response, RolloutStats, WorkerNow
 
 
 class LocalRollout:
     def __init__(self, engine: Engine, budget: Budget | None = None, look_ahead: int = 0) -> None:
         """Where a few rows more are free, requests of `look_ahead` steps to come are decoded beside a long tail."""
         self.engine, self.budget, self.look_ahead = engine, budget, look_ahead
+        self.plain = plain_beside(engine)
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
+        self._live: tuple[int, ...] = ()
 
     def sync(self, policy: Trainable, version: int) -> None:
         assert isinstance(policy, Policy), "the one in this process"
@@ -42,7 +45,9 @@ class LocalRollout:
         if self.engine.tuner.free_rows(1) > 1:
             self.engine.look_ahead(self._not_ended(islice(coming, self.look_ahead)))
         while self.engine.busy:
-            for response in self.engine.round():
+            finished = self.engine.round()
+            self._live = tuple(len(row.tokens) for row in self.engine.rows if not row.ahead)
+            for response in finished:
                 responses.append(response)
                 on_response(response)
         self.engine.look_ahead(())
@@ -52,6 +57,17 @@ class LocalRollout:
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        self.tracer.enter(COMPARE)
+        self.engine.release()
+        responses = []
+        for response in self.plain.generate(requests):
+            responses.append(response)
+            on_response(response)
+        self.plain.release()
+        self.tracer.enter(IDLE)
+        return responses
 
     def _not_ended(self, coming: Iterable[list[Request]]) -> list[Request]:
         known = ((request, self.engine.store.get(request)) for step in coming for request in step)
@@ -67,6 +83,9 @@ class LocalRollout:
         self.engine.tuner.load_state(state["tuner"])
         if self.budget and state.get("drafter"):
             self.budget.load_state(state["drafter"], self.engine)
+
+    def now(self) -> list[WorkerNow]:
+        return [WorkerNow(self.tracer.state, self._live)]
 
     def release(self) -> None:
         self.tracer.enter(UPDATE)

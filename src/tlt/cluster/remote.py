@@ -14,7 +14,7 @@ from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.trace import Span
-from tlt.types import Request, Response, RolloutStats, TrainBatch
+from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
 
 class ClusterRollout:
@@ -36,6 +36,9 @@ class ClusterRollout:
     def remember(self, drafts: Iterable[Ahead]) -> None:
         self.coordinator.ahead.remember(drafts)
 
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        return self.coordinator.plainly(requests, on_response)
+
     def state(self) -> dict[str, Any]:
         return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.publication.state()}
 
@@ -46,6 +49,9 @@ class ClusterRollout:
 
     def release(self) -> None:
         """Each worker does so before its part of the update."""
+
+    def now(self) -> Sequence[WorkerNow]:
+        return self.coordinator.now
 
     def trace(self) -> list[list[Span]]:
         states = [tracer.drain() for tracer in self.coordinator.tracers]

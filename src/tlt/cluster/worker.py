@@ -17,13 +17,22 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tlt.build import load_tokenizer, make_engine, make_target, starting_drafter, torch_device, torch_dtype
+from tlt.build import (
+    load_tokenizer,
+    make_engine,
+    make_target,
+    plain_beside,
+    starting_drafter,
+    torch_device,
+    torch_dtype,
+)
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
+from tlt.engine.engine import Engine
 from tlt.models.weights import read_safetensors
 from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
@@ -49,6 +58,8 @@ class Work(NamedTuple):
     """seeds of requests that others shall go on with"""
     drafts: Sequence[Ahead] = ()
     """what was decoded ahead for the new ones"""
+    plain: bool = False
+    """by plain decoding, whatever the recipe says"""
 
 
 class AheadWork(NamedTuple):
@@ -108,6 +119,7 @@ class Worker:
         self.engine = make_engine(
             config.engine, config.speculation, self.target, tokenizer, layer, on_harvest, self.tracer, self.store
         )
+        self.plain = plain_beside(self.engine)
         self.device = torch_device(config.model)
         kind = ShardedPolicy if config.train.shard else Policy
         self.policy = kind(
@@ -125,23 +137,25 @@ class Worker:
     def decode(self, work: Work, seconds: float) -> Slice:
         """Rounds until the time is up or nothing is left. Raises ValueError for a request that can never run."""
         began = time.perf_counter()
-        self._enter_rollout(work.rollout, work.drafts)
-        self.engine.look_ahead(())
+        engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)
+        self._enter_rollout(work.rollout, work.drafts, engine)
+        other.release()
+        engine.look_ahead(())
         self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}
-        self.engine.submit(work.requests, work.resumed)
-        given_up = self.engine.give_up(work.give_up)
+        engine.submit(work.requests, work.resumed)
+        given_up = engine.give_up(work.give_up)
         responses: list[Response] = []
-        while self.engine.busy:
-            responses += self.engine.round()
+        while engine.busy:
+            responses += engine.round()
             if time.perf_counter() - began >= seconds:
                 break
-        live = {row.request.seed: len(row.tokens) for row in self.engine.rows}
-        waiting = [row.request.seed for row in self.engine.waiting]
+        live = {row.request.seed: len(row.tokens) for row in engine.rows}
+        waiting = [row.request.seed for row in engine.waiting]
         seconds = time.perf_counter() - began
-        return Slice(responses, given_up, self.engine.stats, live, waiting, seconds, self._news())
+        return Slice(responses, given_up, engine.stats, live, waiting, seconds, self._news(engine))
 
-    def _news(self) -> dict[int, list[int]]:
-        rows = {row.request.seed: row for row in (*self.engine.rows, *self.engine.waiting)}
+    def _news(self, engine: Engine) -> dict[int, list[int]]:
+        rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
         news = {seed: row.tokens[self._told.get(seed, 0) :] for seed, row in rows.items()}
         self._told = {seed: len(row.tokens) for seed, row in rows.items()}
         return news
@@ -150,7 +164,7 @@ class Worker:
         """Rounds for the steps to come, until the time is up, all is decoded or this worker is wanted. What has not
         ended then goes on with the next call."""
         began = time.perf_counter()
-        self._enter_rollout(work.rollout, work.drafts)
+        self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
         with self.tracer.span("ahead"):
             while self.engine.looks_ahead and self._wanted < number:
@@ -162,11 +176,11 @@ class Worker:
         found = [ahead for ahead in known if ahead and ahead.version == self.target.version]
         return AheadSlice(found, time.perf_counter() - began)
 
-    def _enter_rollout(self, number: int, drafts: Sequence[Ahead]) -> None:
+    def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: Engine) -> None:
         """With a new one, what was under way is forgotten."""
         self.store.put(drafts)
         if number != self._rollout:
-            self.engine.start(())
+            engine.start(())
             self._rollout = number
 
     # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------

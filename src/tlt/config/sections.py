@@ -275,6 +275,9 @@ class RunConfig(Section):
     """steps between checkpoints; 0 saves at the end only"""
     keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
+    compare_every: int = Field(default=0, ge=0)
+    """before every so many-th step its requests are decoded once more, by plain decoding on the same workers, so that
+    the run can say what it saved, and that no token differs; 0 is never"""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
 

@@ -20,7 +20,7 @@ from tlt.models.decoder import Decoder
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import Span
-from tlt.types import Request, Response, RolloutStats, Row
+from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
 
 _WORKERS = 3
 _SPARE = 64  # tokens that a cache needs beyond its longest row
@@ -89,9 +89,12 @@ class SeveralWorkers:
                 resumed.append(row)
         _submit(taker, anew, resumed)
 
-    def remember(self, drafts: Iterable[Ahead]) -> None: ...
-
     # -- the rest of the protocol --------------------------------------------------------------------------------------
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        raise NotImplementedError("another rollout of `tlt verify` does that")
+
+    def remember(self, drafts: Iterable[Ahead]) -> None: ...
 
     def release(self) -> None:
         """Engines and their caches end with each rollout."""
@@ -100,6 +103,9 @@ class SeveralWorkers:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def now(self) -> list[WorkerNow]:
+        return []
 
     def trace(self) -> list[list[Span]]:
         return []

@@ -121,6 +121,7 @@ def _verify_config(config: Config, dtype: str, full: bool) -> Config:
             "model": config.model.model_copy(update={"dtype": dtype, "device": device}),
             "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
             "cluster": ClusterConfig(),
+            "run": config.run.model_copy(update={"compare_every": 0}),
         }
     )
 

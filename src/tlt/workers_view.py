@@ -1,0 +1,104 @@
+"""What the workers do now, and did in this rollout, as a picture: a line each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE
+from tlt.types import WorkerNow
+
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {
+    ROLLOUT: "green",
+    AHEAD: "cyan",
+    SPOT: "yellow",
+    IDLE: "bright_black",
+    UPDATE: "blue",
+    COMPARE: "red",
+}
+_CELLS = 40
+_SECONDS = 0.25  # that a cell stands for at first
+
+
+class _Cell(NamedTuple):
+    state: str
+    rows: int
+
+
+class WorkersView:
+    """Live rows over time, coloured by state. A cell stands for twice as long as soon as a rollout would not fit."""
+
+    def __init__(self) -> None:
+        self.seconds = _SECONDS
+        self._cells: list[list[_Cell]] = []  # by time, then by worker
+        self._last = 0.0
+        self._phase_began = 0.0
+
+    def phase(self) -> None:
+        """Another phase of the step begins."""
+        self._phase_began = time.monotonic()
+
+    def look(self, workers: Sequence[WorkerNow]) -> None:
+        now = time.monotonic()
+        if now - self._last < self.seconds:
+            return
+        self._last = now
+        self._cells = [*self._cells, [_Cell(worker.state, len(worker.live)) for worker in workers]][-_CELLS:]
+        if now - self._phase_began > self.seconds * _CELLS:
+            self.seconds, self._cells = 2 * self.seconds, self._cells[::2]
+
+    def table(self, workers: Sequence[WorkerNow], step: int, width: int) -> Table:
+        """`step` is the present one; what is decoded ahead is named by its own."""
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("worker", justify="right")
+        table.add_column("state", width=len(ROLLOUT))
+        table.add_column("rows", justify="right", min_width=4)
+        table.add_column("longest", justify="right")
+        table.add_column(f"live rows over {self._span(width)}", no_wrap=True, width=width)
+        table.add_column("steps ahead", no_wrap=True)
+        for index, worker in enumerate(workers):
+            table.add_row(
+                str(index),
+                Text(worker.state, COLOURS[worker.state]),
+                str(len(worker.live) or ""),
+                str(max(worker.live, default="")),
+                self._strip(index, width),
+                Text(_steps(step, worker.ahead), COLOURS[AHEAD]),
+            )
+        return table
+
+    def _span(self, width: int) -> str:
+        return f"{width * self.seconds:.0f} s"
+
+    def _strip(self, index: int, width: int) -> Text:
+        most = dict.fromkeys(COLOURS, 1)  # in each state: many more may be decoded ahead than are decoded now
+        for cell in (cell for cells in self._cells for cell in cells):
+            most[cell.state] = max(most[cell.state], cell.rows)
+        mine = [cells[index] for cells in self._cells[-width:] if index < len(cells)]
+        return Text.assemble(*((_bar(cell.rows, most[cell.state]), COLOURS[cell.state]) for cell in mine))
+
+
+def _bar(rows: int, most: int) -> str:
+    return BARS[-(-rows * (len(BARS) - 1) // most)]
+
+
+def _steps(step: int, ahead: Sequence[int]) -> str:
+    """Numbered as the screen numbers them, from 1."""
+    return ", ".join(str(step + 1 + offset) for offset in ahead)
+
+
+def stacked(title: str, spent: Mapping[str, float], colours: Mapping[str, str], width: int = 40) -> Text:
+    """A bar of shares, and their legend."""
+    total = sum(spent.values()) or 1.0
+    bar = [("━" * round(width * seconds / total), colours[name]) for name, seconds in spent.items()]
+    legend = [
+        (f"  {name.lower()}\N{NO-BREAK SPACE}{seconds / total:.0%}", colours[name])
+        for name, seconds in spent.items()
+        if seconds / total >= 0.005
+    ]
+    return Text.assemble(f"{title:<8}", *bar, *legend)
