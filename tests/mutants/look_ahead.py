@@ -408,7 +408,7 @@ MUTANTS = [
         "cluster/coordinator.py",
         "if heard := lost.heard.get(seed):",
         "if heard := lost.heard.get(-1):",
-        CREW,
+        "cluster/test_coordinator.py",
     ),
     Mutant(
         "an idle worker does what saves less",
