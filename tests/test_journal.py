@@ -43,7 +43,7 @@ WANT = [(r.request.seed, r.request.prompt.token_ids, r.token_ids, True) for r in
 
 
 def test_what_was_written_comes_back_and_a_torn_end_is_passed_over(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.bin")
+    journal = Journal(tmp_path / "journal.bin", 100)
     assert journal.read() == []
     ends = []
     for said in SAID:
@@ -57,15 +57,36 @@ def test_what_was_written_comes_back_and_a_torn_end_is_passed_over(tmp_path: Pat
     assert journal.read() == []
 
 
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.bin", 10)
+    for seed in range(20):
+        journal.add(response(seed, (1,), [seed] * 3))
+        seeds = [ahead.seed for ahead in journal.read()]
+        assert seeds == list(range(seed + 1))[-len(seeds) :]
+        assert 1 <= len(seeds) <= 3
+
+
+def test_what_is_written_behind_a_torn_end_comes_back(tmp_path: Path) -> None:
+    """Killed amid a record, gone on with --resume, and killed once more before the next checkpoint."""
+    Journal(tmp_path / "journal.bin", 100).add(SAID[0])
+    with (tmp_path / "journal.bin").open("ab") as file:
+        file.write(b"torn!")
+    again = Journal(tmp_path / "journal.bin", 100)
+    assert plain(again.take_up()) == WANT[:1]
+    for said in SAID[1:]:
+        again.add(said)
+    assert plain(again.read()) == WANT
+
+
 def test_damage_is_never_more_than_a_bad_draft(tmp_path: Path) -> None:
-    rng, journal = random.Random(0), Journal(tmp_path / "journal.bin")
+    rng, journal = random.Random(0), Journal(tmp_path / "journal.bin", 100)
     for _ in range(200):
         journal.path.write_bytes(rng.randbytes(rng.randrange(200)))
         assert all(len(ahead.tokens) < 60 for ahead in journal.read())
 
 
 def test_where_it_cannot_be_written_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = Journal(tmp_path / "no folder" / "journal.bin")
+    journal = Journal(tmp_path / "no folder" / "journal.bin", 100)
     with caplog.at_level(logging.WARNING):
         journal.add(SAID[0])
         journal.add(SAID[1])
@@ -109,4 +130,4 @@ def test_a_run_that_was_killed_is_soon_where_it_was(tmp_path: Path) -> None:
     counts = [line["rollout"] for line in read_metrics(Path(config.run.folder))]
     assert [line["ahead_drafted"] > 0 for line in counts] == [False, False, True, False, False]
     assert counts[2]["ahead_drafted"] == counts[2]["seen_ahead"]
-    assert Journal(Path(config.run.folder) / "journal.bin").read() == []
+    assert Journal(Path(config.run.folder) / "journal.bin", 100).read() == []

@@ -20,19 +20,23 @@ _HEAD = struct.Struct("<QII")
 
 
 class Journal:
-    """Nothing depends on it but speed: where it cannot be written, the run goes on without."""
+    """The newest records, of so many tokens at most. Nothing depends on it but speed: where it cannot be written, the
+    run goes on without."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._fails = path, False
+    def __init__(self, path: Path, most_tokens: int) -> None:
+        self.path, self.most_tokens = path, most_tokens
+        self._tokens, self._fails = 0, False
 
     def add(self, response: Response) -> None:
         said = Ahead.of(response, version=0, ended=True)
-        record = _HEAD.pack(said.seed, len(said.prompt), len(said.tokens))
-        self._write(record + np.array([*said.prompt, *said.tokens], dtype="<i4").tobytes(), "ab")
+        self._tokens += len(said.tokens)
+        self._write(_record(said), "ab")
+        if self._tokens > self.most_tokens:
+            self._keep(self.read())
 
     def clear(self) -> None:
         """A checkpoint holds all that it was kept for."""
-        self._write(b"", "wb")
+        self._keep([])
 
     def read(self) -> list[Ahead]:
         """Whole records: a run that was killed may have left a part of one at the end."""
@@ -46,6 +50,23 @@ class Journal:
             found.append(Ahead(seed, tuple(both[:prompt].tolist()), both[prompt:], 0, ended=True))
         return found
 
+    def take_up(self) -> list[Ahead]:
+        """Of a run that goes on: what was said before. A torn end is cut off."""
+        found = self.read()
+        self._keep(found)
+        return found
+
+    def _keep(self, found: list[Ahead]) -> None:
+        """Of these the newest, half as many tokens as there may be."""
+        kept: list[Ahead] = []
+        self._tokens = 0
+        for said in reversed(found):
+            if self._tokens + len(said.tokens) > self.most_tokens // 2:
+                break
+            self._tokens += len(said.tokens)
+            kept.append(said)
+        self._write(b"".join(map(_record, reversed(kept))), "wb")
+
     def _write(self, data: bytes, mode: str) -> None:
         if self._fails:
             return
@@ -55,3 +76,8 @@ class Journal:
         except OSError as error:
             log.warning("%s cannot be written (%s); going on without", self.path, error.strerror)
             self._fails = True
+
+
+def _record(said: Ahead) -> bytes:
+    tokens = np.array([*said.prompt, *said.tokens], dtype="<i4").tobytes()
+    return _HEAD.pack(said.seed, len(said.prompt), len(said.tokens)) + tokens

@@ -108,6 +108,8 @@ def train(
     found = checkpoint.latest(folder / "checkpoints") if resume else None
     with stop_request() as stop, ExitStack() as ending:
         run = _prepare(config, display, found, ending)
+        if resume and run.journal:
+            run.parts.rollout.remember(run.journal.take_up())
         run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
         write_json(folder / "config.json", config.model_dump())
         writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
@@ -208,11 +210,18 @@ def _prepare(config: Config, display: Display, found: Checkpoint | None, ending:
         held_out,
         first=0,
         trace=TraceFile(Path(config.run.folder) / "trace.json"),
-        journal=Journal(Path(config.run.folder) / "journal.bin") if steps_ahead(config.speculation) else None,
+        journal=_journal(config),
     )
     if found:
         _restore(run, found)
     return run
+
+
+def _journal(config: Config) -> Journal | None:
+    """Of what a checkpoint that is gone back to would say once more."""
+    if not steps_ahead(config.speculation) or not config.run.save_every:
+        return None
+    return Journal(Path(config.run.folder) / "journal.bin", config.speculation.look_ahead_tokens)
 
 
 def _restore(run: Run, found: Checkpoint) -> None:
@@ -224,8 +233,6 @@ def _restore(run: Run, found: Checkpoint) -> None:
     run.parts.carried = from_plain(found.state["carried"], run.parts.prompts, run.parts.sampling)
     run.parts.rollout.load_state(found.state["rollout"])
     run.first = found.state["step"]
-    if run.journal:
-        run.parts.rollout.remember(run.journal.read())
     for damaged in found.passed_over:
         run.display.note(f"passed over: {damaged}")
     run.display.note(f"going on from step {run.first} ({found.folder})")

@@ -120,6 +120,8 @@ class RolloutStats:
     accepted: int = 0
     ahead_passes: int = 0
     """of rows that were drafted by their look-ahead"""
+    ahead_committed: int = 0
+    """tokens that these passes committed, the target's own ones among them"""
     ahead_drafted: int = 0
     """tokens that a look-ahead proposed"""
     seen_ahead: int = 0

@@ -193,7 +193,11 @@ def test_seconds_saved() -> None:
     value.decoded(100, 2.0)
     value.decoded(60, 1.0)
     assert value.saves(7.0, 2) == 0.0, "nobody knows how right they are"
-    value.learn(RolloutStats(tokens=100, row_passes=30, ahead_passes=10, seen_ahead=50), 100, worker_seconds=60.0)
+    value.learn(
+        RolloutStats(tokens=100, row_passes=30, ahead_passes=10, ahead_committed=60, seen_ahead=50),
+        100,
+        worker_seconds=60.0,
+    )
     assert (value.accept_length, value.accept_length_ahead) == (2.0, 6.0)
     assert value.saves(7.0, 2) == pytest.approx(7 * 150 / 2.8 * 0.5 * 2 * (1 / 2 - 1 / 6) / 2)
     assert value.saves(14.0, 4) == pytest.approx(value.saves(7.0, 2))
@@ -202,7 +206,11 @@ def test_seconds_saved() -> None:
 def test_a_drafter_as_good_as_a_look_ahead_leaves_nothing_to_save() -> None:
     value = Value()
     value.decoded(100, 1.0)
-    value.learn(RolloutStats(tokens=90, row_passes=20, ahead_passes=10, seen_ahead=20), 100, worker_seconds=1.0)
+    value.learn(
+        RolloutStats(tokens=90, row_passes=20, ahead_passes=10, ahead_committed=30, seen_ahead=20),
+        100,
+        worker_seconds=1.0,
+    )
     assert (value.accept_length, value.accept_length_ahead) == (6.0, 3.0)
     assert value.saves(1.0, 1) == 0.0
 
@@ -218,7 +226,11 @@ def test_the_share_that_is_accepted_is_known_after_one_rollout() -> None:
     ahead = looking()
     ahead.heard(0, AheadSlice([known(0, 100)], 1.0))
     ahead.begin(requests(0), iter(()))
-    ahead.end(RolloutStats(tokens=110, row_passes=10, ahead_passes=10, seen_ahead=100), seconds=1.0, workers=1)
+    ahead.end(
+        RolloutStats(tokens=110, row_passes=10, ahead_passes=10, ahead_committed=110, seen_ahead=100),
+        seconds=1.0,
+        workers=1,
+    )
     after = ahead.value.saves(1.0, 1)
     ahead.store.put([known(10, 100)])
     ahead.begin(requests(10), iter(()))
@@ -359,3 +371,19 @@ def test_an_idle_worker_does_what_saves_more(
     monkeypatch.setattr(coordinator.ahead.value, "saves", lambda *arguments: ahead)
     rolled_out(coordinator, requests(0), requests(20, 21))
     assert next(method for _, method, _ in trace if method in ("spot", "look_ahead")) == first
+
+
+def test_a_pass_that_ends_a_response_gives_no_token_beside_the_look_aheads() -> None:
+    """Eight tokens by a look-ahead, the last of them the stop, in one pass; and one token in another."""
+    value = Value()
+    value.decoded(10, 1.0)
+    value.learn(RolloutStats(tokens=9, row_passes=2, ahead_passes=1, ahead_committed=8, seen_ahead=8), 8, 1.0)
+    assert (value.accept_length, value.accept_length_ahead) == (1.0, 8.0)
+    assert value.saves(1.0, workers=2) > 0.0
+
+
+def test_a_pass_gives_a_token_at_least() -> None:
+    """As where a worker was lost, and of its tokens nobody told."""
+    value = Value()
+    value.learn(RolloutStats(tokens=17, row_passes=9, ahead_passes=2, ahead_committed=16, seen_ahead=14), 20, 1.0)
+    assert value.accept_length == 1.0

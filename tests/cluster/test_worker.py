@@ -114,3 +114,13 @@ def test_what_another_worker_found_since_is_not_overwritten(folder: Path, how: s
     kept = worker.store.get(FIRST)
     assert kept
     assert found([kept]) == found(ended)
+
+
+def test_a_worker_that_took_the_state_of_another_trains_on_what_it_decodes(tmp_path: Path) -> None:
+    """Not only from the next sync on: it would give up training for good."""
+    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"}, cluster={"workers": 2})
+    old, new = (Worker(config, 1, config.model.path) for _ in range(2))
+    old.sync(1)
+    new.take_state(old.state())
+    assert new.spot_trainer is not None
+    assert new.spot_trainer.trainer.heads[new.target.version] is new.target.head

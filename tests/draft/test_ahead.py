@@ -43,7 +43,7 @@ def test_the_newest_are_kept_up_to_the_bound(puts: list[tuple[int, int, int]], m
     for seed, prompt, length in puts:
         seed = 10 * prompt + seed  # a seed is of one prompt
         store.put([ahead(seed, [1] * length, prompt)])
-        if any(item[0] == seed and item[2] > length for item in line):
+        if not length or any(item[0] == seed and item[2] > length for item in line):
             continue  # of one target, the longer
         line = [item for item in line if item[0] != seed] + [(seed, prompt, length)]
         while sum(item[2] for item in line) > most:

@@ -356,7 +356,6 @@ def test_slots_that_are_free_are_filled_in_the_tail(most: int) -> None:
     check_tokens([done[request.seed] for request in now], expected()[:3])
 
 
-@pytest.mark.xfail(strict=True, reason="Engine._admit counts prompts of coming steps, whose seconds are not prefill's")
 def test_prompts_of_coming_steps_are_not_counted_as_prefilled_for_this_one() -> None:
     """The cluster's forecast divides the one by the other."""
     looking = engine(AheadStore(10**6), PLAIN)

@@ -162,9 +162,10 @@ class Value:
         """From a rollout that began with so many tokens decoded ahead."""
         passes = stats.row_passes - stats.ahead_passes
         if passes:
-            self.accept_length = (stats.tokens - stats.seen_ahead - stats.ahead_passes) / passes
+            # at least one, as of a lost worker the passes are known and the tokens are not
+            self.accept_length = max(1.0, (stats.tokens - stats.ahead_committed) / passes)
         if stats.ahead_passes:
-            self.accept_length_ahead = 1 + stats.seen_ahead / stats.ahead_passes
+            self.accept_length_ahead = stats.ahead_committed / stats.ahead_passes
         if stats.row_passes:
             self._pass_seconds = worker_seconds / stats.row_passes
         self._drafted = _KEPT * self._drafted + drafted

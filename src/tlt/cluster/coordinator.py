@@ -138,6 +138,7 @@ class Coordinator:
     def _begin(self, missing: int) -> None:
         self._number += 1
         self.crew.break_off()
+        self.crew.call_back(("look_ahead",), _HANGS)  # for what they have, before anybody begins with that anew
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()

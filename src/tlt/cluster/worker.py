@@ -309,6 +309,7 @@ class Worker:
         self._restore(state)
         take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
+        self._guarded(lambda trainer: trainer.target_moved())
 
     def _restore(self, state: State) -> None:
         self.policy.optimizer.zero_grad(set_to_none=True)

@@ -53,6 +53,8 @@ class AheadStore:
         """Each takes the place of what was known of its request, but for what the same target has told more of."""
         for ahead in found:
             known = self._kept.get(ahead.seed)
+            if not len(ahead.tokens):
+                continue
             if known and known.version == ahead.version and _extent(known) > _extent(ahead):
                 continue
             self.forget([ahead.seed])

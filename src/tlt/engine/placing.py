@@ -23,7 +23,7 @@ class Placing(NamedTuple):
 
 def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Prefill each context once, then copy it to the siblings that share it. Returns the tokens that were
-    prefilled."""
+    prefilled, but for those of coming steps."""
     rows, window = rollout.rows, rollout.window
     kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
@@ -43,7 +43,7 @@ def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
         cache.copy(source, place, row.kv_length)
         if window:
             window.copy(source, place, row.kv_length)
-    return sum(row.kv_length for row in fresh)
+    return sum(row.kv_length for row in fresh if not row.ahead)
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:

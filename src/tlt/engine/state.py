@@ -79,6 +79,7 @@ def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right:
     stats.tokens += taken
     if tree.ahead:
         stats.ahead_passes += 1
+        stats.ahead_committed += taken
         stats.ahead_drafted += len(tree.tokens) - 1
         stats.seen_ahead += right
 
