@@ -307,7 +307,9 @@ def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Req
 
 
 def test_those_who_are_idle_decode_the_next_step_while_rewards_are_computed(tmp_path: Path) -> None:
+    """Where that took a while before the last update."""
     coordinator, pool, _ = crewed(tmp_path)
+    coordinator._pause = 60.0
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))
     calls = [call for call in pool.calls.values() if call.method == "look_ahead"]
     assert [(call.worker, seeds(call.arguments[0]), call.done) for call in calls] == [

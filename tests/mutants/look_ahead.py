@@ -392,8 +392,8 @@ MUTANTS = [
     Mutant(
         "nobody decodes ahead while rewards are computed",
         "cluster/coordinator.py",
-        "            if not self.crew.pending(index):\n                self._decode_ahead(index)\n",
-        "            pass\n",
+        "if self._pause > self.config.cluster.slice_seconds and",
+        "if self._pause < self.config.cluster.slice_seconds and",
         CREW,
     ),
     Mutant(

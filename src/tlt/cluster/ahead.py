@@ -70,7 +70,8 @@ class LookingAhead:
         for step in self._next_steps():
             if len(wanted) + len(elsewhere) >= self.slots * idle:
                 break
-            wanted += [r for r in step if r.seed not in elsewhere and not self._has_ended(r)]
+            left = [r for r in step if r.seed not in elsewhere and not self._has_ended(r)]
+            wanted += sorted(left, key=lambda r: -self.store.length(r.seed))  # the last of a step to end is waited for
         if not wanted:
             return None
         wanted = wanted[: min(self.slots, math.ceil((len(wanted) + len(elsewhere)) / idle))]

@@ -71,6 +71,7 @@ class Coordinator:
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self._in_turn = False
+        self._ended, self._pause = time.monotonic(), 0.0  # the last rollout; and seconds from there to the update
         self._version = 0  # of the target
         self._plain = False  # whether this is a comparison with plain decoding
         self._plain_forecast = Forecast(config.rollout.max_new_tokens)
@@ -106,8 +107,9 @@ class Coordinator:
         responses = self._decode(on_response)
         self._enter(IDLE)
         self._rollout_seconds = time.monotonic() - began
-        for index in range(self.crew.size):  # they have time while rewards are computed
-            if not self.crew.pending(index):
+        self._ended = time.monotonic()
+        for index in range(self.crew.size):
+            if self._pause > self.config.cluster.slice_seconds and not self.crew.pending(index):
                 self._decode_ahead(index)
         self.now = self._look()
         stats = self._stats(responses)
@@ -345,6 +347,7 @@ class Coordinator:
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
         new one takes it too, and it is done again on the same shards. Raises ClusterError."""
+        self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
         given = self.crew.pool.put(batch)
