@@ -187,6 +187,14 @@ def test_at_the_end_of_what_was_decoded_nothing_is_proposed() -> None:
     assert chain(look) == []
 
 
+def test_beyond_what_is_known_nothing_is_guessed() -> None:
+    look = looking(ahead(7, [1, 2, 3, 4, 5, 6]), ahead(8, [9, 1, 2, 3, 4, 8, 8]))
+    look.commit(0, [1, 2, 3, 4, 5, 6, 7])
+    for token in (1, 2, 3, 4):
+        look.commit(0, [token])
+        assert chain(look) == []
+
+
 def test_a_row_that_comes_back_is_taken_up_where_it_stands() -> None:
     row = Row(request(7), tokens=[1, 2, 99, 4, 5, 6, 7])
     assert chain(looking(ahead(7, [1, 2, 3, 4, 5, 6, 7, 8, 9]), row=row)) == [8, 9]

@@ -97,7 +97,7 @@ class _Pointer:
         self.sources = [ahead.tokens for ahead in group]
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # of the next token in `old`
-        self.is_own = True
+        self.is_own, self.is_over = True, False  # no more of its own is known: what comes is for a drafter to guess
         self.width, self.proposed = MOST_GUESSES, 0  # the tuner says how much of it is worth its while
         self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
         self.shift = 0  # the row's own old response stands so many tokens further on
@@ -118,13 +118,14 @@ class _Pointer:
             full = right >= self.proposed
             self.width = min(2 * self.width, MOST_GUESSES) if full else max(_LEAST, self.width // 2)
             self.proposed = 0
-        if self.at is None and tokens:
+        if self.at is None and tokens and not self.is_over:
             self._find()
 
     def _part(self, at: int) -> None:
         """The next token in its own old response is held to stand for the one that came in its place."""
         if self.is_own:
             self.shift = at + 1 - self.length
+            self.is_over = at == len(self.old)
         self.at = None
 
     def _find(self) -> None:
