@@ -23,8 +23,8 @@ MUTANTS = [
     Mutant(
         "a look-ahead is looked for by prompt, not by seed",
         "draft/ahead.py",
-        "known = bool(group) and group[0].seed == row.request.seed and len",
-        "known = bool(group) and len",
+        "known = bool(group) and group[0].seed == row.request.seed",
+        "known = bool(group)",
         STORE,
     ),
     Mutant(
@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         "what has not ended is not gone on with",
-        "cluster/ahead.py",
+        "draft/ahead.py",
         "known is not None and known.ended",
         "known is not None",
         CREW,

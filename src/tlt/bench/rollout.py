@@ -266,7 +266,7 @@ class _Bench:
                 "tokens_per_second": statistics.median(c.speeds),
                 "accept_length": c.stats.accept_length,
                 "seen_ahead": c.stats.seen_ahead / max(1, c.stats.tokens),
-                "accept_length_ahead": (c.stats.seen_ahead + c.stats.ahead_passes) / max(1, c.stats.ahead_passes),
+                "accept_length_ahead": c.stats.ahead_committed / max(1, c.stats.ahead_passes),
                 "repeats": len(c.speeds),
                 "ratio_to_plain": ratio(c.speeds, contenders[0].speeds),
                 "ratio_to_best": ratio(c.speeds, best.speeds),

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
-
-import numpy as np
 
 from tlt.cluster.worker import AheadSlice, AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
@@ -57,9 +56,8 @@ class LookingAhead:
     def was_lost(self, row: Row, tokens: Sequence[int], version: int) -> None:
         """A worker had told of these tokens of a row: they are right, and draft the one that begins anew."""
         known = self.store.get(row.request)
-        rest = known.tokens[len(tokens) :] if known else ()
-        both = np.array([*tokens, *rest], dtype=np.int32)
-        self.store.put([Ahead(row.request.seed, row.request.prompt.token_ids, both, version, ended=False)])
+        rest = known.tokens[len(tokens) :].tolist() if known else ()
+        self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
 
     # -- who decodes what ----------------------------------------------------------------------------------------------
 
@@ -70,7 +68,7 @@ class LookingAhead:
         for step in self._next_steps():
             if len(wanted) + len(elsewhere) >= self.slots * idle:
                 break
-            left = [r for r in step if r.seed not in elsewhere and not self._has_ended(r)]
+            left = [r for r in step if r.seed not in elsewhere and not self.store.has_ended(r)]
             wanted += sorted(left, key=lambda r: -self.store.length(r.seed))  # the last of a step to end is waited for
         if not wanted:
             return None
@@ -83,10 +81,6 @@ class LookingAhead:
         while len(self._steps) < self.most_steps and (step := next(self._coming, None)) is not None:
             self._steps.append(step)
             yield step
-
-    def _has_ended(self, request: Request) -> bool:
-        known = self.store.get(request)
-        return known is not None and known.ended
 
     def steps_of(self, worker: int) -> tuple[int, ...]:
         """How far on the steps are that it decodes ahead."""

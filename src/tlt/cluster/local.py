@@ -43,7 +43,8 @@ class LocalRollout:
         self.tracer.enter(ROLLOUT)
         self.engine.start(requests)
         if self.engine.tuner.free_rows(1) > 1:
-            self.engine.look_ahead(self._not_ended(islice(coming, self.look_ahead)))
+            steps = islice(coming, self.look_ahead)
+            self.engine.look_ahead(r for step in steps for r in step if not self.engine.store.has_ended(r))
         while self.engine.busy:
             finished = self.engine.round()
             self._live = tuple(len(row.tokens) for row in self.engine.rows if not row.ahead)
@@ -68,10 +69,6 @@ class LocalRollout:
         self.plain.release()
         self.tracer.enter(IDLE)
         return responses
-
-    def _not_ended(self, coming: Iterable[list[Request]]) -> list[Request]:
-        known = ((request, self.engine.store.get(request)) for step in coming for request in step)
-        return [request for request, ahead in known if ahead is None or not ahead.ended]
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
         self.engine.store.put(drafts)

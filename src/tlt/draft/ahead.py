@@ -80,6 +80,10 @@ class AheadStore:
     def get(self, request: Request) -> Ahead | None:
         return self._kept.get(request.seed)
 
+    def has_ended(self, request: Request) -> bool:
+        known = self.get(request)
+        return known is not None and known.ended
+
     def group(self, request: Request) -> list[Ahead]:
         """Of the request and its siblings, its own first."""
         seeds = self._groups.get(request.prompt.token_ids, ())
@@ -178,11 +182,11 @@ class LookAhead:
 
     def append(self, row: Row, kept: int) -> None:
         group = self.store.group(row.request)
-        known = bool(group) and group[0].seed == row.request.seed and len(group[0].tokens) > 0
+        known = bool(group) and group[0].seed == row.request.seed
         self._pointers.append(_Pointer(group, row.tokens) if known and all(map(self._is_sound, group)) else None)
 
     def _is_sound(self, ahead: Ahead) -> bool:
-        return not len(ahead.tokens) or (ahead.tokens.min() >= 0 and ahead.tokens.max() < self.vocab_size)
+        return ahead.tokens.min() >= 0 and ahead.tokens.max() < self.vocab_size
 
     def remove(self, place: int, last: int) -> None:
         self._pointers[place] = self._pointers[last]
