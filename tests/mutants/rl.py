@@ -220,16 +220,23 @@ MUTANTS = [
     ),
     Mutant(
         "the mismatch of the first response of this target is left out",
-        POLICY,
+        "rl/token_metrics.py",
         "if i >= batch.carried]",
         "if i > batch.carried]",
         UPDATE,
     ),
     Mutant(
         "entropies are a sum over what went through the model",
+        "rl/token_metrics.py",
+        '"entropy": total / (count or 1.0)',
+        '"entropy": total',
+        UPDATE,
+    ),
+    Mutant(
+        "a sample of responses counts as itself alone",
         POLICY,
-        '/ (totals["weight"] or 1.0) for',
-        "/ 1.0 for",
+        "weight=count / drawn)",
+        "weight=1.0)",
         UPDATE,
     ),
     Mutant(

@@ -23,6 +23,7 @@ from tlt.rl.batching import MicroBatch, pack
 from tlt.rl.losses import LOSSES
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy, learning_rate
+from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
@@ -421,12 +422,14 @@ def passed(policy: Policy, batch: TrainBatch) -> int:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_has_no_gradient_weighs_in_the_loss_but_takes_no_time(folder: Path, loss: str) -> None:
+def test_what_has_no_gradient_weighs_in_the_loss_and_takes_little_time(folder: Path, loss: str) -> None:
     batch, model = without_spread(random_batch(VOCAB), (0, 3, 4)), plain_model(folder)
     old = all_plain_logprobs(model, batch, 1.0)
     expected = gradient_of(model, lambda m: plain_loss(m, batch, 1.0, range(6), old, loss))
     assert_close(gradient_of_update(make_policy(folder, loss=loss), batch), expected, 1e-10)
-    assert passed(make_policy(folder, loss=loss), batch) == sum(len(batch.response_ids[i]) for i in (1, 2, 5))
+    assert passed(make_policy(folder, loss=loss), batch) == sum(len(batch.response_ids[i]) for i in (0, 1, 2, 5)), (
+        "of those without, the first stands for all"
+    )
     everything = sum(len(response) for response in batch.response_ids)
     assert passed(make_policy(folder, loss=loss, kl_weight=0.1), batch) == everything, "KL has a gradient on all"
 
@@ -442,17 +445,52 @@ def test_a_step_without_gradients_is_one_of_zeros(folder: Path) -> None:
         parameter.grad = torch.zeros_like(parameter)
     theirs.step()
     metrics = policy.update(without_spread(batch, range(6)), 1)
-    assert metrics["loss"] == metrics["grad_norm"] == metrics["entropy"] == 0.0
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+    assert metrics["entropy"] > 0, "though nothing was learned from it"
     assert sha256(policy.state_dict()) == sha256(twin.state_dict())
 
 
+def plain_entropies(folder: Path, batch: TrainBatch) -> list[float]:
+    """Summed over each response's tokens, by transformers and torch alone."""
+    found = []
+    with torch.no_grad():
+        for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
+            logits = plain_model(folder)(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            found.append(torch.distributions.Categorical(logits=logits).entropy().sum().item())
+    return found
+
+
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_mean_entropy_is_of_the_tokens_that_went_through(folder: Path, loss: str) -> None:
-    batch, some = random_batch(VOCAB), (1, 2, 5)
-    lists = (batch.prompt_ids, batch.response_ids, batch.advantages, batch.rollout_logprobs)
-    alone = TrainBatch(*([given[i] for i in some] for given in lists))
-    found = make_policy(folder, loss=loss).update(without_spread(batch, (0, 3, 4)), 0)["entropy"]
-    assert found == pytest.approx(make_policy(folder, loss=loss).update(alone, 0)["entropy"], rel=1e-9)
+def test_the_mean_entropy_is_over_all_tokens_whatever_the_loss_weighs(folder: Path, loss: str) -> None:
+    batch = random_batch(VOCAB)
+    expected = sum(plain_entropies(folder, batch)) / sum(map(len, batch.response_ids))
+    for untaught in ((), (2,)):
+        found = make_policy(folder, loss=loss).update(without_spread(batch, untaught), 0)["entropy"]
+        assert found == pytest.approx(expected, rel=1e-9), "a single one is measured itself"
+
+
+@pytest.mark.parametrize("taught", [0, 2])
+def test_one_in_eight_of_those_without_gradient_stands_for_all_of_them(folder: Path, taught: int) -> None:
+    batch = without_spread(random_batch(VOCAB, responses=12), range(taught, 12))
+    policy = make_policy(folder)
+    batch.rollout_logprobs = [(x + 0.5).tolist() for x in old_logprobs(policy, batch)]
+    found = policy.update(batch, 0)
+    entropies, lengths = plain_entropies(folder, batch), [len(r) for r in batch.response_ids]
+    drawn = range(taught, 12, 8)
+    each = sum(entropies[i] for i in drawn) / sum(lengths[i] for i in drawn)
+    expected = (sum(entropies[:taught]) + each * sum(lengths[taught:])) / sum(lengths)
+    assert found["entropy"] == pytest.approx(expected, rel=1e-9)
+    assert found["mismatch_mean"] == pytest.approx(0.5, rel=1e-5), "a step without a gradient shows it too"
+    assert found["mismatch_p999"] == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_sample_counts_by_what_it_stands_for() -> None:
+    metrics = TokenMetrics(CPU)
+    batch = TrainBatch([(1,), (1,)], [[1], [2]], [0.0, 0.0], [[], []])
+    for i, (gap, weight) in enumerate([(1.0, 1.0), (3.0, 3.0)]):
+        micro = pack([[i]], batch.prompt_ids, batch.response_ids, CPU)
+        metrics.add(batch, micro, torch.tensor([gap]), torch.zeros(1), torch.tensor([gap]), weight)
+    assert metrics.over(Alone()) == {"entropy": 2.5, "mismatch_mean": 2.5, "mismatch_p999": 3.0}
 
 
 # -- the mismatch ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,10 @@ from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.logprobs import sequence_logits, token_logprobs
 from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
 from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
+from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
+
+_ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
 
 
 class Policy:
@@ -75,9 +78,10 @@ class Policy:
 
         The members of a `group` hold the same policy and give the same whole batch; each takes its shard of every
         optimizer step, and all end with the same bits. Responses that have no gradient (an advantage of 0, as where
-        all rewards of a group are alike, and no KL term) do not go through the model, so no metric but `loss` knows
-        them. A batch without responses changes nothing, and its metrics are 0. `skipped` is the share of optimizer
-        steps that were left out because their gradient was not finite.
+        all rewards of a group are alike, and no KL term) teach nothing: one in eight of them goes through the model
+        once, for `entropy` and the mismatch, which are over all tokens of the batch. A batch without responses changes
+        nothing, and its metrics are 0. `skipped` is the share of optimizer steps that were left out because their
+        gradient was not finite.
         """
         group = group or Alone()
         rate = learning_rate(self.config, step)
@@ -88,26 +92,29 @@ class Policy:
         borders = [round(count * k / parts) for k in range(parts + 1)]
         turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
         shards = [self._own(batch, members, group) for members in turns]
+        tokens = TokenMetrics(self.device)
+        self._look_at_untaught(batch, tokens, group)
         old = self._old_logprobs(batch, [i for own in shards for i in own], group) if parts > 1 else None
         reports = [
-            self._optimizer_step(batch, members, own, old, group) for members, own in zip(turns, shards, strict=True)
+            self._optimizer_step(batch, members, own, old, tokens, group)
+            for members, own in zip(turns, shards, strict=True)
         ]
-        names = ("loss", "entropy", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
+        names = ("loss", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
-        none = torch.zeros(0, device=self.device)
-        gaps = group.gather(torch.cat([none, *(gap for r in reports for gap in r["gaps"])]))
-        gaps = gaps if len(gaps) else torch.zeros(1)
-        metrics["mismatch_mean"] = gaps.mean().item()
-        metrics["mismatch_p999"] = gaps.kthvalue(math.ceil(0.999 * len(gaps))).values.item()
-        return metrics | {"learning_rate": rate}
+        return metrics | tokens.over(group) | {"learning_rate": rate}
 
     def _optimizer_step(
-        self, batch: TrainBatch, members: range, own: Sequence[int], old: dict[int, Tensor] | None, group: ProcessGroup
-    ) -> dict[str, Any]:
+        self,
+        batch: TrainBatch,
+        members: range,
+        own: Sequence[int],
+        old: dict[int, Tensor] | None,
+        tokens: TokenMetrics,
+        group: ProcessGroup,
+    ) -> dict[str, float]:
         lengths = [len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
-        totals = dict.fromkeys(("loss", "entropy", "clipped", "kl", "weight"), 0.0)
-        gaps: list[Tensor] = []
+        totals = dict.fromkeys(("loss", "clipped", "kl", "weight"), 0.0)
         for micro in self._micro_batches(batch, own, group):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
@@ -123,15 +130,14 @@ class Policy:
             loss.backward()
             totals["loss"] += loss.item()
             totals["clipped"] += clipped.item()
-            totals["entropy"] += (entropy * inputs.weights).sum().item()
             totals["weight"] += inputs.weights.sum().item()
-            gaps += _gaps(batch, micro, old_logprobs)
+            tokens.add(batch, micro, old_logprobs, _rollout_logprobs(batch, micro, old_logprobs), entropy)
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         group.sum_(sums)
         totals = dict(zip(totals, sums.tolist(), strict=True))
         norm, skipped = self._step(group)
-        means = {name: totals[name] / (totals["weight"] or 1.0) for name in ("entropy", "clipped", "kl")}
-        return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped), "gaps": gaps}
+        means = {name: totals[name] / (totals["weight"] or 1.0) for name in ("clipped", "kl")}
+        return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped)}
 
     def _step(self, group: ProcessGroup) -> tuple[float, bool]:
         """With the gradients of the whole group: their norm, and whether the step was left out."""
@@ -178,8 +184,23 @@ class Policy:
 
     def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[int]:
         """This member's share of those that have a gradient."""
-        taught = [i for i in members if batch.advantages[i] or self.reference]
+        taught = [i for i in members if self._teaches(batch, i)]
         return shard(taught, batch.lengths(taught), group)
+
+    def _teaches(self, batch: TrainBatch, i: int) -> bool:
+        return bool(batch.advantages[i]) or self.reference is not None
+
+    @torch.no_grad()
+    def _look_at_untaught(self, batch: TrainBatch, tokens: TokenMetrics, group: ProcessGroup) -> None:
+        """Else a step in which most groups are solved would say little about the policy, and one without a gradient
+        nothing. A sample, as to compute all of them would make the update longer by up to a third."""
+        untaught = [i for i in range(len(batch.response_ids)) if not self._teaches(batch, i)]
+        sample = untaught[::_ONE_IN]
+        count, drawn = (sum(len(batch.response_ids[i]) for i in some) for some in (untaught, sample))
+        for micro in self._micro_batches(batch, shard(sample, batch.lengths(sample), group), group):
+            logprobs, entropy = self._logprobs(self.model, micro)
+            rollout = _rollout_logprobs(batch, micro, logprobs)
+            tokens.add(batch, micro, logprobs, rollout, entropy, weight=count / drawn)
 
     def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
         return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
@@ -263,10 +284,3 @@ def _checkpoint_layers(model: Any) -> None:
 
 def _rollout_logprobs(batch: TrainBatch, micro: MicroBatch, like: Tensor) -> Tensor:
     return like.new_tensor([x for i in micro.sequences for x in batch.rollout_logprobs[i]])
-
-
-def _gaps(batch: TrainBatch, micro: MicroBatch, old_logprobs: Tensor) -> list[Tensor]:
-    """|trainer - rollout| of each token that the present target decoded."""
-    apart = (old_logprobs - _rollout_logprobs(batch, micro, old_logprobs)).abs().float()
-    parts = apart.split([len(batch.response_ids[i]) for i in micro.sequences])
-    return [part for i, part in zip(micro.sequences, parts, strict=True) if i >= batch.carried]

@@ -1,0 +1,58 @@
+"""Metrics over the tokens of a batch: the policy's entropy, and the mismatch |trainer - rollout| of their log-probs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt.rl.batching import MicroBatch
+from tlt.rl.parallel import ProcessGroup
+from tlt.types import TrainBatch
+
+_TAIL = 0.999
+
+
+class TokenMetrics:
+    """Collects tokens as they go through the model. A token counts as often as its `weight` says, so that a sample can
+    stand for all responses that it was drawn from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._entropy = torch.zeros(2, dtype=torch.float64, device=device)  # weighted sum, sum of weights
+        self._gaps = [torch.zeros(0, device=device)]
+        self._weights = [torch.zeros(0, device=device)]
+
+    def add(
+        self,
+        batch: TrainBatch,
+        micro: MicroBatch,
+        old_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        entropy: Tensor,
+        weight: float = 1.0,
+    ) -> None:
+        """[T] each, of the response tokens of `micro`. What another target decoded has no mismatch."""
+        self._entropy += weight * torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))]).double()
+        gaps = (old_logprobs - rollout_logprobs).abs().float()
+        parts = gaps.split([len(batch.response_ids[i]) for i in micro.sequences])
+        own = [part for i, part in zip(micro.sequences, parts, strict=True) if i >= batch.carried]
+        self._gaps += own
+        self._weights += [torch.full_like(part, weight) for part in own]
+
+    def over(self, group: ProcessGroup) -> dict[str, float]:
+        """Of the tokens of all members; 0 where there are none."""
+        group.sum_(self._entropy)
+        total, count = self._entropy.tolist()
+        gaps, weights = (group.gather(torch.cat(parts)) for parts in (self._gaps, self._weights))
+        found = {"entropy": total / (count or 1.0), "mismatch_mean": 0.0, "mismatch_p999": 0.0}
+        if len(gaps):
+            mean = (gaps * weights).sum() / weights.sum()
+            found |= {"mismatch_mean": mean.item(), "mismatch_p999": _quantile(gaps, weights, _TAIL)}
+        return found
+
+
+def _quantile(values: Tensor, weights: Tensor, share: float) -> float:
+    """The smallest value that at least this share of the weight does not exceed."""
+    values, order = values.sort()
+    below = weights[order].double().cumsum(0)
+    place = int((below < share * below[-1] * (1 - 1e-12)).sum())
+    return values[place].item()
