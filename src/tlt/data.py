@@ -117,7 +117,8 @@ def _task_rows(config: DataConfig) -> Iterator[Row]:
     for stage, size in _stage_sizes(config).items():
         dataset = task_dataset(config, stage)
         for entry in (dataset[i] for i in range(size)):
-            yield entry["question"], {"entry": entry, "answer": entry["answer"], "stage": stage}
+            task = entry["metadata"]["source_dataset"]
+            yield entry["question"], {"entry": entry, "answer": entry["answer"], "stage": stage, "task": task}
 
 
 def _stage_sizes(config: DataConfig) -> dict[int, int]:

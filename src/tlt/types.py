@@ -32,6 +32,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     data: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
 
+    @property
+    def task(self) -> str:
+        """What kind of question it is, as the data says under `task`, or `data_source` as verl has it; or empty."""
+        return str(self.data.get("task") or self.data.get("data_source") or "")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -44,6 +49,35 @@ class Request:
     seed: int
     """64 bits, from `sampling.request_seed`"""
     sampling: SamplingParams
+
+
+@dataclass
+class Passes:
+    """What the target's passes over a row, or over many, were given and gave. No token depends on it."""
+
+    row_passes: int = 0
+    """rows in every round, summed"""
+    drafted: int = 0
+    accepted: int = 0
+    ahead_passes: int = 0
+    """of rows that were drafted by their look-ahead"""
+    ahead_committed: int = 0
+    """tokens that these passes committed, the target's own ones among them"""
+    ahead_drafted: int = 0
+    """tokens that a look-ahead proposed"""
+    seen_ahead: int = 0
+    """those of them that the target accepted"""
+
+    def count(self, drafted: int, accepted: int, committed: int, ahead: bool) -> None:
+        """One more pass over a row."""
+        self.row_passes += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        if ahead:
+            self.ahead_passes += 1
+            self.ahead_committed += committed
+            self.ahead_drafted += drafted
+            self.seen_ahead += accepted
 
 
 @dataclass
@@ -61,6 +95,8 @@ class Row:
     """whether all that the target computed for it was"""
     ahead: bool = False
     """decoded for a coming step: what comes of it is a draft, and no response"""
+    decoded: Passes = field(default_factory=Passes)
+    """how it came to these tokens"""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -97,6 +133,10 @@ class Response:
     """None: it has none, and is left out of its group's statistics and of the update"""
     outcome: str = ""
     """why there is no reward; empty where there is one"""
+    scores: dict[str, float] = field(default_factory=dict)
+    """of each term of the reward, before its weight"""
+    decoded: Passes = field(default_factory=Passes)
+    """how it came to its tokens"""
 
 
 @dataclass
@@ -108,24 +148,12 @@ class Group:
 
 
 @dataclass
-class RolloutStats:
+class RolloutStats(Passes):
     """Counters of one rollout; accept length is tokens committed per target pass of a row, the bonus token counted."""
 
     tokens: int = 0
-    row_passes: int = 0
-    """rows in every round, summed"""
     rounds: int = 0
     prefill_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    ahead_passes: int = 0
-    """of rows that were drafted by their look-ahead"""
-    ahead_committed: int = 0
-    """tokens that these passes committed, the target's own ones among them"""
-    ahead_drafted: int = 0
-    """tokens that a look-ahead proposed"""
-    seen_ahead: int = 0
-    """those of them that the target accepted"""
     ahead_tokens: int = 0
     """that were decoded for coming steps"""
     preemptions: int = 0

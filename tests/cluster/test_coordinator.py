@@ -134,6 +134,20 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
         assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+def test_rows_that_a_lost_worker_had_decoded_count_once(home: Path, when: str) -> None:
+    """Without a drafter a pass gives one token, whoever makes it."""
+    calls = count()
+
+    def loses(worker: int, method: str) -> str:
+        return when if (worker, method) == (1, "decode") and next(calls) == 12 else ""
+
+    config = config_of(home, 2, speculation={"drafter": "off"})
+    _, _, pool = train(config, loses=loses)
+    assert pool.log.count((1, "decode")) > 12
+    assert [line["accept_length"] for line in read_metrics(Path(config.run.folder))] == [1.0] * STEPS
+
+
 def test_all_lost_is_one_sentence(home: Path) -> None:
     def loses(worker: int, method: str) -> str:
         return "before" if method == "update" else ""

@@ -382,10 +382,3 @@ def test_a_pass_that_ends_a_response_gives_no_token_beside_the_look_aheads() -> 
     value.learn(RolloutStats(tokens=9, row_passes=2, ahead_passes=1, ahead_committed=8, seen_ahead=8), 8, 1.0)
     assert (value.accept_length, value.accept_length_ahead) == (1.0, 8.0)
     assert value.saves(1.0, workers=2) > 0.0
-
-
-def test_a_pass_gives_a_token_at_least() -> None:
-    """As where a worker was lost, and of its tokens nobody told."""
-    value = Value()
-    value.learn(RolloutStats(tokens=17, row_passes=9, ahead_passes=2, ahead_committed=16, seen_ahead=14), 20, 1.0)
-    assert value.accept_length == 1.0

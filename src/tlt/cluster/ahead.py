@@ -157,8 +157,7 @@ class Value:
         """From a rollout that began with so many tokens decoded ahead."""
         passes = stats.row_passes - stats.ahead_passes
         if passes:
-            # at least one, as of a lost worker the passes are known and the tokens are not
-            self.accept_length = max(1.0, (stats.tokens - stats.ahead_committed) / passes)
+            self.accept_length = (stats.tokens - stats.ahead_committed) / passes
         if stats.ahead_passes:
             self.accept_length_ahead = stats.ahead_committed / stats.ahead_passes
         if stats.row_passes:

@@ -22,7 +22,7 @@ from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
-from tlt.types import Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
+from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # at an update from which workers are lost
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
@@ -325,7 +325,7 @@ class Coordinator:
             self._gone = self._gone + lost.last.stats
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
-        """All workers' counters; tokens are those of the responses, whatever was decoded twice."""
+        """All workers' counters; what responses say of themselves is of them, whatever was decoded twice."""
         found = [share.last.stats for share in self.shares if share.last]
         stats = sum(found, start=self._gone)
         names = {name for one in found for name in one.agreement}
@@ -333,6 +333,8 @@ class Coordinator:
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
         stats.spot = self.publication.facts
         stats.tokens = sum(len(response.token_ids) for response in responses)
+        for name in vars(Passes()):
+            setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
         stats.drafter_tokens = self.publication.tokens - self._trained
         stats.ahead_tokens = self.ahead.since_last()
         return stats

@@ -350,7 +350,7 @@ class Engine:
 
     def _response(self, row: Row, reason: str) -> Response:
         text = self.detokenize(row.tokens) if self.detokenize else ""
-        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text)
+        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, decoded=row.decoded)
 
     def _was_ahead(self, row: Row) -> bool:
         """A row that was decoded for a coming step ends in the store."""

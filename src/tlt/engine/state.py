@@ -73,15 +73,9 @@ def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right:
     if row.ahead:
         stats.ahead_tokens += taken
         return
-    stats.row_passes += 1
-    stats.drafted += len(tree.tokens) - 1
-    stats.accepted += right
+    for counts in (stats, row.decoded):
+        counts.count(len(tree.tokens) - 1, right, taken, tree.ahead)
     stats.tokens += taken
-    if tree.ahead:
-        stats.ahead_passes += 1
-        stats.ahead_committed += taken
-        stats.ahead_drafted += len(tree.tokens) - 1
-        stats.seen_ahead += right
 
 
 def guesses_of(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:

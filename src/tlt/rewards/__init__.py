@@ -9,13 +9,13 @@ from functools import partial
 
 from tlt.config import Config
 from tlt.rewards.isolated import IsolatedScore, Verdict, judge
-from tlt.rewards.scores import Answer, RewardError, extract_answer, make_score
+from tlt.rewards.scores import Answer, RewardError, extract_answer, make_terms
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward"]
 
 Reward = Callable[[Sequence[Response]], None]
-"""Sets `reward` of each response, or leaves None there and sets `outcome`."""
+"""Sets `reward` and `scores` of each response, or leaves None there and sets `outcome`."""
 
 _log = logging.getLogger(__name__)
 _OURS = ("exact", "length")  # neither runs code of others nor can hang: no process of its own
@@ -29,7 +29,7 @@ def make_reward(config: Config, prompts: Sequence[Prompt]) -> Judges:
             if prompt.data.get("answer") is None:
                 raise RewardError(f"prompt {prompt.prompt_id} has no answer to compare with: set data.answer_column")
     if names <= set(_OURS):
-        return Judges([partial(judge, make_score(config))], config.reward.answer_marker)
+        return Judges([partial(judge, make_terms(config))], config.reward.answer_marker)
     isolated = [IsolatedScore(config) for _ in range(config.reward.workers)]
     return Judges([one.judge for one in isolated], config.reward.answer_marker)
 
@@ -51,7 +51,8 @@ class Judges:
         for response in responses:
             prompt = response.request.prompt
             answer = Answer(response.text, extract_answer(response.text, self.marker), len(response.token_ids))
-            response.reward, response.outcome, detail = judge(prompt, answer)
+            response.reward, response.outcome, detail, scores = judge(prompt, answer)
+            response.scores = dict(scores)
             if response.outcome and response.outcome not in self._told:
                 self._told.add(response.outcome)
                 said = f"{' '.join(detail.split())[:200]}; prompt {prompt.prompt_id}, answer {answer.answer[:80]!r}"

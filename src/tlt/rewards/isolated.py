@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -14,7 +15,7 @@ from multiprocessing.util import Finalize
 from typing import NamedTuple
 
 from tlt.config import Config
-from tlt.rewards.scores import Answer, RewardError, Score, make_score
+from tlt.rewards.scores import Answer, RewardError, Term, make_terms
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # to import the user's module
@@ -27,22 +28,31 @@ class Verdict(NamedTuple):
     """why there is no reward: timeout, error, not a number, crash"""
     detail: str = ""
     """for a person: what was raised or returned"""
+    scores: Mapping[str, float] = {}
+    """of each term, before its weight; none where there is no reward"""
 
 
-def judge(score: Score, prompt: Prompt, answer: Answer) -> Verdict:
-    try:
-        value = score(prompt, answer)
-    except Exception as error:
-        return Verdict(None, "error", f"{type(error).__name__}: {error}")
-    try:
-        reward = float(value)
-    except (TypeError, ValueError):
-        reward = math.nan
-    return Verdict(reward) if math.isfinite(reward) else Verdict(None, "not a number", f"it gave {value!r}"[:200])
+def judge(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
+    """A term that fails leaves the response without a reward."""
+    reward, scores = 0.0, dict[str, float]()
+    for term in terms:
+        try:
+            value = term.score(prompt, answer)
+        except Exception as error:
+            return Verdict(None, "error", f"{type(error).__name__}: {error}")
+        try:
+            score = float(value)
+        except Exception:  # of a user's own class it may raise anything
+            score = math.nan
+        if not math.isfinite(score):
+            return Verdict(None, "not a number", f"it gave {value!r}"[:200])
+        scores[term.name] = score
+        reward += term.weight * score
+    return Verdict(reward, scores=scores)
 
 
 class IsolatedScore:
-    """`make_score(config)` in a process of its own, kept between calls, killed and replaced where it does not answer.
+    """`make_terms(config)` in a process of its own, kept between calls, killed and replaced where it does not answer.
 
     Spawned, never forked: torch's threads do not survive a fork. Raises RewardError if the process cannot start.
     """
@@ -109,7 +119,7 @@ def _serve(connection: Connection, config: Config) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_US)
     threading.Thread(target=_die_with_the_run, daemon=True).start()
     try:
-        score = make_score(config)
+        terms = make_terms(config)
     except Exception as error:
         connection.send(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
         return
@@ -119,7 +129,7 @@ def _serve(connection: Connection, config: Config) -> None:
             prompt, answer = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(tuple(judge(score, prompt, answer)))
+        connection.send(tuple(judge(terms, prompt, answer)))
 
 
 def _die_with_the_run() -> None:

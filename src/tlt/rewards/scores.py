@@ -6,10 +6,11 @@ import importlib
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tlt.config import Config, RewardTerm
 from tlt.data import task_dataset
@@ -33,12 +34,24 @@ class Answer:
 Score = Callable[[Prompt, Answer], float]
 
 
-def make_score(config: Config) -> Score:
-    """The weighted sum that the recipe's reward section names. Raises RewardError."""
-    terms = [(term.weight, _score_of(term, config)) for term in config.reward.all_terms]
-    if len(terms) == 1 and terms[0][0] == 1:
-        return terms[0][1]  # whatever it returns, for whoever calls to judge
-    return lambda prompt, answer: sum(weight * score(prompt, answer) for weight, score in terms)
+class Term(NamedTuple):
+    """The reward is the sum of weight * score over its terms."""
+
+    name: str
+    """as the recipe has it; a second one of the same name is `name_2`"""
+    weight: float
+    score: Score
+
+
+def make_terms(config: Config) -> list[Term]:
+    """Those that the recipe's reward section names. Raises RewardError."""
+    counts: Counter[str] = Counter()
+    terms = []
+    for term in config.reward.all_terms:
+        counts[term.name] += 1
+        number = f"_{counts[term.name]}" if counts[term.name] > 1 else ""
+        terms.append(Term(term.name + number, term.weight, _score_of(term, config)))
+    return terms
 
 
 def extract_answer(text: str, marker: str) -> str:

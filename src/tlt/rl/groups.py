@@ -11,7 +11,7 @@ from typing import Any
 from tlt.config import Config
 from tlt.rewards.scores import length_penalty
 from tlt.rl.advantages import ADVANTAGES
-from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
+from tlt.types import Group, Passes, Prompt, Request, Response, SamplingParams, TrainBatch
 
 
 def rewards_of(group: Group) -> list[float]:
@@ -64,15 +64,16 @@ def to_plain(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _plain_response(response: Response) -> dict[str, Any]:
     request = response.request
-    return vars(response) | {"request": {"index": request.index, "epoch": request.epoch, "seed": request.seed}}
+    named = {"index": request.index, "epoch": request.epoch, "seed": request.seed}
+    return vars(response) | {"request": named, "decoded": vars(response.decoded)}
 
 
 def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
     """The groups again. `prompts` are those the rows were of."""
 
     def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
-        rest = {name: value for name, value in fields.items() if name != "request"}
-        return Response(Request(prompt, **fields["request"], sampling=sampling), **rest)
+        request = Request(prompt, **fields["request"], sampling=sampling)
+        return Response(**fields | {"request": request, "decoded": Passes(**fields["decoded"])})
 
     return [
         Group(prompts[group["row"]], [response(prompts[group["row"]], fields) for fields in group["responses"]])
