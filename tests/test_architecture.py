@@ -16,7 +16,7 @@ LAYERS = (
     ("models", "attention"),
     ("draft",),
     ("engine",),
-    ("rl", "rewards", "data", "checkpoint", "journal", "build"),
+    ("rl", "rewards", "data", "checkpoint", "journal", "folder", "build"),
     ("loop", "evaluate"),
     ("cluster", "workers_view", "display"),
     ("run",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -102,6 +103,33 @@ def test_a_damaged_file_falls_back_to_the_checkpoint_before(
             assert good_step(tmp_path) == 1, f"{name}: {content!r}"
         path.write_bytes(whole)
         assert good_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{}", "[]", "3", '{"state.json": 3}', "[" * 100_000, '{"policy": "", "state.json": ""}']
+)
+def test_a_manifest_that_does_not_list_the_files_is_damaged(tmp_path: Path, manifest: str) -> None:
+    save_step(tmp_path, 1)
+    (save_step(tmp_path, 2) / "manifest.json").write_text(manifest, encoding="utf-8")
+    assert good_step(tmp_path) == 1
+
+
+def test_a_manifest_that_leaves_a_file_out_is_damaged(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    path = save_step(tmp_path, 2) / "manifest.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    for name in whole:
+        path.write_text(json.dumps({key: value for key, value in whole.items() if key != name}), encoding="utf-8")
+        assert good_step(tmp_path) == 1, name
+
+
+def test_a_copy_that_somebody_made_beside_the_checkpoints_is_none_and_stays(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    copies = [shutil.copytree(tmp_path / "step_00000001", tmp_path / name) for name in ("step_00000001_copy", "step_9")]
+    for step in (2, 3):
+        save_step(tmp_path, step, keep=1)
+    assert good_step(tmp_path) == 3
+    assert all((copy / "state.json").is_file() for copy in copies)
 
 
 def test_what_was_passed_over_is_told(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tlt import run as run_module
 from tlt.checkpoint import CheckpointError, latest
 from tlt.config import load_config
 from tlt.display import Display
+from tlt.folder import RunFolder
 from tlt.models.weights import read_safetensors
 
 ROOT = Path(__file__).parent.parent
@@ -48,13 +49,15 @@ class Saving:
     def __init__(self, home: Path, name: str) -> None:
         self.root = home / name / "checkpoints"
         config = load_config(home / "recipe.toml", ["--run.folder", str(home / name), "--run.keep", "2"])
-        self.run = run_module._prepare(config, Display(Console(quiet=True)), None, ExitStack())
+        folder = RunFolder(config.run, resume=False)
+        self.run = run_module._prepare(config, folder, Display(Console(quiet=True)), None, ExitStack())
         for step in (1, 2):
             self.save(step)
 
     def save(self, step: int) -> None:
         self.run.policy.state_dict()["model.embed_tokens.weight"][0, 0] = float(step)
-        run_module._save(self.run, step, {"step": step - 1})
+        self.run.stand(step, {"step": step - 1})
+        run_module._save(self.run)
 
     def found(self) -> int:
         """The step of the checkpoint that a resumed run would take."""
@@ -119,7 +122,7 @@ def test_a_disk_that_fails_is_a_named_error_and_the_checkpoint_before_stays(savi
         shutil.rmtree(saving.root / "step_00000003", ignore_errors=True)
     assert len(said) > 6
     for sentence in said:
-        assert re.search(r"step_00000003 cannot be saved .*the disk's own words.*--resume", sentence)
+        assert re.search(r"step_00000003 cannot be saved .*the disk's own words", sentence)
 
 
 def test_a_real_process_that_is_killed_goes_on_to_the_same_end(home: Path) -> None:

@@ -45,7 +45,7 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         said = " ".join(str(error).split())
-        raise CheckpointError(f"{final} cannot be saved ({said}): mend that, then go on with --resume") from error
+        raise CheckpointError(f"{final} cannot be saved ({said}): mend that, or make room") from error
     # a newer one is damaged, as this run fell back behind it: it must not push out a good one
     for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -79,17 +79,24 @@ def latest(root: Path) -> Checkpoint:
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(p for p in root.glob("step_*") if p.is_dir())
+    return sorted(p for p in root.glob(f"step_{'[0-9]' * 8}") if p.is_dir())
 
 
 def _fault(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or not _lists_all(manifest):
+            return "manifest.json does not list what a checkpoint holds"
         return next(
             (f"{name} is damaged" for name, digest in manifest.items() if _sha256(folder / name) != digest), None
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return str(error)
+
+
+def _lists_all(manifest: dict[str, Any]) -> bool:
+    weights = any(name.startswith("policy/") and name.endswith(".safetensors") for name in manifest)
+    return weights and {"state.json", "optimizer.safetensors"} <= manifest.keys()
 
 
 def _sha256(path: Path) -> str:

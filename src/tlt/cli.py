@@ -20,15 +20,16 @@ _OVERRIDES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted, 143 terminated:
-    where a run was under way, it has saved and says how to go on."""
+    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted, 143 terminated, 129
+    hung up: where a run was under way, it has saved and says how to go on."""
     arguments, overrides = _parser().parse_known_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
         code = arguments.command(arguments, overrides)
     except (ValueError, OSError) as error:
-        print(f"tlt: {' '.join(str(error).split())}", file=sys.stderr)
+        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        print(f"tlt: {' '.join(said.split())}", file=sys.stderr)
         code = 2
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
@@ -50,6 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
     train.add_argument("--workers", type=int, help="processes that decode and update together: cluster.workers")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.folder")
+    train.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: let this field change, such as train.learning_rate, although the result will; the run "
+        "records it; give it again for more fields",
+    )
     train.set_defaults(command=_train)
 
     generate = commands.add_parser("generate", help="answer prompts with a model folder")
@@ -142,6 +151,8 @@ def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if arguments.force and not arguments.resume:
+        raise ConfigError("--force goes with --resume: a new run may have any recipe")
     workers = ["--cluster.workers", str(arguments.workers)] if arguments.workers is not None else []
     config = load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console
@@ -150,7 +161,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from tlt.run import train
 
     console = Console()
-    summary = train(config, arguments.resume, Display(console))
+    summary = train(config, arguments.resume, Display(console), force=arguments.force)
     console.print(
         f"{summary['steps']} steps: mean reward {summary['reward_first_tenth']:.3f} in the first tenth, "
         f"{summary['reward_last_tenth']:.3f} in the last; {summary['seconds']['total']:.0f} s, "

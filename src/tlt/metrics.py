@@ -57,7 +57,7 @@ class MetricsWriter:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room, then --resume") from None
+            raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room") from None
         for key, value in _scalars(line):
             self.board.add_scalar(key, value, metrics.step)
 
@@ -88,8 +88,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise MetricsError(f"{path} is damaged ({error}): mend or remove that line") from None
 
 
-def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) -> dict[str, Any]:
-    """The whole run, resumed parts included, from metrics.jsonl and the last evaluation; written to summary.json."""
+def summarize(
+    folder: Path, policy_sha256: str, evaluation: dict[str, float], changes: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """The whole run, resumed parts included, from metrics.jsonl and the last evaluation; written to summary.json.
+    `changes`: of the recipe, when it was resumed."""
     lines = read_metrics(folder)
     evaluated = [line["eval"] for line in lines if line.get("eval")]
     outcomes = sum((Counter(line.get("outcomes", {})) for line in lines), Counter())
@@ -106,6 +109,7 @@ def summarize(folder: Path, policy_sha256: str, evaluation: dict[str, float]) ->
         "reward_last_tenth": fmean(line["reward"] for line in lines[-tenth:]),
         "eval_first": evaluated[0] if evaluated else {},
         "eval_last": evaluation,
+        "changes": list(changes),
         "without_reward": dict(outcomes),
         "policy_sha256": policy_sha256,
         "seconds": seconds,

@@ -1,37 +1,93 @@
-"""What a resumed run may change of its recipe: nothing that reaches the policy."""
+"""What a resumed run may change: what reaches no weight, or does so by rounding alone; and what the user forces."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tlt.config import Config, ConfigError
 
-# nothing of these reaches the policy; cluster.workers does, by the rounding of sums over other shards
+# nothing of these reaches a weight: of the prompts themselves there is a fingerprint, of the model a hash
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
-    *("reward.timeout_seconds", "reward.workers"),
-    *("cluster.address", "cluster.slice_seconds", "cluster.patience"),
+    *("reward.timeout_seconds", "reward.workers", "reward.folder"),
+    *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
+    *("eval", "drafter", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
 )
-_PLACES = ("data.path", "reward.folder")  # of the data itself there is a fingerprint
-_FREE_SECTIONS = ("speculation", "drafter", "engine", "eval")
+# these do by rounding: sums are taken in another order, or by other kernels
+_ROUNDS = (
+    *("train.micro_batch_tokens", "train.logits_mb", "train.gradient_checkpointing", "train.shard"),
+    *("cluster.workers", "model.device", "engine", "speculation"),
+)
+_NOT_IN_FLOAT64 = ("engine", "speculation")  # where a pass over one row and over many agree to the bit
 
 
-def refuse_changes(before: dict[str, Any], config: Config, done: int) -> None:
-    """Refuse to resume a run of recipe `before` (as JSON), after `done` steps, by one that would end elsewhere."""
-    if config.train.steps < max(done, before["train"]["steps"]):
+def allowed_changes(
+    state: Mapping[str, Any], config: Config, model_sha256: str, force: Collection[str]
+) -> list[dict[str, Any]]:
+    """Compare the recipe of a checkpoint (`state`) with the one to go on with. Returns what may change the result, in
+    plain data for the record. Raises ConfigError for what would, and is not forced."""
+    _refuse_unknown(force, config)
+    done, found = state["step"], []
+    if config.train.steps < done:
         raise ConfigError(
-            f"train.steps = {config.train.steps} is below the {before['train']['steps']} of the run to be resumed, "
-            f"of which {done} are done: it can only be raised"
+            f"train.steps = {config.train.steps} is below the {done} that are done: it can only be raised"
         )
+    for key, before, now in _differences(state["config"], config, state["model"], model_sha256):
+        change = {"step": done, "key": key, "before": before, "now": now}
+        if key in force:
+            found.append(change | {"effect": "forced"})
+        elif _is_of(key, _ROUNDS):
+            exact = config.model.dtype == "float64" and _is_of(key, _NOT_IN_FLOAT64)
+            found += [] if exact else [change | {"effect": "rounding"}]
+        elif not _is_of(key, _FREE):
+            raise ConfigError(_refusal(key, before, now, done))
+    return found
+
+
+def sentence(change: Mapping[str, Any]) -> str:
+    """For the log of the run."""
+    values = f"{change['key']} was {json.dumps(change['before'])} and is {json.dumps(change['now'])}"
+    if change["effect"] == "forced":
+        return f"{values}, as forced: the run ends elsewhere from here on"
+    return f"{values}: from here on results differ by rounding"
+
+
+def _differences(
+    before: Mapping[str, Any], config: Config, old_model: str, new_model: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """Keys with their values before and now. A model is what its files hold, wherever they lie."""
     now = config.model_dump(mode="json")
-    for section, fields in before.items():
-        for name, value in fields.items():
-            key, new = f"{section}.{name}", now.get(section, {}).get(name)
-            raised = key == "train.steps" and config.train.schedule == "constant"  # else the rate depends on it
-            if raised or key in (*_FREE, *_PLACES) or section in _FREE_SECTIONS or value == new:
-                continue
-            raise ConfigError(
-                f"{key} = {json.dumps(new)}, but the run to be resumed has {json.dumps(value)}: "
-                "give it that value, or start a new run in another run.folder"
-            )
+    for section in sorted(before.keys() | now.keys()):
+        old, new = before.get(section, {}), now.get(section, {})
+        for name in sorted(old.keys() | new.keys()):
+            key, values = f"{section}.{name}", (old.get(name), new.get(name))
+            if key == "model.path":
+                values = (old_model, new_model)
+            raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]
+            if values[0] != values[1] and not raised:
+                yield key, values[0], values[1]
+
+
+def _is_of(key: str, keys: Collection[str]) -> bool:
+    """Whether it, or its section, is among them."""
+    return key in keys or key.partition(".")[0] in keys
+
+
+def _refusal(key: str, before: Any, now: Any, done: int) -> str:
+    remedy = f"or give --force {key} to go on with another result, or start a new run in another run.folder"
+    if key == "model.path":
+        return f"the files in model.path are not those of the run to be resumed: give that model, {remedy}"
+    if key == "train.steps":
+        said = f"train.steps = {now} is not the {before} of the run to be resumed, of which {done} are done"
+        return f"{said}: it can be raised, where train.schedule is constant; {remedy}"
+    values = f"{key} = {json.dumps(now)}, but the run to be resumed has {json.dumps(before)}"
+    return f"{values}: give it that value, {remedy}"
+
+
+def _refuse_unknown(force: Collection[str], config: Config) -> None:
+    known = {f"{section}.{name}" for section, fields in config.model_dump().items() for name in fields}
+    for key in force:
+        if key not in known:
+            raise ConfigError(f"--force {key}: there is no such field; name one such as train.learning_rate")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +23,7 @@ from tlt.build import (
 from tlt.checkpoint import Checkpoint
 from tlt.cluster.budget import Budget
 from tlt.cluster.local import LocalRollout
-from tlt.config import Config, ConfigError
+from tlt.config import Config
 from tlt.data import (
     Cursor,
     DataError,
@@ -38,23 +37,27 @@ from tlt.data import (
 from tlt.display import Display
 from tlt.draft.ahead import AheadStore
 from tlt.evaluate import evaluate
+from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
 from tlt.metrics import MetricsWriter, summarize, timed, write_json
 from tlt.models.families import decoder_options, read_config
-from tlt.models.weights import read_safetensors
-from tlt.resume import refuse_changes
+from tlt.models.weights import folder_sha256, read_safetensors
+from tlt.resume import allowed_changes, sentence
 from tlt.rewards import make_reward
 from tlt.rl.agreement import check_agreement
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
-from tlt.stopping import Stopped, stop_request
+from tlt.stopping import Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, Tracer, seconds_by_state
-from tlt.types import Prompt, Response
+from tlt.types import Group, Prompt, Response
 
 
 class Lasting(Trainable, Protocol):
     """A policy that goes into checkpoints."""
+
+    version: int | None
+    """the steps that it was updated in, those of a run that it goes on from among them; None amid an update"""
 
     def save(self, folder: Path) -> None: ...
 
@@ -64,24 +67,46 @@ class Lasting(Trainable, Protocol):
 
 
 @dataclass
+class Standing:
+    """How things were at the end of the last step: with the policy, all that a checkpoint holds."""
+
+    done: int
+    """steps"""
+    saved: int
+    """steps of the newest checkpoint; 0 if there is none"""
+    cursor: Cursor
+    carried: list[Group]
+    metrics: dict[str, Any]
+
+
+@dataclass
 class Run:
     """All of a run that is under way."""
 
     config: Config
+    folder: RunFolder
     display: Display
     tokenizer: Any
     parts: Parts
     policy: Lasting
     held_out: list[Prompt]
-    first: int
-    """steps done before"""
+    standing: Standing
     trace: TraceFile
     journal: Journal | None
     """where speculation makes use of it"""
+    model_sha256: str
+    """of the files in model.path"""
+    changes: list[dict[str, Any]]
+    """of the recipe, as it was resumed, that may change the result"""
 
     @property
     def watcher(self) -> Watcher:
         return Noting(self.display, self.journal) if self.journal else self.display
+
+    def stand(self, done: int, metrics: dict[str, Any]) -> None:
+        """A step has ended."""
+        parts, saved = self.parts, self.standing.saved
+        self.standing = Standing(done, saved, replace(parts.cursor), list(parts.carried), metrics)
 
 
 class Noting:
@@ -99,41 +124,35 @@ class Noting:
 
 
 def train(
-    config: Config, resume: bool, display: Display, wrap: Callable[[Rollout], Rollout] | None = None
+    config: Config,
+    resume: bool,
+    display: Display,
+    wrap: Callable[[Rollout], Rollout] | None = None,
+    force: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Run or go on with a run; returns its summary. `wrap` puts another rollout in the place of the run's own. Raises a
-    ValueError of one sentence for anything the user can mend, and Stopped where a signal asked the run to save and
-    stop."""
-    folder = _claim_folder(config, resume)
-    found = checkpoint.latest(folder / "checkpoints") if resume else None
-    with stop_request() as stop, ExitStack() as ending:
-        run = _prepare(config, display, found, ending)
+    """Run or go on with a run; returns its summary. `wrap` puts another rollout in the place of the run's own; `force`
+    names the fields that a resumed run may change although it will end elsewhere. Raises a ValueError of one sentence
+    for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
+    with stop_request() as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
+        found = checkpoint.latest(folder.path / "checkpoints") if resume else None
+        run = _prepare(config, folder, display, found, ending, force)
         if resume and run.journal:
             run.parts.rollout.remember(run.journal.take_up())
         run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
-        write_json(folder / "config.json", config.model_dump())
-        writer = MetricsWriter(folder, run.first, found.state["metrics"] if found else None)
+        if not resume:
+            folder.make_way()
+        write_json(folder.path / "config.json", config.model_dump())
+        writer = MetricsWriter(folder.path, run.standing.done, run.standing.metrics or None)
         _trace(run)
-        with display.live(config, run.first, run.parts.rollout.now):
-            for result in _steps(run):
-                done = result.metrics.step + 1
-                if stop or _save_is_due(config, done):
-                    with timed("save", result.metrics.seconds, run.parts.tracer):
-                        display.phase(result.metrics.step, "save", 0)
-                        _save(run, done, asdict(result.metrics))
-                    result.metrics.seconds["total"] += result.metrics.seconds["save"]
-                result.metrics.workers = _trace(run)
-                writer.write(result.metrics)
-                display.step(result)
-                if stop and done < config.train.steps:
-                    writer.close()
-                    raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
-            with run.parts.tracer.span("eval"):
-                evaluation = _evaluate(run, config.train.steps)
-            _trace(run)
+        with display.live(config, run.standing.done, run.parts.rollout.now):
+            try:
+                evaluation = _go(run, writer, stop)
+            except Exception as error:
+                error.add_note(_rescue(run))
+                raise
         writer.write_last_evaluation(config.train.steps, evaluation)
         writer.close()
-        return summarize(folder, run.policy.sha256(), evaluation)
+        return summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
 
 
 def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Lasting]:
@@ -172,48 +191,40 @@ def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]
 # -- start and resume --------------------------------------------------------------------------------------------------
 
 
-def _claim_folder(config: Config, resume: bool) -> Path:
-    folder = Path(config.run.folder)
-    used = (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
-    if used and not resume and not config.run.overwrite:
-        raise ConfigError(
-            f"{folder} already holds a run: go on with --resume, or give --run.overwrite true or another --run.folder"
-        )
-    if used and not resume:
-        files = ("metrics.jsonl", "summary.json", "trace.json", "journal.bin")
-        for name in (*files, *(log.name for log in folder.glob("worker_*.log"))):
-            (folder / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "tensorboard", "drafter"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror}): give another --run.folder") from None
-    return folder
-
-
-def _prepare(config: Config, display: Display, found: Checkpoint | None, ending: ExitStack) -> Run:
-    if found:
-        refuse_changes(found.state["config"], config, found.state["step"])
+def _prepare(
+    config: Config,
+    folder: RunFolder,
+    display: Display,
+    found: Checkpoint | None,
+    ending: ExitStack,
+    force: Collection[str] = (),
+) -> Run:
     display.note(f"loading {config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
+    model = folder_sha256(config.model.path)
+    changes = allowed_changes(found.state, config, model, force) if found else []
+    for change in changes:
+        display.note(sentence(change))
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None)
     ending.callback(parts.rollout.close)
     encode = encoder(tokenizer, config.data.chat)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
     run = Run(
         config,
+        folder,
         display,
         tokenizer,
         parts,
         policy,
         held_out,
-        first=0,
-        trace=TraceFile(Path(config.run.folder) / "trace.json"),
-        journal=_journal(config),
+        Standing(0, 0, parts.cursor, parts.carried, {}),
+        TraceFile(folder.path / "trace.json"),
+        _journal(config),
+        model,
+        changes,
     )
     if found:
-        _restore(run, found)
+        _restore(run, found, force)
     return run
 
 
@@ -224,27 +235,66 @@ def _journal(config: Config) -> Journal | None:
     return Journal(Path(config.run.folder) / "journal.bin", config.speculation.look_ahead_tokens)
 
 
-def _restore(run: Run, found: Checkpoint) -> None:
-    if found.state["prompts"] != fingerprint(run.parts.prompts):
-        source = run.config.data.path or "reasoning-gym"
-        raise DataError(f"the prompts of {source} are not those this run began with: restore them, or start a new run")
+def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
+    parts, state = run.parts, found.state
+    cursor = Cursor(**state["cursor"])
+    if state["prompts"] == fingerprint(parts.prompts):
+        parts.cursor = cursor
+        parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
+    else:
+        _refuse_other_prompts(run.config, force)
+        parts.cursor.epoch = cursor.epoch + 1  # no request is one that was made before
+        run.display.note("other prompts, as forced: they begin with a new epoch")
     run.policy.load_optimizer(found.folder)
-    run.parts.cursor = Cursor(**found.state["cursor"])
-    run.parts.carried = from_plain(found.state["carried"], run.parts.prompts, run.parts.sampling)
-    run.parts.rollout.load_state(found.state["rollout"])
-    run.first = found.state["step"]
+    parts.rollout.load_state(state["rollout"])
+    run.changes = [*state["changes"], *run.changes]
+    done = run.policy.version = found.state["step"]
+    run.stand(done, found.state["metrics"])
+    run.standing.saved = done
     for damaged in found.passed_over:
         run.display.note(f"passed over: {damaged}")
-    run.display.note(f"going on from step {run.first} ({found.folder})")
+    run.display.note(f"going on from step {done} ({found.folder})")
+
+
+def _refuse_other_prompts(config: Config, force: Collection[str]) -> None:
+    key = "data.path" if config.data.path else "data.tasks"
+    if key not in force:
+        raise DataError(
+            f"the prompts of {config.data.path or 'reasoning-gym'} are not those this run began with: restore them, "
+            f"or give --force {key} to go on with these, or start a new run"
+        )
 
 
 # -- under way ---------------------------------------------------------------------------------------------------------
 
 
+def _go(run: Run, writer: MetricsWriter, stop: StopRequest) -> dict[str, float]:
+    """Step after step, each recorded and, where it is due, saved; returns the evaluation after the last one."""
+    config = run.config
+    for result in _steps(run):
+        done = result.metrics.step + 1
+        run.stand(done, asdict(result.metrics))
+        if stop or _save_is_due(config, done):
+            with timed("save", result.metrics.seconds, run.parts.tracer):
+                run.display.phase(result.metrics.step, "save", 0)
+                _save(run)
+            result.metrics.seconds["total"] += result.metrics.seconds["save"]
+        result.metrics.workers = _trace(run)
+        writer.write(result.metrics)
+        run.display.step(result)
+        if stop and done < config.train.steps:
+            writer.close()
+            raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
+    with run.parts.tracer.span("eval"):
+        evaluation = _evaluate(run, config.train.steps)
+    _trace(run)
+    return evaluation
+
+
 def _steps(run: Run) -> Iterator[StepResult]:
     """From the first to the configured last one, each with the evaluation that is due before it."""
     config = run.config
-    for step in range(run.first, config.train.steps):
+    for step in range(run.standing.done, config.train.steps):
         seconds: dict[str, float] = {}
         evaluation: dict[str, float] = {}
         if config.eval.every and step % config.eval.every == 0:
@@ -289,26 +339,44 @@ def _save_is_due(config: Config, done: int) -> bool:
     return done == config.train.steps or (every > 0 and done % every == 0)
 
 
-def _save(run: Run, done: int, metrics: dict[str, Any]) -> None:
-    """A checkpoint: what a resumed run needs to end as one that was never stopped."""
-    config, parts = run.config, run.parts
+def _save(run: Run) -> None:
+    """A checkpoint of the last step's end: what a resumed run needs to end as one that was never stopped."""
+    config, parts, standing = run.config, run.parts, run.standing
 
     def write(folder: Path) -> None:
         run.policy.save(folder)
         run.tokenizer.save_pretrained(folder / "policy")
 
     state = {
-        "step": done,
+        "step": standing.done,
         "config": config.model_dump(mode="json"),
+        "model": run.model_sha256,
+        "changes": run.changes,
         "prompts": fingerprint(parts.prompts),
-        "cursor": asdict(parts.cursor),
-        "carried": to_plain(parts.carried),
+        "cursor": asdict(standing.cursor),
+        "carried": to_plain(standing.carried),
         "rollout": parts.rollout.state(),
-        "metrics": metrics,
+        "metrics": standing.metrics,
     }
-    checkpoint.save(Path(config.run.folder) / "checkpoints", done, state, write, config.run.keep)
+    checkpoint.save(run.folder.path / "checkpoints", standing.done, state, write, config.run.keep)
+    standing.saved = standing.done
+    run.folder.forget_before()
     if run.journal:
         run.journal.clear()
+
+
+def _rescue(run: Run) -> str:
+    """The run ends with an error: save what was done, if it can be; what is left to go on from."""
+    standing, failed = run.standing, ""
+    if run.policy.version == standing.done > standing.saved:
+        try:
+            _save(run)
+        except Exception as error:
+            failed = f"what was done since cannot be saved ({error}); "
+    if standing.saved:
+        return f"{failed}saved after step {standing.saved} in {run.folder.path}: go on with --resume"
+    before = run.folder.before()
+    return f"{failed}nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
 
 
 def _how_to_go_on(config: Config, done: int, number: int) -> str:

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C: the first asks a run to save and stop after its step, the second ends it at once."""
+"""SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C: the first asks a run to save and stop after its step, the second
+ends it at once."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
@@ -34,12 +35,14 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Notes the signals of the block; outside the main thread Python lets nobody, and none is ever noted."""
+    """Notes the signals of the block, but for those that are to be ignored (nohup). Outside the main thread Python lets
+    nobody, and none is ever noted."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request) for number in _SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, request) for number in heard}
     try:
         yield request
     finally:

@@ -127,7 +127,7 @@ class TraceFile:
                 file.write((b",\n" if end else _BEGIN + b"\n") + lines + _END)
                 file.truncate()
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be written ({error.strerror}): make room, then --resume") from None
+            raise TraceError(f"{self.path} cannot be written ({error.strerror}): make room") from None
 
     def _introduce(self, name: str) -> list[dict[str, Any]]:
         if name in self._numbers:

@@ -152,7 +152,7 @@ def test_all_lost_is_one_sentence(home: Path) -> None:
     def loses(worker: int, method: str) -> str:
         return "before" if method == "update" else ""
 
-    with pytest.raises(ClusterError, match=r"all workers were lost.*--resume"):
+    with pytest.raises(ClusterError, match=r"all workers were lost"):
         train(config_of(home, 2), loses=loses)
 
 
@@ -180,7 +180,7 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     no_shards = patch.object(ThreadWorker, "spread", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
     many_workers = patch.object(run_module, "_many_workers", lambda config, folder: join(pool, config))
-    sentence = rf"{who} was lost amid {method}, and its shard of the policy with it.*--resume"
+    sentence = rf"{who} was lost amid {method}, and its shard of the policy with it"
     with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
         run_module.train(shards, False, Display(Console(quiet=True)))
     assert pool.closed

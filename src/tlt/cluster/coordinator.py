@@ -361,9 +361,7 @@ class Coordinator:
                 return reports[0]
             self._meeting = None
             self.crew.everyone("rollback")
-        raise ClusterError(
-            f"the update of step {step} failed {_ATTEMPTS} times as workers were lost: see why, --resume"
-        )
+        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times as workers were lost: see why")
 
     def _meet(self) -> str:
         """Where the workers' group meets: another place as soon as one of them was lost."""

@@ -192,8 +192,7 @@ class Crew:
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
         if self._in_a_row[index] > _IN_A_ROW:
             raise ClusterError(
-                f"worker {index} was lost {self._in_a_row[index]} times in a row: see that its memory suffices, then "
-                "go on from the last checkpoint with --resume"
+                f"worker {index} was lost {self._in_a_row[index]} times in a row: see that its memory suffices"
             )
         source = self._source()
         state = self.pool.submit(source, "state")
@@ -213,12 +212,11 @@ class Crew:
 
     def _source(self) -> int:
         if not self.sound:
-            raise ClusterError("all workers were lost: go on from the last checkpoint with --resume")
+            raise ClusterError("all workers were lost: see that their memory suffices")
         return min(self.sound)
 
 
 def _shard_lost(who: str, amid: str) -> ClusterError:
     return ClusterError(
-        f"{who} was lost amid {amid}, and its shard of the policy with it (train.shard): see that its memory suffices, "
-        "then go on from the last checkpoint with --resume"
+        f"{who} was lost amid {amid}, and its shard of the policy with it (train.shard): see that its memory suffices"
     )

@@ -67,9 +67,13 @@ class ClusterPolicy:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
+        self.version: int | None = 0
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        return self.coordinator.update(batch, step)
+        self.version = None
+        metrics = self.coordinator.update(batch, step)
+        self.version = step + 1
+        return metrics
 
     def state_dict(self) -> Mapping[str, Tensor]:
         return self.crew.whole("policy_state")

@@ -23,6 +23,7 @@ from typing import Any
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
+from tlt.stopping import SIGNALS
 
 _STORE_BYTES = 128 * 2**20
 _BESIDE = "beside"  # calls that do not wait for the one under way
@@ -224,7 +225,7 @@ def _own_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:

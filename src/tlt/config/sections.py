@@ -271,8 +271,8 @@ class ClusterConfig(Section):
 class RunConfig(Section):
     folder: str = "runs/latest"
     seed: int = Field(default=0, ge=0)
-    save_every: int = Field(default=0, ge=0)
-    """steps between checkpoints; 0 saves at the end only"""
+    save_every: int = Field(default=20, ge=0)
+    """steps between checkpoints; one is also saved at the end, at a signal and at an error. 0: at these alone"""
     keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
     compare_every: int = Field(default=0, ge=0)

@@ -107,4 +107,4 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("drafter_*") if path.is_dir())
+    return sorted(path for path in folder.glob(f"drafter_{'[0-9]' * 8}") if path.is_dir())

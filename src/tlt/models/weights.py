@@ -49,6 +49,18 @@ def _shards(index: Path) -> list[str]:
         raise ModelError(f"{index} is not an index of safetensors files: fetch or save it again") from None
 
 
+_OF_A_MODEL = {".safetensors", ".json", ".jinja", ".txt", ".model"}
+
+
+def folder_sha256(folder: str | Path) -> str:
+    """Digest over the files of a model folder, by name and content: weights, configurations, tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _OF_A_MODEL and path.is_file()):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
 def sha256(state: Mapping[str, Tensor]) -> str:
     """Digest over name, dtype, shape and little-endian bytes, sorted by name; tensors that share memory count once."""
     digest = hashlib.sha256()

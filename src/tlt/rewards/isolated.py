@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from tlt.config import Config
 from tlt.rewards.scores import Answer, RewardError, Term, make_terms
+from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # to import the user's module
-_NOT_FOR_US = (signal.SIGINT, signal.SIGTERM)  # sent to the whole group: the run finishes its step first
+_NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
 
 
 class Verdict(NamedTuple):

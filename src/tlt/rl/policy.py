@@ -57,6 +57,8 @@ class Policy:
             self.loss.clip_high if config.clip_high is None else config.clip_high,
         )
         self.optimizer = self._make_optimizer()
+        self.version: int | None = 0
+        """steps that it was updated in; None amid an update, once a weight has changed"""
 
     def _home(self) -> torch.device:
         """Where models are loaded to."""
@@ -101,7 +103,9 @@ class Policy:
         ]
         names = ("loss", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
-        return metrics | tokens.over(group) | {"learning_rate": rate}
+        metrics |= tokens.over(group)
+        self.version = step + 1
+        return metrics | {"learning_rate": rate}
 
     def _optimizer_step(
         self,
@@ -148,6 +152,7 @@ class Policy:
         norm = self._clip(parameters, group)
         skipped = not norm.isfinite()  # one step with it would spoil every weight for good
         if not skipped:
+            self.version = None
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm), skipped

@@ -1,0 +1,138 @@
+"""A run's folder: one run at a time, and a run that starts afresh there loses nothing of the one before until it has
+saved itself."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from tlt.config import ConfigError
+from tlt.config.sections import RunConfig
+
+FILES = ("config.json", "metrics.jsonl", "summary.json", "trace.json", "journal.bin")
+"""what a run writes there, beside its workers' logs, which go on in the same files"""
+FOLDERS = {
+    "checkpoints": re.compile(r"\.?step_\d{8}(\.partial)?"),
+    "drafter": re.compile(r"\.?drafter_\d{8}(\.partial)?"),
+    "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
+}
+"""and the names of what lies in its folders"""
+_LOCK, _BEFORE = ".lock", "previous"
+_FIRST = b'{"step": '  # of metrics.jsonl
+
+
+class RunFolder:
+    """Held from the start of a run to its end. Raises ConfigError where the folder cannot be made, another run is under
+    way there, or what lies there is in the way."""
+
+    def __init__(self, run: RunConfig, resume: bool) -> None:
+        self.path = Path(run.folder)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path / _LOCK)
+        except OSError as error:
+            said = f"{self.path} cannot be made ({error.strerror}): give another --run.folder"
+            raise ConfigError(said) from None
+        try:
+            if not resume:
+                self._refuse_what_is_there(run.overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _refuse_what_is_there(self, overwrite: bool) -> None:
+        for stranger in _strangers(self.path):
+            raise ConfigError(f"{stranger} is not what a run of tlt writes: move it away, or give another --run.folder")
+        used = (self.path / "metrics.jsonl").is_file() or (self.path / "checkpoints").is_dir()
+        if used and not overwrite:
+            goes_on = "go on with --resume, or " if any((self.path / "checkpoints").glob("step_*")) else ""
+            raise ConfigError(
+                f"{self.path} already holds a run: {goes_on}give --run.overwrite true or another --run.folder"
+            )
+
+    def make_way(self) -> None:
+        """The run before goes into a folder of its own, where it can be resumed. Called once the new one is sure to
+        start."""
+        moving = _of_a_run(self.path)
+        if not moving:
+            return
+        number = 1 + len(self.before())
+        place = self.path / (_BEFORE if number == 1 else f"{_BEFORE}_{number}")
+        place.mkdir()
+        for path in moving:
+            path.rename(place / path.name)
+
+    def before(self) -> list[Path]:
+        """Runs that made way, the oldest first."""
+        return sorted(path for path in self.path.glob(f"{_BEFORE}*") if path.is_dir())
+
+    def forget_before(self) -> None:
+        """The new run has saved. Whatever else was put there stays."""
+        for place in self.before():
+            if _strangers(place):
+                continue
+            for path in _of_a_run(place):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with suppress(OSError):  # it is not empty
+                place.rmdir()
+
+
+def _locked(path: Path) -> int:
+    """An open file that no other process can lock, up to its end. Raises ConfigError."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = os.read(handle, 200).decode(errors="replace").strip()
+        os.close(handle)
+        raise ConfigError(
+            f"another run is under way in {path.parent} ({who}): wait for its end, or give another --run.folder"
+        ) from None
+    except OSError:  # a file system without locks: better unlocked than not at all
+        return handle
+    os.truncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return handle
+
+
+def _of_a_run(folder: Path) -> list[Path]:
+    return [path for name in (*FOLDERS, *FILES) if (path := folder / name).exists()]
+
+
+def _strangers(folder: Path) -> list[Path]:
+    """What bears the name of something that a run writes, and is something else."""
+    found = []
+    for name, pattern in FOLDERS.items():
+        place = folder / name
+        if place.is_dir():
+            found += sorted(path for path in place.iterdir() if not pattern.fullmatch(path.name))
+        elif place.exists():
+            found.append(place)
+    record = folder / "metrics.jsonl"
+    return found if _is_ours(record) else [*found, record]
+
+
+def _is_ours(record: Path) -> bool:
+    """Whether it is missing, or begins with a step's metrics, as far as it goes."""
+    if not record.exists():
+        return True
+    if record.is_dir():
+        return False
+    with record.open("rb") as file:
+        start = file.read(len(_FIRST))
+    return _FIRST.startswith(start)
