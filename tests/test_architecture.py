@@ -13,12 +13,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 # a module may import from its own line and from the lines above it
 LAYERS = (
     ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume"),
+    ("completions", "trackers"),
     ("models", "attention"),
     ("draft",),
     ("engine",),
-    ("rl", "rewards", "data", "checkpoint", "journal", "folder", "build"),
+    ("rl", "measure", "rewards", "data", "checkpoint", "journal", "folder", "build"),
     ("loop", "evaluate"),
-    ("cluster", "workers_view", "display"),
+    ("cluster", "workers_view", "display", "record"),
     ("run",),
     ("generate", "fidelity", "drafting", "bench"),
     ("cli", "__main__"),

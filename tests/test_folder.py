@@ -140,7 +140,7 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
         train(afresh(home), Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
-    left = {"notes.txt", ".lock", "config.json", "metrics.jsonl", "summary.json", "trace.json"}
+    left = {"notes.txt", ".lock", "config.json", "metrics.jsonl", "completions.jsonl", "summary.json", "trace.json"}
     assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
 
 

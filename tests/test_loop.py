@@ -234,7 +234,8 @@ def test_waves_are_drawn_until_enough_groups_have_spread() -> None:
     assert trained(fake.batches[0]) == [1, 3]
     assert (parts.carried, parts.cursor.position) == ([], 4)
     assert result.metrics.batch == {
-        "waves": 2, "groups": 2, "carried": 0, "unrewarded": 0, "too_few": 0, "without_spread": 2
+        "waves": 2, "groups": 2, "carried": 0, "unrewarded": 0, "too_few": 0, "without_spread": 2,
+        "without_spread_share": 0.5
     }  # fmt: skip
 
 
@@ -316,7 +317,8 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
     assert batch.advantages == [*grpo([0.0, 2.0]), *grpo([0.0, 1.0, 2.0])]
     assert result.metrics.reward == pytest.approx((0 + 2 + 1 + 0 + 1 + 2) / 6)
     assert result.metrics.batch == {
-        "waves": 1, "groups": 2, "carried": 0, "unrewarded": 6, "too_few": 2, "without_spread": 0
+        "waves": 1, "groups": 2, "carried": 0, "unrewarded": 6, "too_few": 2, "without_spread": 0,
+        "without_spread_share": 0.0
     }  # fmt: skip
     assert result.metrics.tokens == 42  # they were decoded all the same
 

@@ -28,7 +28,7 @@ from tlt.rewards import RewardError
 from tlt.stopping import Stopped
 
 STEPS = 4
-TIMES = ("seconds", "tokens_per_second", "workers")
+TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 

@@ -171,7 +171,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if summary["compared"]:
         console.print(against_plain(summary), highlight=False, soft_wrap=True)
     console.print(
-        f"everything is in {config.run.folder}: summary.json, metrics.jsonl, tensorboard, checkpoints", highlight=False
+        f"everything is in {config.run.folder}: summary.json, metrics.jsonl, completions.jsonl, checkpoints",
+        highlight=False,
     )
     return 0
 

@@ -15,7 +15,10 @@ from types import TracebackType
 from tlt.config import ConfigError
 from tlt.config.sections import RunConfig
 
-FILES = ("config.json", "metrics.jsonl", "summary.json", "trace.json", "journal.bin")
+FILES = (
+    *("config.json", "metrics.jsonl", "completions.jsonl", "completions.old.jsonl", "summary.json"),
+    *("trackers.json", "trace.json", "journal.bin"),
+)
 """what a run writes there, beside its workers' logs, which go on in the same files"""
 FOLDERS = {
     "checkpoints": re.compile(r"\.?step_\d{8}(\.partial)?"),

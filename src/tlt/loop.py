@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,9 +22,10 @@ from torch import Tensor
 from tlt.config import Config
 from tlt.data import Cursor
 from tlt.draft.ahead import Ahead
+from tlt.measure import measure
 from tlt.metrics import timed
 from tlt.rewards import Reward
-from tlt.rl.groups import has_spread, is_comparable, make_batch, usable
+from tlt.rl.groups import make_batch, usable
 from tlt.sampling import request_seed
 from tlt.trace import Span, Tracer
 from tlt.types import (
@@ -125,6 +126,8 @@ class Parts:
 class StepResult:
     groups: list[Group]
     """decoded in this step, trained on or not"""
+    settled: list[Group]
+    """trained on or dropped in this step, whenever they were decoded"""
     metrics: StepMetrics
 
 
@@ -136,7 +139,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
         carried = len(parts.carried)
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
-        used, parts.carried = good[:count], good[count:]
+        before, used, parts.carried = parts.carried, good[:count], good[count:]
         with timed("update", seconds, parts.tracer):
             batch = make_batch(used, config, carried)
             watcher.phase(step, "update", len(batch.response_ids))
@@ -144,9 +147,11 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
             update = parts.policy.update(batch, step)
         with timed("sync", seconds, parts.tracer):
             parts.rollout.sync(parts.policy, version=step + 1)
-    fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried), **_faults(groups)}
-    metrics = _measure(step, groups, stats, update, fate, seconds)
-    return StepResult(groups, replace(metrics, compared=compared))
+    fate: dict[str, float] = {"waves": waves, "groups": len(used), "carried": len(parts.carried)}
+    metrics = measure(step, groups, stats, update, fate, seconds)
+    kept = {id(group) for group in parts.carried}
+    settled = [group for group in (*before, *groups) if id(group) not in kept]
+    return StepResult(groups, settled, replace(metrics, compared=compared))
 
 
 def _decode(
@@ -187,14 +192,6 @@ def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[
     return {"tokens": sum(map(len, tokens.values())), "responses": len(plain), "differ": differ}
 
 
-def _faults(groups: Sequence[Group]) -> dict[str, int]:
-    """Responses without a reward, groups with fewer than two that have one, groups whose rewards are all equal."""
-    unrewarded = sum(response.reward is None for group in groups for response in group.responses)
-    comparable = [group for group in groups if is_comparable(group)]
-    without_spread = sum(not has_spread(group) for group in comparable)
-    return {"unrewarded": unrewarded, "too_few": len(groups) - len(comparable), "without_spread": without_spread}
-
-
 def _requests(parts: Parts, config: Config, cursor: Cursor) -> list[Request]:
     return [
         Request(
@@ -220,38 +217,3 @@ def _in_prompt_order(requests: Sequence[Request], responses: Sequence[Response])
         group = groups.setdefault((request.prompt.prompt_id, request.epoch), Group(request.prompt, []))
         group.responses.append(by_seed[request.seed])
     return list(groups.values())
-
-
-def _measure(
-    step: int,
-    groups: Sequence[Group],
-    stats: RolloutStats,
-    update: dict[str, float],
-    fate: dict[str, float],
-    seconds: dict[str, float],
-) -> StepMetrics:
-    responses = [response for group in groups for response in group.responses]
-    rewards = [response.reward for response in responses if response.reward is not None]
-    lengths = sorted(len(response.token_ids) for response in responses)
-    counters = {key: value for key, value in asdict(stats).items() if key not in ("tokens", "seconds")}
-    seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
-    return StepMetrics(
-        step=step,
-        reward=sum(rewards) / max(1, len(rewards)),
-        lengths={
-            "mean": sum(lengths) / len(lengths),
-            "median": lengths[len(lengths) // 2],
-            "p99": lengths[min(len(lengths) - 1, int(0.99 * len(lengths)))],
-            "max": lengths[-1],
-            "truncated": sum(response.finish_reason == "length" for response in responses) / len(responses),
-        },
-        accept_length=stats.accept_length,
-        tokens=stats.tokens,
-        tokens_per_second=stats.tokens / seconds["rollout"],
-        seconds=seconds,
-        update=update,
-        rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
-        batch=fate,
-        outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
-        prompts=[(group.prompt.prompt_id, group.responses[0].request.epoch) for group in groups],
-    )

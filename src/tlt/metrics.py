@@ -1,4 +1,4 @@
-"""Timers, the run's files (metrics.jsonl, TensorBoard events, summary.json), and the machine's description."""
+"""Timers, the run's metrics.jsonl and summary.json, and the machine's description."""
 
 from __future__ import annotations
 
@@ -36,12 +36,9 @@ def timed(name: str, seconds: dict[str, float], tracer: Tracer | None = None) ->
 
 
 class MetricsWriter:
-    """One line a step in metrics.jsonl, the same numbers as TensorBoard scalars. On resume, later lines are dropped
-    first."""
+    """One line a step in metrics.jsonl. On resume, later lines are dropped first."""
 
     def __init__(self, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import: only where a run is recorded
-
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(folder) if line["step"] < first_step]
         if last and (not kept or kept[-1]["step"] < last["step"]):
@@ -49,33 +46,14 @@ class MetricsWriter:
         fresh = self.path.with_suffix(".partial")
         fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         fresh.replace(self.path)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        line = asdict(metrics)
+        """Raises MetricsError."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(asdict(metrics)) + "\n")
         except OSError as error:
             raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room") from None
-        for key, value in _scalars(line):
-            self.board.add_scalar(key, value, metrics.step)
-
-    def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
-        """Of the policy after `step` steps, which no line of metrics.jsonl holds: summary.json does."""
-        for key, value in _scalars({"eval": evaluation}):
-            self.board.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self.board.close()
-
-
-def _scalars(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{key}/")
-        elif key not in ("step", "prompts", "workers"):
-            yield prefix + key, value
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from tlt.config import Config, ConfigError
 # nothing of these reaches a weight: of the prompts themselves there is a fingerprint, of the model a hash
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
+    *("run.trackers", "run.completions_mb"),
     *("reward.timeout_seconds", "reward.workers", "reward.folder"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     *("eval", "drafter", "cluster.address", "cluster.slice_seconds", "cluster.patience"),

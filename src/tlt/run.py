@@ -40,9 +40,10 @@ from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
-from tlt.metrics import MetricsWriter, summarize, timed, write_json
+from tlt.metrics import summarize, timed, write_json
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import folder_sha256, read_safetensors
+from tlt.record import Progress, Record
 from tlt.resume import allowed_changes, sentence
 from tlt.rewards import make_reward
 from tlt.rl.agreement import check_agreement
@@ -50,6 +51,7 @@ from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, Tracer, seconds_by_state
+from tlt.trackers import names_of
 from tlt.types import Group, Prompt, Response
 
 
@@ -94,6 +96,7 @@ class Run:
     trace: TraceFile
     journal: Journal | None
     """where speculation makes use of it"""
+    progress: Progress
     model_sha256: str
     """of the files in model.path"""
     changes: list[dict[str, Any]]
@@ -133,6 +136,7 @@ def train(
     """Run or go on with a run; returns its summary. `wrap` puts another rollout in the place of the run's own; `force`
     names the fields that a resumed run may change although it will end elsewhere. Raises a ValueError of one sentence
     for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
+    names_of(config.run.trackers)  # refuses what is not there
     with stop_request() as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
         found = checkpoint.latest(folder.path / "checkpoints") if resume else None
         run = _prepare(config, folder, display, found, ending, force)
@@ -142,16 +146,16 @@ def train(
         if not resume:
             folder.make_way()
         write_json(folder.path / "config.json", config.model_dump())
-        writer = MetricsWriter(folder.path, run.standing.done, run.standing.metrics or None)
+        record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
         with display.live(config, run.standing.done, run.parts.rollout.now):
             try:
-                evaluation = _go(run, writer, stop)
+                evaluation = _go(run, record, stop)
             except Exception as error:
                 error.add_note(_rescue(run))
                 raise
-        writer.write_last_evaluation(config.train.steps, evaluation)
-        writer.close()
+        record.write_last_evaluation(config.train.steps, evaluation)
+        record.close()
         return summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
 
 
@@ -220,6 +224,7 @@ def _prepare(
         Standing(0, 0, parts.cursor, parts.carried, {}),
         TraceFile(folder.path / "trace.json"),
         _journal(config),
+        Progress(config.train.steps, found.state["metrics"] if found else None),
         model,
         changes,
     )
@@ -268,7 +273,7 @@ def _refuse_other_prompts(config: Config, force: Collection[str]) -> None:
 # -- under way ---------------------------------------------------------------------------------------------------------
 
 
-def _go(run: Run, writer: MetricsWriter, stop: StopRequest) -> dict[str, float]:
+def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     """Step after step, each recorded and, where it is due, saved; returns the evaluation after the last one."""
     config = run.config
     for result in _steps(run):
@@ -280,10 +285,10 @@ def _go(run: Run, writer: MetricsWriter, stop: StopRequest) -> dict[str, float]:
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
         result.metrics.workers = _trace(run)
-        writer.write(result.metrics)
+        record.write(result)
         run.display.step(result)
         if stop and done < config.train.steps:
-            writer.close()
+            record.close()
             raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
     with run.parts.tracer.span("eval"):
         evaluation = _evaluate(run, config.train.steps)
@@ -301,6 +306,7 @@ def _steps(run: Run) -> Iterator[StepResult]:
             with timed("eval", seconds, run.parts.tracer):
                 evaluation = _evaluate(run, step)
         result = one_step(run.parts, config, run.watcher, step)
+        run.progress.add(result)
         if evaluation:
             result.metrics.eval = evaluation
             result.metrics.seconds["eval"] = seconds["eval"]

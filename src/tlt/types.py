@@ -135,6 +135,8 @@ class Response:
     """why there is no reward; empty where there is one"""
     scores: dict[str, float] = field(default_factory=dict)
     """of each term of the reward, before its weight"""
+    advantage: float | None = None
+    """None: the policy is not trained on it"""
     decoded: Passes = field(default_factory=Passes)
     """how it came to its tokens"""
 
@@ -223,11 +225,16 @@ class WorkerNow(NamedTuple):
 
 @dataclass
 class StepMetrics:
-    """One line of metrics.jsonl. `reward` is the mean over the responses that have one, 0 if none has. `seconds` are
-    the driver's wall clock, disjoint, and sum to `seconds['total']`."""
+    """One line of metrics.jsonl; docs/metrics.md explains every number. `reward` is the mean over the responses that
+    have one, 0 if none has. `seconds` are the driver's wall clock, disjoint, and sum to `seconds['total']`."""
 
     step: int
     reward: float
+    reward_std: float
+    rewards: dict[str, dict[str, float]]
+    """mean and standard deviation of each term of the reward, before its weight"""
+    tasks: dict[str, dict[str, float]]
+    """of the rewards of each kind of question: mean, standard deviation, how many"""
     lengths: dict[str, float]
     accept_length: float
     tokens: int
@@ -248,3 +255,7 @@ class StepMetrics:
     seconds['compare']"""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""
+    tokens_seen: int = 0
+    """of prompts and responses, in all steps so far"""
+    seconds_left: float = 0.0
+    """for the steps to come, if they take as long as the last ten"""

@@ -278,6 +278,11 @@ class RunConfig(Section):
     compare_every: int = Field(default=0, ge=0)
     """before every so many-th step its requests are decoded once more, by plain decoding on the same workers, so that
     the run can say what it saved, and that no token differs; 0 is never"""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] | None = None
+    """where metrics are shown beside metrics.jsonl, each an extra, such as tlt[wandb]; left out: TensorBoard, where it
+    is installed"""
+    completions_mb: int = Field(default=1024, ge=0)
+    """completions.jsonl keeps every response, and drops the oldest beyond so many MiB; 0: none is kept"""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
 

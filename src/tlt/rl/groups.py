@@ -43,6 +43,7 @@ def make_batch(groups: Sequence[Group], config: Config, carried: int = 0) -> Tra
             batch.prompt_ids.append(response.request.prompt.token_ids)
             batch.response_ids.append(response.token_ids)
             batch.advantages.append(advantage)
+            response.advantage = advantage
             batch.rollout_logprobs.append(response.full_logprobs)
     return batch
 

@@ -1,0 +1,93 @@
+"""completions.jsonl: what the model wrote, what it was worth, and how it was decoded; a response a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tlt.metrics import MetricsError
+from tlt.types import Group, Response
+
+NAME, OLDER = "completions.jsonl", "completions.old.jsonl"
+
+
+class CompletionsWriter:
+    """Bounded: at half the limit the file becomes `completions.old.jsonl`, in the place of the one before. So at least
+    the newest half of the limit is there. On resume, later lines are dropped first."""
+
+    def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
+        self.path, self.older, self.half = folder / NAME, folder / OLDER, limit_bytes // 2
+        for path in (self.older, self.path):
+            _cut(path, first_step)
+
+    def write(self, step: int, groups: Iterable[Group]) -> None:
+        """Raises MetricsError."""
+        lines = b"".join(_line(step, response) for group in groups for response in group.responses)
+        try:
+            if self.path.exists() and self.path.stat().st_size + len(lines) > self.half:
+                self.path.replace(self.older)
+            with self.path.open("ab") as file:
+                file.write(lines)
+        except OSError as error:
+            raise MetricsError(f"{self.path} cannot be written ({error.strerror}): make room") from None
+
+
+def _line(step: int, response: Response) -> bytes:
+    line = {"step": step} | record(response)
+    # a lone surrogate, which UTF-8 cannot hold, becomes an escape that JSON knows
+    return json.dumps(line, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def record(response: Response) -> dict[str, Any]:
+    """As docs/metrics.md explains it."""
+    request = response.request
+    return {
+        "prompt_id": request.prompt.prompt_id,
+        "epoch": request.epoch,
+        "index": request.index,
+        "task": request.prompt.task,
+        "prompt": request.prompt.text,
+        "response": response.text,
+        "answer": request.prompt.data.get("answer"),
+        "reward": response.reward,
+        "scores": response.scores,
+        "outcome": response.outcome,
+        "advantage": response.advantage,
+        "length": len(response.token_ids),
+        "finish_reason": response.finish_reason,
+        "decoded": vars(response.decoded),
+    }
+
+
+def read_completions(folder: Path) -> list[dict[str, Any]]:
+    """Whole lines, the oldest first."""
+    found = []
+    for path in (folder / OLDER, folder / NAME):
+        lines: Sequence[bytes] = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
+        found += [json.loads(line) for line in lines]
+    return found
+
+
+def _cut(path: Path, first_step: int) -> None:
+    """Drop the lines from `first_step` on, and one that a killed run has left half."""
+    if not path.is_file():
+        return
+    kept = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _step(line) >= first_step:
+                break
+            kept += len(line)
+        file.truncate(kept)
+    if not kept:
+        path.unlink()
+
+
+def _step(line: bytes) -> float:
+    """Lines are in the order of steps; what cannot be read is dropped with all behind it."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return float("inf")

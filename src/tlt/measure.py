@@ -1,0 +1,103 @@
+"""What a step's metrics say of its responses. Every name is explained in docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import fmean, stdev
+
+from tlt.rl.groups import has_spread, is_comparable
+from tlt.types import Group, RolloutStats, StepMetrics
+
+
+def measure(
+    step: int,
+    groups: Sequence[Group],
+    stats: RolloutStats,
+    update: dict[str, float],
+    fate: dict[str, float],
+    seconds: dict[str, float],
+) -> StepMetrics:
+    """Of the groups decoded in a step, in prompt order. `fate` and `faults_of` say what became of them."""
+    responses = [response for group in groups for response in group.responses]
+    rewards = [response.reward for response in responses if response.reward is not None]
+    lengths = sorted(len(response.token_ids) for response in responses)
+    counters = {key: value for key, value in asdict(stats).items() if key not in ("tokens", "seconds")}
+    seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
+    return StepMetrics(
+        step=step,
+        reward=_mean(rewards),
+        reward_std=_deviation(rewards),
+        rewards=_by_term(groups),
+        tasks=_by_task(groups),
+        lengths={
+            "mean": sum(lengths) / len(lengths),
+            "median": lengths[len(lengths) // 2],
+            "p99": lengths[min(len(lengths) - 1, int(0.99 * len(lengths)))],
+            "max": lengths[-1],
+            "truncated": sum(response.finish_reason == "length" for response in responses) / len(responses),
+        },
+        accept_length=stats.accept_length,
+        tokens=stats.tokens,
+        tokens_per_second=stats.tokens / seconds["rollout"],
+        seconds=seconds,
+        update=update,
+        rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
+        batch=fate | faults_of(groups),
+        outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
+        prompts=[(group.prompt.prompt_id, group.responses[0].request.epoch) for group in groups],
+    )
+
+
+def faults_of(groups: Sequence[Group]) -> dict[str, float]:
+    """Responses without a reward; groups with fewer than two that have one; groups whose rewards are all equal, and
+    their share of those that can be compared."""
+    unrewarded = sum(response.reward is None for group in groups for response in group.responses)
+    comparable = [group for group in groups if is_comparable(group)]
+    without_spread = sum(not has_spread(group) for group in comparable)
+    return {
+        "unrewarded": unrewarded,
+        "too_few": len(groups) - len(comparable),
+        "without_spread": without_spread,
+        "without_spread_share": without_spread / max(1, len(comparable)),
+    }
+
+
+def tokens_of(groups: Sequence[Group]) -> int:
+    """Of all responses, and of their prompts, which count once for each."""
+    return sum(
+        len(group.prompt.token_ids) + len(response.token_ids) for group in groups for response in group.responses
+    )
+
+
+def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Of each term of the reward, before its weight."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for response in group.responses:
+            for term, score in response.scores.items():
+                found.setdefault(term, []).append(score)
+    return {term: {"mean": fmean(scores), "std": _deviation(scores)} for term, scores in found.items()}
+
+
+def _by_task(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Of the rewards of each kind of question, where the data names kinds."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        if group.prompt.task:
+            rewards = [response.reward for response in group.responses if response.reward is not None]
+            found.setdefault(group.prompt.task, []).extend(rewards)
+    return {
+        task: {"mean": _mean(rewards), "std": _deviation(rewards), "responses": len(rewards)}
+        for task, rewards in sorted(found.items())
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """With n - 1, as torch.std has it; 0 of fewer than two."""
+    return stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,62 @@
+"""Everything that a run writes down of a step: metrics.jsonl, completions.jsonl, and its trackers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tlt.completions import CompletionsWriter
+from tlt.config import Config
+from tlt.loop import StepResult
+from tlt.measure import tokens_of
+from tlt.metrics import MetricsWriter
+from tlt.trackers import Place, Trackers, names_of
+
+_LAST = 10  # steps that the time left is told from
+
+
+class Record:
+    """Of a run that begins with `first_step`; `last` is the line of the step before that the checkpoint holds."""
+
+    def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
+        names = names_of(config.run.trackers)
+        self.metrics = MetricsWriter(folder, first_step, last)
+        limit = config.run.completions_mb * 2**20
+        self.completions = CompletionsWriter(folder, first_step, limit) if limit else None
+        self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
+
+    def write(self, result: StepResult) -> None:
+        """Raises MetricsError."""
+        metrics = result.metrics
+        if self.completions:
+            self.completions.write(metrics.step, result.settled)
+        self.metrics.write(metrics)
+        self.trackers.log(metrics.step, asdict(metrics))
+
+    def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
+        """Of the policy after `step` steps, which no line of metrics.jsonl holds: summary.json does."""
+        if evaluation:
+            self.trackers.log(step, {"eval": evaluation})
+
+    def close(self) -> None:
+        self.trackers.close()
+
+
+class Progress:
+    """Tokens so far, those of a run that is gone on with among them, and the seconds that the rest may take."""
+
+    def __init__(self, steps: int, last: dict[str, Any] | None = None) -> None:
+        self.steps = steps
+        self.tokens_seen: int = (last or {}).get("tokens_seen", 0)
+        self._seconds: deque[float] = deque(maxlen=_LAST)
+
+    def add(self, result: StepResult) -> None:
+        """A step has ended: its metrics say how far the run is."""
+        metrics = result.metrics
+        self.tokens_seen += tokens_of(result.groups)
+        self._seconds.append(metrics.seconds["total"])
+        metrics.tokens_seen = self.tokens_seen
+        metrics.seconds_left = fmean(self._seconds) * (self.steps - metrics.step - 1)
