@@ -16,7 +16,7 @@ LAYERS = (
     ("completions", "trackers"),
     ("models", "attention"),
     ("draft",),
-    ("engine",),
+    ("engine", "vllm"),
     ("rl", "measure", "rewards", "data", "checkpoint", "journal", "folder", "build"),
     ("loop", "evaluate"),
     ("cluster", "workers_view", "display", "record"),

@@ -24,6 +24,7 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.arms import strategies, with_ahead
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
+from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.tuner import Bandit, Fixed, Tuner
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
@@ -49,16 +50,45 @@ def make_engine(
     return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store)
 
 
-def plain_beside(engine: Engine) -> Engine:
-    """One that decodes plainly with the same target, and shares nothing else with it."""
-    return Engine(engine.target, engine.config, detokenize=engine.detokenize)
+def open_target(config: Config, folder: str | Path) -> Target:
+    """What the recipe's engine decodes with, with the weights of `folder`. Raises ModelError, or VllmError."""
+    if config.engine.backend == "vllm":
+        from tlt.vllm.target import VllmTarget  # an extra
+
+        options, device = decoder_options(read_config(config.model.path)), torch_device(config.model)
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        target: Target = VllmTarget(config.model, config.engine, config.speculation, options, device, longest)
+    else:
+        target = make_target(config.model)
+    target.load(read_safetensors(folder), 0)
+    return target
+
+
+def open_engine(
+    config: Config,
+    target: Target,
+    layer: EagleLayer | None = None,
+    on_harvest: Callable[[Harvest], None] | None = None,
+    tracer: Tracer | None = None,
+) -> RolloutEngine:
+    """The engine that the recipe asks for, on this target."""
+    tokenizer, store = load_tokenizer(config.model.path), AheadStore(config.speculation.look_ahead_tokens)
+    if isinstance(target, Decoder):
+        return make_engine(
+            config.engine, config.speculation, target, tokenizer, layer, on_harvest, tracer or Tracer(), store
+        )
+    from tlt.vllm.engine import VllmEngine
+    from tlt.vllm.target import VllmTarget
+
+    assert isinstance(target, VllmTarget), "a target of the recipe's backend"
+    return VllmEngine(target, config.engine, detokenizer(tokenizer), tracer or Tracer(), store)
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
     """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
     none is trained."""
     trains = config.drafter.idle_training if config.cluster.workers > 1 else config.drafter.budget > 0
-    if config.speculation.drafter in ("off", "suffix") or not trains:
+    if config.speculation.drafter in ("off", "suffix") or not trains or config.engine.backend == "vllm":
         return None
     if config.speculation.path:
         return load_drafter(config.speculation.path, target)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from tlt import checkpoint
 from tlt.build import (
     load_tokenizer,
-    make_engine,
-    make_target,
+    open_engine,
+    open_target,
     sampling_params,
     starting_drafter,
     steps_ahead,
@@ -35,14 +35,14 @@ from tlt.data import (
     refuse_foreign_tokens,
 )
 from tlt.display import Display
-from tlt.draft.ahead import AheadStore
 from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
+from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
-from tlt.models.weights import folder_sha256, read_safetensors
+from tlt.models.weights import folder_sha256
 from tlt.record import Progress, Record
 from tlt.resume import allowed_changes, sentence
 from tlt.rewards import make_reward
@@ -50,7 +50,7 @@ from tlt.rl.agreement import check_agreement
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, StopRequest, stop_request
-from tlt.trace import TraceFile, Tracer, seconds_by_state
+from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
 from tlt.types import Group, Prompt, Response
 
@@ -172,13 +172,10 @@ def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None
 
 
 def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
-    target = make_target(config.model)
-    target.load(read_safetensors(folder), version=0)
-    tokenizer, layer = load_tokenizer(config.model.path), starting_drafter(config, target.options)
-    budget = Budget(layer, target, config) if layer else None
-    on_harvest = budget.harvest if budget else None
-    store = AheadStore(config.speculation.look_ahead_tokens)
-    engine = make_engine(config.engine, config.speculation, target, tokenizer, layer, on_harvest, Tracer(), store)
+    target = open_target(config, folder)
+    layer = starting_drafter(config, target.options)
+    budget = Budget(layer, target, config) if layer and isinstance(target, Decoder) else None
+    engine = open_engine(config, target, layer, budget.harvest if budget else None)
     device, dtype = torch_device(config.model), torch_dtype(config.model)
     policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
     check_agreement(target, policy)

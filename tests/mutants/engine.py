@@ -135,15 +135,15 @@ MUTANTS = [
     Mutant(
         "responses end where the first row's does",
         "engine/stops.py",
-        "        params = row.request.sampling\n        for node in path:\n",
-        "        params = vars(self).setdefault('params', row.request.sampling)\n        for node in path:\n",
+        "        params = row.request.sampling\n        if row.tokens[-1]",
+        "        params = vars(self).setdefault('params', row.request.sampling)\n        if row.tokens[-1]",
         ENGINE,
     ),
     Mutant(
         "a response may be longer by one",
         "engine/stops.py",
-        "if len(row.tokens) >= params.max_new_tokens:",
-        "if len(row.tokens) > params.max_new_tokens:",
+        "if len(row.tokens) >= params.max_new_tokens else",
+        "if len(row.tokens) > params.max_new_tokens else",
         ENGINE,
     ),
     Mutant(

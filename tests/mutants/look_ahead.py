@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "a row that comes back starts at the beginning of its old response",
         "draft/ahead.py",
-        "_Pointer(group, row.tokens) if known",
-        "_Pointer(group, ()) if known",
+        "Pointer([ahead.tokens for ahead in group], row.tokens) if usable",
+        "Pointer([ahead.tokens for ahead in group], ()) if usable",
         STORE,
     ),
     Mutant(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from tlt.build import plain_beside
 from tlt.cluster.budget import Budget
 from tlt.draft.ahead import Ahead
 from tlt.engine.engine import Engine
+from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
 from tlt.rl.policy import Policy
@@ -18,10 +18,10 @@ from tlt.types import Request, Response, RolloutStats, WorkerNow
 
 
 class LocalRollout:
-    def __init__(self, engine: Engine, budget: Budget | None = None, look_ahead: int = 0) -> None:
+    def __init__(self, engine: RolloutEngine, budget: Budget | None = None, look_ahead: int = 0) -> None:
         """Where a few rows more are free, requests of `look_ahead` steps to come are decoded beside a long tail."""
         self.engine, self.budget, self.look_ahead = engine, budget, look_ahead
-        self.plain = plain_beside(engine)
+        self.plain = engine.plain_beside()
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
         self._live: tuple[int, ...] = ()
@@ -54,6 +54,7 @@ class LocalRollout:
         self.engine.look_ahead(())
         if self.budget:
             self.tracer.enter(SPOT)
+            assert isinstance(self.engine, Engine), "the one that harvests"
             self.budget.spend(self.engine)
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
@@ -79,6 +80,7 @@ class LocalRollout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
         if self.budget and state.get("drafter"):
+            assert isinstance(self.engine, Engine), "the one that harvests"
             self.budget.load_state(state["drafter"], self.engine)
 
     def now(self) -> list[WorkerNow]:

@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 from tlt.build import (
-    load_tokenizer,
-    make_engine,
-    make_target,
-    plain_beside,
+    open_engine,
+    open_target,
     starting_drafter,
     torch_device,
     torch_dtype,
 )
 from tlt.config import Config
-from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.ahead import Ahead
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
 from tlt.engine.engine import Engine
-from tlt.models.weights import read_safetensors
+from tlt.engine.protocol import RolloutEngine
+from tlt.models.decoder import Decoder
 from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
 from tlt.rl.policy import Policy
@@ -109,17 +109,13 @@ class Worker:
     ) -> None:
         """`folder` holds the policy to start from; `host` is this machine as the other workers reach it."""
         self.config, self.index, self.host, self._join = config, index, host, join
-        self.target = make_target(config.model)
-        self.target.load(read_safetensors(folder), version=0)
-        tokenizer = load_tokenizer(config.model.path)
+        self.target = open_target(config, folder)
         layer = starting_drafter(config, self.target.options)
-        self.spot_trainer = SpotTrainer(layer, self.target, config.drafter, config.run.seed + index) if layer else None
-        on_harvest = self._harvest if layer else None
-        self.tracer, self.store = Tracer(), AheadStore(config.speculation.look_ahead_tokens)
-        self.engine = make_engine(
-            config.engine, config.speculation, self.target, tokenizer, layer, on_harvest, self.tracer, self.store
-        )
-        self.plain = plain_beside(self.engine)
+        self.spot_trainer = self._spot_trainer(layer) if layer else None
+        self.tracer = Tracer()
+        self.engine = open_engine(config, self.target, layer, self._harvest if layer else None, self.tracer)
+        self.store = self.engine.store
+        self.plain = self.engine.plain_beside()
         self.device = torch_device(config.model)
         kind = ShardedPolicy if config.train.shard else Policy
         self.policy = kind(
@@ -131,6 +127,10 @@ class Worker:
         self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the update under way
         self._wanted = 0.0  # calls of `spot` up to this number are to end
+
+    def _spot_trainer(self, layer: EagleLayer) -> SpotTrainer:
+        assert isinstance(self.target, Decoder), "its features are what a drafter is trained on"
+        return SpotTrainer(layer, self.target, self.config.drafter, self.config.run.seed + self.index)
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Worker:
         seconds = time.perf_counter() - began
         return Slice(responses, given_up, engine.stats, live, waiting, seconds, self._news(engine))
 
-    def _news(self, engine: Engine) -> dict[int, list[int]]:
+    def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
         news = {seed: row.tokens[self._told.get(seed, 0) :] for seed, row in rows.items()}
         self._told = {seed: len(row.tokens) for seed, row in rows.items()}
@@ -176,7 +176,7 @@ class Worker:
         found = [ahead for ahead in known if ahead and ahead.version == self.target.version]
         return AheadSlice(found, time.perf_counter() - began)
 
-    def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: Engine) -> None:
+    def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: RolloutEngine) -> None:
         """With a new one, what was under way is forgotten."""
         self.store.put(drafts)
         if number != self._rollout:
@@ -222,6 +222,8 @@ class Worker:
         """Draft with what was published, from the next round on."""
 
         def act(trainer: SpotTrainer) -> None:
+            assert isinstance(self.engine, Engine), "only there a drafter is trained"
+            assert isinstance(self.target, Decoder), "only there a drafter is trained"
             self.engine.swap(EagleDrafter(trainer.publish(common.tensors, agreement), self.target))
 
         self._guarded(act)

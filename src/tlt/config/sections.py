@@ -134,12 +134,16 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
+    backend: Literal["tlt", "vllm"] = "tlt"
+    """`tlt`: our own, nothing to install; `vllm`: vLLM with our noise, the same tokens; see docs/vllm.md"""
     max_rows: int = Field(default=64, gt=0)
     """requests decoded at once; the others wait"""
     kv_memory_mb: int = Field(default=1024, gt=0)
     """bound of the key-value cache; a request that does not fit waits, one that outgrows it is preempted and resumed"""
     prefill_tokens: int = Field(default=2048, gt=0)
     """tokens of one prefill pass, padding counted"""
+    vllm: dict[str, Any] = {}
+    """more arguments for vLLM, by its own names, such as `tensor_parallel_size` or `enforce_eager`"""
 
 
 class SpeculationConfig(Section):
@@ -319,10 +323,24 @@ class Config(Section):
             raise ValueError("train.updates_per_step must not exceed rollout.prompts_per_step")
         if self.model.dtype == "float64" and self.model.device.startswith("cuda"):
             raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
+        if self.engine.backend == "vllm":
+            _for_vllm(self)
         if self.train.shard and self.cluster.workers == 1:
             raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
         _trainable(self.rollout, self.train)
         return self
+
+
+def _for_vllm(config: Config) -> None:
+    if config.model.dtype == "float64":
+        raise ValueError("engine.backend = 'vllm' has no float64: set model.dtype = 'float32' or 'bfloat16'")
+    if config.speculation.drafter == "mixed":
+        raise ValueError("speculation.drafter = 'mixed' needs engine.backend = 'tlt': with vllm take 'adaptive'")
+    if config.run.compare_every and config.speculation.drafter not in ("off", "adaptive"):
+        raise ValueError(
+            f"run.compare_every with engine.backend = 'vllm' and speculation.drafter = "
+            f"{config.speculation.drafter!r} would need a second vLLM: take 'adaptive', or run.compare_every = 0"
+        )
 
 
 def _trainable(rollout: RolloutConfig, train: TrainConfig) -> None:

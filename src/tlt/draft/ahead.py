@@ -94,11 +94,12 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
     return ahead.ended, len(ahead.tokens)
 
 
-class _Pointer:
+class Pointer:
     """Where a row stands in its old response, or after a divergence in that of a sibling."""
 
-    def __init__(self, group: Sequence[Ahead], committed: Sequence[int]) -> None:
-        self.sources = [ahead.tokens for ahead in group]
+    def __init__(self, sources: Sequence[np.ndarray], committed: Sequence[int]) -> None:
+        """`sources`: int32, its own old response first; `committed`: tokens that the row has by now."""
+        self.sources = sources
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # of the next token in `old`
         self.is_own, self.is_over = True, False  # no more of its own is known: what comes is for a drafter to guess
@@ -178,12 +179,13 @@ class LookAhead:
 
     def __init__(self, store: AheadStore, vocab_size: int) -> None:
         self.store, self.vocab_size = store, vocab_size
-        self._pointers: list[_Pointer | None] = []
+        self._pointers: list[Pointer | None] = []
 
     def append(self, row: Row, kept: int) -> None:
         group = self.store.group(row.request)
         known = bool(group) and group[0].seed == row.request.seed
-        self._pointers.append(_Pointer(group, row.tokens) if known and all(map(self._is_sound, group)) else None)
+        usable = known and all(map(self._is_sound, group))
+        self._pointers.append(Pointer([ahead.tokens for ahead in group], row.tokens) if usable else None)
 
     def _is_sound(self, ahead: Ahead) -> bool:
         return ahead.tokens.min() >= 0 and ahead.tokens.max() < self.vocab_size

@@ -160,6 +160,10 @@ class Engine:
         self.keep_ahead()
         self.rollout.scheduler.put_off_ahead()
 
+    def plain_beside(self) -> Engine:
+        """One that decodes plainly with the same target, and shares nothing else with this one."""
+        return Engine(self.target, self.config, detokenize=self.detokenize)
+
     def release(self) -> None:
         """Give back the cache's memory, up to the next rollout, between two of them."""
         self.look_ahead(())

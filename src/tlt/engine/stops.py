@@ -16,17 +16,20 @@ class Stops:
     def append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
         """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
         does."""
-        params = row.request.sampling
         for node in path:
-            token = sampled.tokens[place][node]
-            row.tokens.append(token)
+            row.tokens.append(sampled.tokens[place][node])
             row.logprobs.append(sampled.logprobs[place][node])
             row.full_logprobs.append(sampled.full_logprobs[place][node])
-            if token in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
-                return "stop"
-            if len(row.tokens) >= params.max_new_tokens:
-                return "length"
+            if reason := self.reason(row):
+                return reason
         return None
+
+    def reason(self, row: Row) -> str | None:
+        """Why the response ends with its last token, if it does."""
+        params = row.request.sampling
+        if row.tokens[-1] in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
+            return "stop"
+        return "length" if len(row.tokens) >= params.max_new_tokens else None
 
     def _ends_in_stop_string(self, row: Row) -> bool:
         assert self.detokenize is not None, "stop strings need a tokenizer"

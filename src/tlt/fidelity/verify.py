@@ -65,6 +65,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     assert isinstance(parts.rollout, LocalRollout)
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
+    assert isinstance(target, Decoder)
     rollouts = modes(config, target, tokenizer)
     runs = {name: ModeRun(name) for name in rollouts}
     forks: list[Fork] = []

@@ -6,29 +6,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt.engine.protocol import Target
 from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
 from tlt.rl.policy import Policy
+from tlt.vllm.target import VllmTarget
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
 """total variation that rounding may explain; transformers takes norms and angles in float32 even under float64"""
 _TOKENS = 16
 
 
-def take_weights(target: Decoder, policy: Policy, version: int) -> None:
+def take_weights(target: Target, policy: Policy, version: int) -> None:
     """The target takes the policy's weights. Raises ModelError if the two are not one model then."""
     target.load(policy.state_dict(), version)
     check_agreement(target, policy)
 
 
-def check_agreement(target: Decoder, policy: Policy) -> None:
-    """Compare the laws of the next token at each token of a short text. Raises ModelError if they differ by more than
-    rounding does. For a policy in shards all members make this call."""
+def check_agreement(target: Target, policy: Policy) -> None:
+    """Compare the laws of the next token at each token of a short text, of vLLM that behind the last one. Raises
+    ModelError if they differ by more than rounding does. For a policy in shards all members make this call."""
     count = min(_TOKENS, target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
-    decoded = target.logits(causal_hidden(target, tokens[None].to(target.device)))[0]
-    trained = policy.logits(tokens)
+    decoded = _logits(target, tokens)
+    before = count - len(decoded)
+    trained = policy.logits(tokens)[before:]
     apart = _law(trained, "policy", target.version) - _law(decoded, "engine", target.version)
     apart = 0.5 * apart.abs().sum(-1)
     worst, allowed = apart.max().item(), ALLOWED[target.dtype]
@@ -36,10 +39,18 @@ def check_agreement(target: Decoder, policy: Policy) -> None:
         dtype = str(target.dtype).removeprefix("torch.")
         raise ModelError(
             f"the engine and the policy are not one model at version {target.version}: after "
-            f"{int(apart.argmax()) + 1} tokens their laws of the next one are {worst:.2g} apart in total variation, "
-            f"where rounding in {dtype} explains at most {allowed:g}; see that config.json fits the model's weights, "
-            "or save the model again with transformers (save_pretrained)"
+            f"{before + int(apart.argmax()) + 1} tokens their laws of the next one are {worst:.2g} apart in total "
+            f"variation, where rounding in {dtype} explains at most {allowed:g}; see that config.json fits the model's "
+            "weights, or save the model again with transformers (save_pretrained)"
         )
+
+
+def _logits(target: Target, tokens: Tensor) -> Tensor:
+    """Behind each of the last tokens of a text."""
+    if isinstance(target, VllmTarget):
+        return target.text_logits(tokens)
+    assert isinstance(target, Decoder), "a target that nobody knows how to ask"
+    return target.logits(causal_hidden(target, tokens[None].to(target.device)))[0]
 
 
 def _law(logits: Tensor, whose: str, version: int) -> Tensor:

@@ -1,0 +1,103 @@
+"""What a rollout asks of an engine: ours, or another one that draws with the same noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt.config import EngineConfig
+from tlt.draft.ahead import AheadStore
+from tlt.engine.tuner import Tuner
+from tlt.models.families import DecoderOptions
+from tlt.trace import Tracer
+from tlt.types import Request, Response, RolloutStats, Row
+
+
+class Target(Protocol):
+    """The model that an engine decodes with."""
+
+    options: DecoderOptions
+    dtype: torch.dtype
+    device: torch.device
+    version: int
+
+    def load(self, weights: Mapping[str, Tensor], version: int, /) -> None:
+        """Take all weights by their Hugging Face names. Raises ModelError, then keeps the old ones."""
+        ...
+
+
+class Rows(Sized, Iterable[Row], Protocol):
+    """Some rows, in an order."""
+
+
+class RolloutEngine(Protocol):
+    """Requests in, responses out, a round at a time; between two rounds requests come and go. A response is a function
+    of (target version, prompt, seed) alone. `store` holds what was decoded for coming steps."""
+
+    config: EngineConfig
+    detokenize: Callable[[Sequence[int]], str] | None
+    tracer: Tracer | None
+    store: AheadStore
+    tuner: Tuner
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Of the rollout so far."""
+        ...
+
+    @property
+    def rows(self) -> Rows:
+        """The live rows."""
+        ...
+
+    @property
+    def waiting(self) -> Rows: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to decode for this rollout."""
+        ...
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether there is something to decode for those to come."""
+        ...
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Response]: ...
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """A new rollout: what was live or waiting is forgotten. This and the next two raise ValueError for a request
+        that can never run."""
+        ...
+
+    def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None: ...
+
+    def look_ahead(self, requests: Iterable[Request]) -> None:
+        """Requests of coming steps, in the place of those given before."""
+        ...
+
+    def keep_ahead(self) -> None:
+        """The store takes what the rows that are decoded ahead have so far."""
+        ...
+
+    def give_up(self, seeds: Collection[int]) -> list[Row]:
+        """These requests leave; whoever goes on with one ends it with the same tokens."""
+        ...
+
+    def round(self) -> list[Response]:
+        """One turn; returns what finished."""
+        ...
+
+    def release(self) -> None:
+        """Give back the cache's memory, up to the next rollout, between two of them."""
+        ...
+
+    def plain_beside(self) -> RolloutEngine:
+        """One that decodes plainly with the same target; only one of the two is at work at a time."""
+        ...

@@ -1,0 +1,241 @@
+"""vLLM behind the surface of our own engine: a round is one step of vLLM's.
+
+Which token is drawn is decided by the noise (`noise.py`), so a response is what our own engine says, but for rounding.
+vLLM schedules, keeps pages and verifies drafts; here are requests, responses and what is decoded for coming steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from tlt.config import EngineConfig
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.strategy import PLAIN
+from tlt.engine.stops import Stops
+from tlt.engine.tuner import Fixed, Tuner
+from tlt.trace import Tracer
+from tlt.types import Request, Response, RolloutStats, Row
+from tlt.vllm.look_ahead import chains_for, rest_of
+from tlt.vllm.noise import Draw, Drawn
+from tlt.vllm.target import VllmTarget
+
+
+class VllmEngine:
+    """`detokenize` is needed for stop strings. What is decoded for coming steps ends in `store`, and drafts a request
+    that is known there, where vLLM was started with our proposer."""
+
+    def __init__(
+        self,
+        target: VllmTarget,
+        config: EngineConfig,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+        tracer: Tracer | None = None,
+        store: AheadStore | None = None,
+    ) -> None:
+        self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
+        self.store = AheadStore(0) if store is None else store
+        self.tuner: Tuner = Fixed(PLAIN)
+        self.stops = Stops(detokenize)
+        self.waiting: deque[Row] = deque()
+        self._ahead: deque[Row] = deque()
+        self._live: dict[str, Row] = {}  # by the name that vLLM knows them by
+        self._ended: set[str] = set()  # of these, those that vLLM has ended
+        self._accepted: dict[str, int] = {}  # drafted tokens of theirs that were right before they were given to vLLM
+        self._forget()
+
+    def plain_beside(self) -> VllmEngine:
+        """One that is never drafted by look-ahead; it shares vLLM with this one, so only one of them has rows."""
+        return VllmEngine(self.target, self.config, self.detokenize)
+
+    def _forget(self) -> None:
+        """A new rollout."""
+        self._abort(list(self._live))
+        self.waiting.clear()
+        self._ahead.clear()
+        self.stats = RolloutStats(seconds=dict.fromkeys(("prefill", "draft", "verify", "commit", "ahead"), 0.0))
+        self.target.llm.collective_rpc("tlt_forget")
+        self.version = self.target.version
+
+    # -- what is decoded -----------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
+        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
+        run."""
+        self.start(requests)
+        while self.busy:
+            yield from self.round()
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
+        self.keep_ahead()
+        self._forget()
+        self.submit(requests)
+
+    def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
+        """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
+        one that can never run."""
+        rows = [*resumed, *(Row(request) for request in requests)]
+        for row in rows:
+            self._check(row.request)
+        self.waiting.extend(rows)
+
+    def _check(self, request: Request) -> None:
+        longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
+        if not request.prompt.token_ids:
+            raise ValueError(f"prompt {request.prompt.prompt_id} is empty: give it at least one token")
+        if longest > self.target.longest:
+            raise ValueError(
+                f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but vLLM was started "
+                f"for {self.target.longest}: lower rollout.max_new_tokens or raise data.max_prompt_tokens"
+            )
+
+    def give_up(self, seeds: Collection[int]) -> list[Row]:
+        """These requests leave, wherever they stand; whoever goes on with one ends it with the same tokens."""
+        left = [row for row in self.waiting if row.request.seed in seeds]
+        self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
+        names = [name for name, row in self._live.items() if row.request.seed in seeds and not row.ahead]
+        self._take_logprobs(names)
+        return left + self._abort(names)
+
+    def look_ahead(self, requests: Iterable[Request]) -> None:
+        """Requests of coming steps, in the place of those given before. Those that are live go on. Raises ValueError
+        for one that can never run."""
+        wanted = {request.seed: request for request in requests}
+        for request in wanted.values():
+            self._check(request)
+        self.keep_ahead()
+        live = {row.request.seed: name for name, row in self._live.items() if row.ahead}
+        self._abort([name for seed, name in live.items() if seed not in wanted])
+        self._ahead = deque(Row(request, ahead=True) for seed, request in wanted.items() if seed not in live)
+
+    def keep_ahead(self) -> None:
+        """The store takes what the rows that are decoded ahead have so far."""
+        for row in self.rows:
+            if row.ahead and row.tokens:
+                self.store.put([Ahead.of(row, self.version, rest=rest_of(self.store, row))])
+
+    def _put_off_ahead(self) -> None:
+        self.keep_ahead()
+        for row in self._abort([name for name, row in self._live.items() if row.ahead]):
+            self._ahead.appendleft(Row(row.request, ahead=True))
+
+    def release(self) -> None:
+        """Give back the cache's memory, up to the next rollout, between two of them."""
+        self.look_ahead(())
+        if not self._live:
+            self.target.release()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to decode for this rollout."""
+        return bool(self.waiting) or not all(row.ahead for row in self.rows)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether there is something to decode for those to come."""
+        return bool(self._ahead) or any(row.ahead for row in self.rows)
+
+    @property
+    def rows(self) -> Collection[Row]:
+        """The live rows."""
+        return self._live.values()
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def round(self) -> list[Response]:
+        """One turn; returns what finished."""
+        assert self.target.version == self.version, "another target needs a new rollout: call start"
+        assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
+        began, start = time.time(), time.perf_counter()
+        self._admit()
+        own = self.busy
+        finished: dict[str, str] = {}
+        tokens = 0
+        for output in self.target.llm.step():
+            name, news = output.request_id, output.outputs[0].token_ids
+            if name in self._live and news:
+                tokens += self._append(name, news, finished)
+            if output.finished:
+                self._ended.add(name)
+        if self.tracer:
+            self.tracer.add("vllm", began, time.time(), rounds=1, tokens=tokens)
+        self.stats.rounds += own
+        self.stats.seconds["verify" if own else "ahead"] += time.perf_counter() - start
+        return self._end(finished)
+
+    def _admit(self) -> None:
+        if self.waiting:
+            self._put_off_ahead()
+        own = sum(not row.ahead for row in self.rows)
+        slots = self.config.max_rows if self.waiting or not own else self.tuner.free_rows(own)
+        line = self.waiting or self._ahead
+        while line and len(self._live) < slots:
+            row = line.popleft()
+            params, prompt = row.request.sampling, row.request.prompt.token_ids
+            draw = Draw(
+                self.target.next_key(), row.request.seed, len(prompt), params.temperature, params.top_k, params.top_p
+            )
+            known = chains_for(self.store, row, self.target.options.vocab_size) if self.target.looks_ahead else ()
+            name = self.target.add([*prompt, *row.tokens], draw, row.room, params.stop_token_ids, known)
+            self._live[name], self._accepted[name] = row, row.decoded.accepted
+            self.stats.prefill_tokens += len(prompt) + len(row.tokens)
+
+    def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
+        """Tokens that a row got, up to a stop; how many."""
+        row = self._live[name]
+        had = len(row.tokens)
+        for token in news:
+            row.tokens.append(token)
+            if reason := self.stops.reason(row):
+                finished[name] = reason
+                break
+        count = len(row.tokens) - had
+        if row.ahead:
+            self.stats.ahead_tokens += count
+        else:
+            self.stats.tokens += count
+            for counts in (self.stats, row.decoded):
+                counts.count(drafted=0, accepted=count - 1, committed=count, ahead=False)  # drafts are asked for later
+        return count
+
+    def _end(self, finished: dict[str, str]) -> list[Response]:
+        self._take_logprobs([name for name in finished if not self._live[name].ahead])
+        responses = []
+        for row, reason in zip(self._abort(list(finished)), finished.values(), strict=True):
+            if row.ahead:
+                self.store.put([Ahead.of(row, self.version, ended=True)])
+            else:
+                text = self.detokenize(row.tokens) if self.detokenize else ""
+                said = row.tokens, row.logprobs, row.full_logprobs
+                responses.append(Response(row.request, *said, reason, text, decoded=row.decoded))
+        return responses
+
+    def _abort(self, names: list[str]) -> list[Row]:
+        """Those leave, whether vLLM knows that they have ended or not."""
+        if going := [name for name in names if name not in self._ended]:
+            self.target.llm.abort_request(going)
+        self._ended.difference_update(names)
+        for name in names:
+            del self._accepted[name]
+        return [self._live.pop(name) for name in names]
+
+    def _take_logprobs(self, names: list[str]) -> None:
+        """Of the tokens that came since the row was given to vLLM."""
+        if not names:
+            return
+        wanted = {int(name): (len((row := self._live[name]).logprobs), len(row.tokens)) for name in names}
+        drawn: dict[int, Drawn] = self.target.llm.collective_rpc("tlt_take", args=(wanted,))[0]
+        for name in names:
+            row, of_row = self._live[name], drawn[int(name)]
+            row.logprobs += [logprob for logprob, _ in of_row.logprobs]
+            row.full_logprobs += [full for _, full in of_row.logprobs]
+            seen = row.decoded.accepted - self._accepted[name]
+            for counts in (self.stats, row.decoded):
+                counts.drafted += of_row.drafted
+                if self.target.looks_ahead:
+                    counts.ahead_passes += of_row.drafts
+                    counts.ahead_drafted += of_row.drafted
+                    counts.seen_ahead += seen
+                    counts.ahead_committed += seen + of_row.drafts

@@ -1,0 +1,176 @@
+"""Shared-noise sampling of another engine's logits: what makes its greedy decoding ours.
+
+An engine that decodes greedily takes the argmax of each row of logits. Here a row becomes log p + g, with p the
+request's law and g the noise of its seed and position, so the argmax is the sample that our own engine draws. Where a
+draft is verified every row has the noise of its own position, so greedy verification keeps what p would have drawn.
+
+No vLLM here: rows, slots and positions are all it takes. Shapes: R rows of logits, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.sampling import Law, gumbel_noise, log_law
+
+KEY = "tlt"
+"""of our entry in vLLM's `SamplingParams.extra_args`"""
+CHAINS = "chains"
+_LEAST_TOKENS = 256  # of a response, that there is room for from the start
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a request's tokens are drawn, as it travels with the request."""
+
+    key: int
+    """another one each time that a request is given to the engine: what was drawn is asked for by it"""
+    seed: int
+    """64 bits"""
+    prompt_tokens: int
+    """tokens before the response begins; a request that goes on elsewhere brings part of its response in its prompt"""
+    temperature: float
+    top_k: int
+    top_p: float
+    show_law: bool = False
+    """keep the whole law of its last row, for a comparison of two models"""
+
+    def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
+        """For `SamplingParams.extra_args`. `chains`: what is known of the response, see `look_ahead`."""
+        return {KEY: asdict(self) | {CHAINS: list(chains)}}
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any] | None) -> Draw | None:
+        """From what `as_extra` gave; None where there is nothing of ours. Raises ValueError."""
+        given = {name: value for name, value in ((extra or {}).get(KEY) or {}).items() if name != CHAINS}
+        if not given:
+            return None
+        try:
+            draw = cls(**given)
+        except TypeError as error:
+            raise ValueError(f"extra_args['{KEY}'] is not as tlt writes it: {error}") from None
+        if not 0 <= draw.seed < 2**64 or draw.prompt_tokens < 1 or draw.temperature < 0 or not 0 < draw.top_p <= 1:
+            raise ValueError(f"extra_args['{KEY}'] is out of range: {draw}")
+        return draw
+
+
+class Drawn(NamedTuple):
+    """What was drawn for a request."""
+
+    logprobs: list[list[float]]
+    """of each token that was asked for: under the law, under the softmax"""
+    drafted: int
+    """tokens that were proposed to it, and in how many passes; where that is counted"""
+    drafts: int
+
+
+class NoiseTable:
+    """The draws of the requests in an engine's slots, and both log-probs of every token that was drawn."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.draws: dict[int, Draw] = {}
+        self._seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._ours = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._temperature = torch.ones(slots, dtype=torch.float64, device=device)
+        self._top_k = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._top_p = torch.ones(slots, dtype=torch.float64, device=device)
+        # [S, T, 2]; what is drawn outside a response, behind its end or amid a prompt, goes to the last place
+        self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
+        self._drafts: dict[int, list[int]] = {}  # by slot
+        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # by key, of requests that left their slot
+        self._law: Tensor | None = None
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, slot: int, draw: Draw | None, most_tokens: int) -> bool:
+        """A request takes a slot, whoever had it before; its response may have `most_tokens`. Whether it is ours."""
+        self.leave(slot)
+        self._ours[slot] = draw is not None
+        if draw is None:
+            return False
+        self.draws[slot] = draw
+        self._drafts[slot] = [0, 0]
+        self._seeds[slot] = draw.seed - 2**64 if draw.seed >= 2**63 else draw.seed
+        self._starts[slot] = draw.prompt_tokens
+        self._temperature[slot] = draw.temperature
+        self._top_k[slot] = draw.top_k
+        self._top_p[slot] = draw.top_p
+        slots, tokens, _ = self._logprobs.shape
+        if most_tokens + 1 > tokens:
+            more = max(most_tokens + 1, 2 * tokens) - tokens
+            self._logprobs = torch.cat([self._logprobs, self._logprobs.new_zeros(slots, more, 2)], dim=1)
+        return True
+
+    def leave(self, slot: int) -> None:
+        """The slot is free; what was drawn in it can still be asked for."""
+        if draw := self.draws.pop(slot, None):
+            self._left[draw.key] = self._logprobs[slot].clone(), self._drafts.pop(slot)
+            self._ours[slot] = False
+
+    def drafted(self, slot: int, tokens: int) -> None:
+        """A pass over the request was given so many."""
+        if tokens and slot in self._drafts:
+            self._drafts[slot][0] += tokens
+            self._drafts[slot][1] += 1
+
+    def take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Drawn]:
+        """By key, of the tokens from .. to of its response. It is asked for once, as it leaves."""
+        slots = {draw.key: slot for slot, draw in self.draws.items()}
+        found = {}
+        for key, (first, end) in wanted.items():
+            if key in slots:
+                self.leave(slots[key])
+            drawn, drafts = self._left.pop(key)
+            found[key] = Drawn(drawn[first:end].tolist(), *drafts)
+        return found
+
+    def forget(self) -> None:
+        """What was drawn for requests that left and that nobody asked about."""
+        self._left.clear()
+
+    def take_law(self) -> Tensor:
+        """[V] log-probs, in float32 and host memory, of the request that was to show them."""
+        assert self._law is not None, "no request was to show its law"
+        law, self._law = self._law, None
+        return law.cpu()
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def apply(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, V] become noisy scores, in place. Each row belongs to the request in its slot [R]; its input token
+        stands at its position [R] of the whole sequence, and the token that is drawn comes next. Rows of requests that
+        are not ours stay as they are."""
+        if not self.draws:
+            return logits
+        draws = self.draws.values()
+        law = Law(
+            self._temperature[slots],
+            self._top_k[slots],
+            self._top_p[slots],
+            restricted=any(draw.top_k or draw.top_p < 1 for draw in draws),
+            tempered=any(draw.temperature != 1 for draw in draws),
+            greedy=any(draw.temperature == 0 for draw in draws),
+        )
+        times = positions + 1 - self._starts[slots]
+        log_p, full = log_law(logits, law)
+        noise = gumbel_noise(self._seeds[slots], times.clamp(min=0), logits.shape[-1])
+        if law.greedy:
+            noise = noise.masked_fill((law.temperature == 0)[:, None], 0.0)
+        scores = log_p + noise
+        token = scores.argmax(dim=-1, keepdim=True)
+        logprob = log_p.gather(-1, token)
+        if law.greedy:
+            logprob = logprob.masked_fill((law.temperature == 0)[:, None], 0.0)
+        last = self._logprobs.shape[1] - 1
+        inside = torch.where((times >= 0) & (times < last), times, last)
+        self._logprobs[slots, inside] = torch.cat([logprob, full.gather(-1, token)], dim=-1).float()
+        for row, slot in enumerate(slots.tolist() if any(draw.show_law for draw in draws) else ()):
+            if slot in self.draws and self.draws[slot].show_law:
+                self._law = full[row].float()
+        return logits.copy_(torch.where(self._ours[slots][:, None], scores.to(logits.dtype), logits))

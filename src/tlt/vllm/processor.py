@@ -1,0 +1,46 @@
+"""The noise as vLLM's own logits processor, which its model runner V2 calls for every row, those of drafts too.
+
+`--logits-processors tlt.vllm.processor:SharedNoise` has any vLLM draw as we do, for requests that say how in
+`extra_args`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor  # type: ignore[import-not-found]
+
+from tlt.vllm.noise import Draw
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SharedNoise(LogitsProcessor):
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        from tlt.vllm.noise import NoiseTable
+
+        self.req_states = req_states
+        self.table = NoiseTable(req_states.max_num_reqs, req_states.device)
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError."""
+        draw = Draw.of(sampling_params.extra_args)
+        if draw and sampling_params.temperature != 0:
+            raise ValueError(
+                f"extra_args['tlt'] has the temperature ({draw.temperature}); that of SamplingParams must be 0, as the "
+                "noise is added to the logits and the greatest one is the sample"
+            )
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        draw = Draw.of(sampling_params.extra_args)
+        return self.table.add(req_idx, draw, sampling_params.max_tokens + _before(draw, self.req_states, req_idx))
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+        return self.table.apply(logits, ctx.expanded_idx_mapping, ctx.pos)
+
+
+def _before(draw: Draw | None, req_states: Any, slot: int) -> int:
+    """Tokens of the response that its prompt brings."""
+    return int(req_states.prompt_len.np[slot]) - draw.prompt_tokens if draw else 0

@@ -1,0 +1,64 @@
+"""From a recipe to vLLM's own arguments."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
+from tlt.vllm.versions import VllmError
+
+PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
+WIDEST = 16
+"""tokens of a look-ahead that are verified in one pass; vLLM keeps room for so many in every request"""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights are handed over as they lie in memory
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker has its cores already
+}
+
+
+def set_environment() -> None:
+    """Before vLLM is imported; what the user has set stays."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(
+    model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int, device: str
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`. `longest`: tokens of a prompt with its response. Raises VllmError."""
+    ours = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "max_model_len": longest,
+        "max_num_seqs": engine.max_rows,
+        "kv_cache_memory_bytes": engine.kv_memory_mb * 2**20,
+        "speculative_config": speculative_arguments(speculation),
+        "worker_extension_cls": "tlt.vllm.worker.WorkerExtension",
+        "skip_tokenizer_init": True,
+        "enable_sleep_mode": device == "cuda",  # to give the cache's memory back for the update
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    taken = ours.keys() & engine.vllm.keys()
+    if taken:
+        raise VllmError(f"engine.vllm.{min(taken)} is set by tlt itself, from the recipe's other keys: leave it out")
+    return ours | engine.vllm
+
+
+def speculative_arguments(speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` for a drafter of ours. Raises VllmError where there is none."""
+    if speculation.drafter == "off":
+        return None
+    if speculation.drafter == "suffix":
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        return {"method": "ngram", "num_speculative_tokens": speculation.depth, **lookup}
+    if speculation.drafter == "adaptive":
+        return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": WIDEST}
+    raise VllmError(
+        f"speculation.drafter = {speculation.drafter!r} is not for engine.backend = 'vllm': take 'adaptive' "
+        "(look-ahead), 'suffix' (vLLM's n-gram lookup) or 'off'"
+    )

@@ -1,0 +1,144 @@
+"""The target in vLLM: its weights, its version, and the one vLLM engine that all who decode with it share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
+from tlt.models.families import DecoderOptions
+from tlt.vllm.noise import Draw
+from tlt.vllm.settings import engine_arguments, set_environment
+from tlt.vllm.versions import VllmError, require_vllm
+
+_PROCESSOR = "tlt.vllm.processor:SharedNoise"
+
+
+class VllmTarget:
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        speculation: SpeculationConfig,
+        options: DecoderOptions,
+        device: torch.device,
+        longest: int,
+    ) -> None:
+        """`longest`: tokens that a prompt and its response may have together. Raises VllmError."""
+        require_vllm()
+        set_environment()
+        self.options, self.dtype, self.device = options, getattr(torch, model.dtype), device
+        self.version = 0
+        self.longest = min(longest, options.max_positions)
+        self.looks_ahead = speculation.drafter == "adaptive"
+        self.parallel = int(engine.vllm.get("tensor_parallel_size", 1)) > 1
+        self._keys = itertools.count()
+        self._asleep = False
+        arguments = engine_arguments(model, engine, speculation, self.longest, device.type)
+        with _threads_kept():
+            self.llm: Any = _start(arguments)
+        self.llm.collective_rpc("tlt_begin")
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take all weights by their Hugging Face names. What was kept of prompts is forgotten."""
+        given = {name: tensor.detach() for name, tensor in weights.items()}
+        if self.parallel:  # they go to other processes
+            given = {name: tensor.cpu() for name, tensor in given.items()}
+        self.llm.collective_rpc("tlt_load", args=(given,))
+        self.llm.reset_prefix_cache()
+        self.version = version
+
+    def text_logits(self, tokens: Tensor) -> Tensor:
+        """[1, V] logits, up to a constant, of the token behind this text [n]; vLLM has no requests under way."""
+        text = tokens.tolist()
+        self.add(text, Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, show_law=True), most_tokens=1)
+        while self.llm.has_unfinished_requests():
+            self.llm.step()
+        self.llm.collective_rpc("tlt_forget")
+        return self.llm.collective_rpc("tlt_law")[0][None]
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def next_key(self) -> int:
+        return next(self._keys)
+
+    def add(
+        self,
+        tokens: list[int],
+        draw: Draw,
+        most_tokens: int,
+        stops: tuple[int, ...] = (),
+        chains: Sequence[bytes] = (),
+    ) -> str:
+        """A request that goes on behind these tokens; the name that its output bears. `chains`: what is known of it,
+        for our proposer."""
+        from vllm import SamplingParams  # type: ignore[import-not-found]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+        self.wake()
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=most_tokens,
+            stop_token_ids=list(stops),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=draw.as_extra(chains),
+        )
+        name = str(draw.key)
+        self.llm.add_request(name, {"prompt_token_ids": tokens}, params)
+        return name
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give back the cache's memory, up to the next request. vLLM can do so on GPUs alone."""
+        if self.device.type == "cuda" and not self._asleep:
+            self.llm.sleep(level=0)
+            self.llm.release_kv_cache_memory()
+            self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self.llm.wake_up(["kv_cache"])
+            self._asleep = False
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    """Raises VllmError, whatever it is that vLLM cannot do."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+        from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
+
+        given = EngineArgs(**arguments)
+        if given.create_engine_config().use_v2_model_runner:
+            given = EngineArgs(**arguments | {"logits_processors": [_PROCESSOR]})
+        return LLMEngine.from_engine_args(given)
+    except Exception as error:
+        raise VllmError(f"vLLM cannot run {arguments['model']}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause's words."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    errors = getattr(error, "errors", None)  # pydantic's
+    found: Any = errors() if callable(errors) else None
+    text = str(found[0]["msg"]) if found else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """vLLM puts a function that does nothing in the place of torch.set_num_threads, for the whole process."""
+    before, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(before)

@@ -1,0 +1,34 @@
+"""What the engine asks of each of vLLM's workers, by `collective_rpc`: vLLM adds this class to its own worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tlt.vllm.noise import Drawn, NoiseTable
+from tlt.vllm.runner_v1 import NoisySampling
+
+
+class WorkerExtension:
+    model_runner: Any
+    _tlt_table: NoiseTable
+
+    def tlt_begin(self) -> None:
+        """Once, when the model is loaded: have the runner draw with our noise."""
+        processors = getattr(getattr(self.model_runner, "sampler", None), "logits_processors", ())
+        tables = [processor.table for processor in processors if hasattr(processor, "table")]
+        self._tlt_table = tables[0] if tables else NoisySampling(self.model_runner).table
+
+    def tlt_load(self, weights: Mapping[str, Tensor]) -> None:
+        self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+
+    def tlt_take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Drawn]:
+        return self._tlt_table.take(wanted)
+
+    def tlt_forget(self) -> None:
+        self._tlt_table.forget()
+
+    def tlt_law(self) -> Tensor:
+        return self._tlt_table.take_law()

@@ -1,0 +1,170 @@
+"""Our noise on another engine's logits: its greedy decoding draws our tokens. vLLM is not needed: `fake_vllm` has the
+documented interfaces of its two model runners."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import fake_vllm
+import pytest
+import torch
+from fake_vllm import RunnerV1, RunnerV2
+from small import Target
+
+from tlt.config import EngineConfig
+from tlt.engine.engine import Engine
+from tlt.types import Prompt, Request, Response, SamplingParams
+from tlt.vllm import runner_v1
+from tlt.vllm.noise import KEY, Draw, NoiseTable
+from tlt.vllm.runner_v1 import NoisySampling
+
+LAWS = {
+    "temperature 1": SamplingParams(max_new_tokens=12),
+    "tempered": SamplingParams(temperature=0.6, max_new_tokens=12),
+    "cut": SamplingParams(temperature=0.8, top_k=3, top_p=0.8, max_new_tokens=12),
+    "greedy": SamplingParams(temperature=0.0, max_new_tokens=12),
+}
+SLOTS = 5
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return Target().decoder
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> type:
+    for name, module in fake_vllm.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "tlt.vllm.processor", raising=False)
+    from tlt.vllm.processor import SharedNoise
+
+    return SharedNoise
+
+
+@pytest.fixture
+def tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_v1, "require_vllm", lambda: None)
+
+
+def requests(laws: Sequence[SamplingParams]) -> list[Request]:
+    prompts = (Prompt(0, "", (1, 2, 3)), Prompt(1, "", (4, 0, 2, 2, 1)))
+    seeds = random.Random(7)
+    return [Request(prompts[i % 2], i, 0, seeds.getrandbits(64), law) for i, law in enumerate([*laws] * 4)]
+
+
+def ours(target: Any, asked: Sequence[Request]) -> dict[int, Response]:
+    return {r.request.seed: r for r in Engine(target, EngineConfig(max_rows=3)).generate(asked)}
+
+
+def params_of(request: Request, key: int, had: int = 0) -> Any:
+    law = request.sampling
+    draw = Draw(key, request.seed, len(request.prompt.token_ids), law.temperature, law.top_k, law.top_p)
+    return SimpleNamespace(temperature=0.0, max_tokens=law.max_new_tokens - had, extra_args=draw.as_extra())
+
+
+def decode(runner: Any, table: NoiseTable, asked: Sequence[Request], said: dict[int, Response]) -> None:
+    """As many at once as there are slots; guesses are right, wrong, or none; requests stop amid their response and go
+    on from there. Compares tokens and log-probs with what our engine said."""
+    rng, line, keys = random.Random(1), list(asked), iter(range(1000))
+    had: dict[str, tuple[Request, list[int], list[list[float]]]] = {}
+
+    def begin(request: Request, tokens: list[int], logprobs: list[list[float]]) -> None:
+        key = next(keys)
+        runner.add(str(key), request, params_of(request, key, len(tokens)), tokens)
+        had[str(key)] = request, tokens, logprobs
+
+    while line or had:
+        while line and runner.free:
+            begin(line.pop(0), [], [])
+        guesses = {}
+        for name, (request, before, _) in had.items():
+            now = len(before) + len(runner.live[name].tokens)
+            right = said[request.seed].token_ids[now:][: rng.randrange(4)]
+            guesses[name] = [rng.randrange(5) if rng.random() < 0.3 else token for token in right]
+        runner.step(guesses)
+        for name, (request, before, logprobs) in list(had.items()):
+            now = [*before, *runner.live[name].tokens][: request.sampling.max_new_tokens]
+            ended = len(now) == request.sampling.max_new_tokens
+            if ended or rng.random() < 0.1:
+                logprobs = logprobs + table.take({int(name): (len(before), len(now))})[int(name)].logprobs
+                runner.remove(name)
+                del had[name]
+                if not ended:
+                    begin(request, now, logprobs)
+                    continue
+                response = said[request.seed]
+                assert now == response.token_ids
+                pairs = list(zip(response.logprobs, response.full_logprobs, strict=True))
+                torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(pairs), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("laws", [[law] for law in LAWS.values()] + [list(LAWS.values())], ids=[*LAWS, "mixed"])
+class TestTheSameTokens:
+    def test_by_the_logits_processor_of_runner_v2(
+        self, laws: list[SamplingParams], target: Any, processor: type
+    ) -> None:
+        asked = requests(laws)
+        runner = RunnerV2(target, SLOTS, processor)
+        decode(runner, runner.processor.table, asked, ours(target, asked))
+
+    def test_by_the_wrapper_of_runner_v1(self, laws: list[SamplingParams], target: Any, tested_version: None) -> None:
+        asked = requests(laws)
+        runner = RunnerV1(target, SLOTS)
+        decode(runner, NoisySampling(runner).table, asked, ours(target, asked))
+
+
+def test_requests_of_others_are_left_as_they_are(target: Any, processor: type) -> None:
+    asked = requests([LAWS["temperature 1"]])[:2]
+    runner = RunnerV2(target, SLOTS, processor)
+    runner.add("theirs", asked[0], SimpleNamespace(temperature=0.0, max_tokens=12, extra_args=None))
+    runner.add("ours", asked[1], params_of(asked[1], 0))
+    for _ in range(12):
+        runner.step({})
+    greedy = replace(asked[0], sampling=LAWS["greedy"])
+    assert runner.live["theirs"].tokens == ours(target, [greedy])[greedy.seed].token_ids
+    assert runner.live["ours"].tokens == ours(target, asked[1:])[asked[1].seed].token_ids
+
+
+def test_a_slot_that_is_used_again_keeps_nothing_of_the_one_before() -> None:
+    table = NoiseTable(1, torch.device("cpu"))
+    table.add(0, Draw(0, 5, 1, 0.5, 2, 0.5), 4)
+    table.add(0, None, 4)
+    logits = torch.randn(1, 9)
+    assert torch.equal(table.apply(logits.clone(), torch.tensor([0]), torch.tensor([3])), logits)
+
+
+def test_a_record_longer_than_any_before_makes_room() -> None:
+    table = NoiseTable(1, torch.device("cpu"))
+    table.add(0, Draw(3, 5, 1, 1.0, 0, 1.0), 1000)
+    for position in (0, 999):
+        table.apply(torch.randn(1, 9), torch.tensor([0]), torch.tensor([position]))
+    logprobs = table.take({3: (0, 1000)})[3].logprobs
+    assert logprobs[0][0] < 0
+    assert logprobs[999][0] < 0
+
+
+class TestWhatTravelsWithARequest:
+    def test_is_read_as_it_was_written(self) -> None:
+        draw = Draw(1, 2**64 - 1, 3, 0.5, 4, 0.5)
+        assert Draw.of(draw.as_extra([b"1234"]) | {"other": 1}) == draw
+        assert Draw.of(None) is Draw.of({}) is Draw.of({"other": 1}) is None
+
+    @pytest.mark.parametrize("fault", [{"seed": -1}, {"prompt_tokens": 0}, {"top_p": 0.0}, {"colour": 1}])
+    def test_is_refused_where_it_makes_no_sense(self, fault: dict[str, Any]) -> None:
+        extra = Draw(1, 2, 3, 0.5, 4, 0.5).as_extra()
+        extra[KEY] |= fault
+        with pytest.raises(ValueError, match="extra_args"):
+            Draw.of(extra)
+
+    def test_needs_greedy_decoding(self, processor: Any) -> None:
+        params = params_of(requests([LAWS["tempered"]])[0], 0)
+        processor.validate_params(params)
+        params.temperature = 1.0
+        with pytest.raises(ValueError, match="must be 0"):
+            processor.validate_params(params)

@@ -1,0 +1,26 @@
+"""What is said where vLLM is missing, or of a version that was not tested."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt.vllm import versions
+from tlt.vllm.versions import VllmError, is_tested, require_vllm
+
+
+def test_a_missing_one_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_version", lambda: None)
+    with pytest.raises(VllmError, match=r"needs vLLM 0\.32: pip install 'tlt\[vllm\]'"):
+        require_vllm()
+
+
+@pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.320.1", "1.0", "unknown"])
+def test_another_version_is_refused_by_name(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_version", lambda: found)
+    with pytest.raises(VllmError, match=found):
+        require_vllm()
+
+
+@pytest.mark.parametrize("found", ["0.32", "0.32.0", "0.32.1+cpu"])
+def test_tested_ones_pass(found: str) -> None:
+    assert is_tested(found)
