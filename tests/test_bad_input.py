@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -62,6 +63,8 @@ class Case:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
@@ -76,6 +79,13 @@ def lose_a_weight(case: Case) -> None:
 def misshape_a_weight(case: Case) -> None:
     weights = load_file(case.weights)
     weights["model.norm.weight"] = weights["model.norm.weight"][:-1].contiguous()
+    save_file(weights, case.weights, metadata={"format": "pt"})
+
+
+def spoil_a_weight(case: Case) -> None:
+    """Of a token that no prompt has."""
+    weights = load_file(case.weights)
+    weights["model.embed_tokens.weight"][3, 0] = math.nan
     save_file(weights, case.weights, metadata={"format": "pt"})
 
 
@@ -96,6 +106,22 @@ def damage_all(case: Case, change: Callable[[bytes], bytes]) -> None:
     for step in (1, 2):
         case.edit(case.saved(step) / "optimizer.safetensors", change)
 
+
+def own_reward(case: Case, name: str) -> None:
+    case.module(ODD_REWARDS)
+    case.set("reward", name=f"own_rewards:{name}", folder=str(case.home))
+
+
+ODD_REWARDS = """
+async def late(prompt, answer):
+    return 1.0
+
+def table(prompt, answer):
+    return {"reward": 1.0}
+
+def raises(prompt, answer):
+    raise KeyError("answer")
+"""
 
 FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     # -- the recipe
@@ -140,6 +166,20 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: c.edit(c.model / "tokenizer.json", lambda text: text.replace(b'"a": 64', b'"a": 9999')),
         r"token 9999.*vocabulary of 257",
     ),
+    "no end token": (
+        lambda c: (
+            c.edit_json(c.model / "config.json", eos_token_id=None),
+            c.edit_json(c.model / "tokenizer_config.json", eos_token=None),
+            (c.model / "generation_config.json").unlink(),
+        ),
+        r"names an end token.*set eos_token_id there, or give rollout\.stop_strings",
+    ),
+    "a weight that is NaN": (spoil_a_weight, r"model\.embed_tokens\.weight of the policy is not finite in .*model"),
+    "an empty stop string": (lambda c: c.set("rollout", stop_strings=["x", ""]), r"rollout\.stop_strings\.1"),
+    "a number that is none": (
+        lambda c: c.set("train", learning_rate=math.inf),
+        r"learning_rate: must be a finite",
+    ),
     "no chat template": (lambda c: c.set("data", chat=True), r"no chat template: set data\.chat = false"),
     # -- data
     "no file": (lambda c: c.prompts.unlink(), r"there is no file .*prompts\.jsonl"),
@@ -168,6 +208,16 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: (c.module("import os; os._exit(0)\n"), c.set("reward", name="own_rewards:f")),
         r"reward own_rewards:f cannot start: its process ended",
     ),
+    **{
+        f"nothing rewarded: {name}": (
+            lambda c, name=name: (
+                c.module(ODD_REWARDS),
+                c.set("reward", name=f"own_rewards:{name}", folder=str(c.home)),
+            ),
+            rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has any of the step before: mend",
+        )
+        for name, outcome in (("late", "not a number"), ("table", "not a number"), ("raises", "error"))
+    },
     "no answers": (
         lambda c: (c.set("reward", name="exact"), c.set("data", answer_column="solution")),
         r"prompt 0 has no answer.*data\.answer_column",

@@ -101,6 +101,10 @@ def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
         ("speculation.depth", "0"),
         ("engine.kv_memory_mb", "-1"),
         ("train.learning_rate", "nan"),
+        ("train.learning_rate", "inf"),
+        ("train.weight_decay", "inf"),
+        ("reward.weight", "-inf"),
+        ("cluster.patience", "inf"),
         ("train.advantage", "gae"),
         ("train.loss", "ppo"),
         ("train.schedule", "step"),
@@ -118,6 +122,17 @@ def test_a_wrong_value_is_refused_with_its_key_and_the_value(recipe: Path, key: 
     message = refusal(recipe, f"--{section}.{name}", value) if name else refusal_of({key: 3})
     assert f"{key}: " in message
     assert f"(got {value}" in message.replace('"', "").lower()
+
+
+def test_a_parameter_of_a_task_is_finite_too() -> None:
+    tasks = [{"name": "chain_sum", "params": {"weights": [1.0, float("nan")]}}]
+    said = refusal_of({"data": {"tasks": tasks}})
+    assert "data.tasks.0.params.weights.1: must be a finite number (got nan)" in said
+
+
+def test_an_empty_stop_string_is_refused(recipe: Path) -> None:
+    """It would end every response at its first token."""
+    assert "rollout.stop_strings.1: " in refusal(recipe, "--rollout.stop_strings", '["</answer>", ""]')
 
 
 def refusal_of(section: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -279,6 +280,22 @@ def test_a_chat_template_is_laid_around_the_text(tokenizer: Any, monkeypatch: py
     ids = encoder(tokenizer, chat=True)("what?")
     assert tokenizer.decode(ids) == "<user>what?<bot>"
     assert tokenizer.decode(encoder(tokenizer, chat=False)("what?")) == "what?"
+
+
+class BeginsWithOne:
+    """A tokenizer that puts its BOS, number 1, before every text; `<s>` in a text is one too."""
+
+    bos_token, bos_token_id = "<s>", 1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, *(1 if part == "<s>" else 9 for part in re.findall("<s>|.", text))]}
+
+
+def test_a_template_that_doubles_the_bos_is_mended_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    encode = encoder(BeginsWithOne(), chat=False)
+    assert [encode(text) for text in ("ab", "<s>ab", "a<s>", "<s>")] == [[1, 9, 9], [1, 9, 9], [1, 9, 1], [1]]
+    encode("<s>again")
+    assert caplog.text.count("prompts begin with two <s>") == 1
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any) -> None:

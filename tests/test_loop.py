@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ from torch import Tensor
 from tlt.config import Config, parse_config
 from tlt.data import Cursor
 from tlt.loop import Parts, StepResult, Trainable, make_batch, one_step
+from tlt.rewards import RewardError
 from tlt.rl.advantages import grpo
+from tlt.rl.finite import NotFinite
 from tlt.sampling import request_seed
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, TrainBatch
 
@@ -323,11 +327,42 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
     assert result.metrics.tokens == 42  # they were decoded all the same
 
 
-def test_a_step_in_which_nothing_is_rewarded_goes_on() -> None:
+def test_a_step_in_which_nothing_is_rewarded_is_told_and_a_second_one_ends_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     fake = Fake(score=lambda prompt, index: None)
-    results = run(fake, make_config(steps=2))
-    assert [batch.response_ids for batch in fake.batches] == [[], []]
-    assert [result.metrics.reward for result in results] == [0.0, 0.0]
+    with pytest.raises(RewardError, match=r"none of the 6 responses of step 2 has a reward .* nor has any of the step"):
+        run(fake, make_config(steps=9))
+    assert [batch.response_ids for batch in fake.batches] == [[]]
+    assert "of step 1 has a reward" in caplog.text
+
+
+def test_steps_without_a_reward_that_are_not_in_a_row_end_nothing() -> None:
+    rewards = itertools.cycle([None] * 6 + [1.0] * 6)
+    fake = Fake(score=lambda prompt, index: next(rewards))
+    assert [result.metrics.reward for result in run(fake, make_config(steps=4))] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_run_that_would_end_with_nothing_rewarded_ends_with_an_error() -> None:
+    fake = Fake(score=lambda prompt, index: None)
+    with pytest.raises(RewardError, match=r"none of the 6 responses of step 1 has a reward"):
+        run(fake, make_config(steps=1))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_of_the_engine_that_are_not_finite_end_the_run(value: float) -> None:
+    fake = Fake()
+    generate = fake.generate
+
+    def spoilt(*arguments: Any) -> Any:
+        responses, stats = generate(*arguments)
+        responses[4].full_logprobs[-1] = value
+        return responses, stats
+
+    fake.generate = spoilt  # type: ignore[method-assign]
+    with pytest.raises(NotFinite, match=r"logits are not finite in step 1, at token 3 of response 1 to prompt 1"):
+        run(fake, make_config(steps=1))
+    assert not fake.batches
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

@@ -186,7 +186,13 @@ def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
+    """Raises ModelError where no response could ever end before max_new_tokens."""
     stops, strings = stop_token_ids(folder, tokenizer), tuple(config.stop_strings)
+    if not stops and not strings:
+        raise ModelError(
+            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token, so that "
+            "no response would ever end: set eos_token_id there, or give rollout.stop_strings"
+        )
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
 
 

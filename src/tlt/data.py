@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from tlt.config import DataConfig, EvalConfig
 from tlt.types import Prompt
 
+log = logging.getLogger(__name__)
 Encode = Callable[[str], Sequence[int]]
 Row = tuple[str, dict[str, Any]]
 
@@ -59,7 +62,7 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
 def encoder(tokenizer: Any, chat: bool) -> Encode:
     """Text -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
     if not chat:
-        return lambda text: tokenizer(text)["input_ids"]
+        return lambda text: _one_bos(tokenizer, tokenizer(text)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
 
@@ -72,6 +75,20 @@ def encoder(tokenizer: Any, chat: bool) -> Encode:
         return tokenizer(whole, add_special_tokens=False)["input_ids"]  # the template has written them already
 
     return encode
+
+
+def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:
+    """A text that begins with the BOS token's text would have two: the tokenizer adds one of its own."""
+    bos = tokenizer.bos_token_id
+    if bos is None or list(token_ids[:2]) != [bos, bos]:
+        return token_ids
+    _tell_of_two(tokenizer.bos_token)
+    return token_ids[1:]
+
+
+@cache
+def _tell_of_two(bos: str) -> None:
+    log.warning("prompts begin with two %s, the text's own and the tokenizer's: one is left out", bos)
 
 
 def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:

@@ -25,6 +25,8 @@ from tlt.draft.ahead import Ahead
 from tlt.measure import measure
 from tlt.metrics import timed
 from tlt.rewards import Reward
+from tlt.rewards.unrewarded import Unrewarded
+from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, usable
 from tlt.sampling import request_seed
 from tlt.trace import Span, Tracer
@@ -120,6 +122,7 @@ class Parts:
     """groups that the step before left over; they open the next one"""
     tracer: Tracer = field(default_factory=Tracer)
     """of the driver's own phases"""
+    unrewarded: Unrewarded = field(default_factory=Unrewarded)
 
 
 @dataclass
@@ -136,6 +139,7 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     seconds: dict[str, float] = {}
     with timed("total", seconds):
         groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
+        parts.unrewarded.refuse_another(groups, step, last=step + 1 == config.train.steps)
         carried = len(parts.carried)
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
@@ -172,6 +176,7 @@ def _decode(
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
             responses, wave = parts.rollout.generate(requests, watcher.response, coming(parts, config, step + 1))
+            refuse_responses(responses, step)
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
             decoded = _in_prompt_order(requests, responses)

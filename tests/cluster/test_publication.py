@@ -16,7 +16,7 @@ from tiny import tiny_config
 from tlt import run as run_module
 from tlt.cluster import publication
 from tlt.cluster.crew import Crew
-from tlt.cluster.pool import Handle
+from tlt.cluster.pool import ClusterError, Handle
 from tlt.cluster.publication import Publication
 from tlt.cluster.remote import ClusterRollout, join
 from tlt.config import Config
@@ -83,6 +83,26 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
     for worker in pool.workers:
         drafter = worker.engine.drafters.usable["eagle"]
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
+
+
+@pytest.mark.parametrize("method", ["fresh", "gained", "should_train"])
+def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
+    def fails(self: Worth, *arguments: Any) -> Any:
+        raise ZeroDivisionError("at the gate")
+
+    with patch.object(Worth, method, fails):
+        digest, published, _ = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert published.failed
+    assert published.should_train() is False
+
+
+def test_a_cluster_that_fails_amid_it_is_no_failure_of_the_training(home: Path) -> None:
+    def fails(self: Worth, *arguments: Any) -> Any:
+        raise ClusterError("all workers were lost")
+
+    with patch.object(Worth, "fresh", fails), pytest.raises(ClusterError):
+        train(config_of(home, "adaptive"))
 
 
 def test_those_who_decode_are_left_alone(home: Path) -> None:

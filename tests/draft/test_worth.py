@@ -39,6 +39,15 @@ class Curve:
         return sum(self.trained[-steps:]) / steps
 
 
+def test_stretches_judged_right_after_it_was_found_stale_end_nothing() -> None:
+    """Four of them within one rollout, before there is fresh harvest to tell its level by."""
+    worth = Worth(UNROLL, trained=True)
+    worth.fresh(1.0)  # next to useless: it trains again
+    for _ in range(4):
+        worth.gained(1.0, 1.0, 1.0)
+    assert worth.should_train()
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.04])
 def test_one_that_rises_is_trained_to_the_top_and_then_left_alone(noise: float) -> None:
     curve = Curve(1.0, 4.0, 0.1, noise, noise / 10)

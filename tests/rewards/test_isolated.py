@@ -15,8 +15,8 @@ import pytest
 
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError, make_reward
-from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.scores import Answer
+from tlt.rewards.isolated import IsolatedScore, judge
+from tlt.rewards.scores import Answer, Term
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
@@ -62,6 +62,40 @@ def test_a_fault_is_named_and_the_next_answer_is_scored(
     assert verdict.reward is None
     assert (verdict.outcome, detail in verdict.detail) == (outcome, True)
     assert isolated.judge(PROMPT, answer("four"))[:3] == (4.0, "", "")
+
+
+class Rude:
+    """Raises whatever is asked of it."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no float")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class RudeError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises_rudely(prompt: Any, answer: Any) -> float:
+    raise RudeError
+
+
+@pytest.mark.parametrize(
+    ("terms", "outcome", "detail"),
+    [
+        ([(1.0, lambda p, a: Rude())], "not a number", "it gave a Rude that cannot be printed"),
+        ([(1.0, raises_rudely)], "error", "RudeError: a RudeError that cannot be printed"),
+        ([(10.0, lambda p, a: 1e308)], "not a number", "the sum of its terms is inf"),
+        ([(1.0, lambda p, a: 10**400)], "not a number", "it gave 1000"),
+    ],
+)
+def test_whatever_a_value_does_it_is_a_named_outcome(terms: list[Any], outcome: str, detail: str) -> None:
+    verdict = judge([Term("own", weight, score) for weight, score in terms], PROMPT, answer("a"))
+    assert (verdict.reward, verdict.outcome) == (None, outcome)
+    assert verdict.detail.startswith(detail)
 
 
 def test_the_process_is_another_one_and_kept_between_calls(isolated: IsolatedScore) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import random_batch, save_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
 from tlt.rl import policy as policy_module
 from tlt.rl.batching import MicroBatch, pack
+from tlt.rl.finite import NotFinite
 from tlt.rl.losses import LOSSES
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy, learning_rate
@@ -264,12 +266,64 @@ def test_an_empty_batch_changes_nothing(folder: Path, tmp_path: Path) -> None:
     make_policy(tmp_path / "policy").load_optimizer(tmp_path)
 
 
+def spoil_gradients(policy: Policy, spoilt: Iterator[bool]) -> None:
+    """Each backward pass in turn."""
+    weight = policy.model.get_input_embeddings().weight
+    weight.register_hook(lambda gradient: gradient * (math.nan if next(spoilt) else 1.0))
+
+
 def test_a_gradient_that_is_not_finite_is_not_applied(folder: Path) -> None:
-    batch, policy = random_batch(VOCAB), make_policy(folder, updates_per_step=2)
-    batch.advantages[0] = math.inf
+    batch, policy = random_batch(VOCAB), make_policy(folder, updates_per_step=2, micro_batch_tokens=999)
+    spoil_gradients(policy, itertools.chain([True], itertools.repeat(False)))
     assert policy.update(batch, 0)["skipped"] == 0.5
     assert all(tensor.isfinite().all() for tensor in policy.state_dict().values())
     assert policy.update(random_batch(VOCAB, seed=1), 1)["skipped"] == 0.0
+
+
+def test_updates_without_any_finite_gradient_are_told_and_then_end_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder, micro_batch_tokens=999)
+    spoil_gradients(policy, iter([True, False, True, True]))
+    for step in range(3):
+        policy.update(batch, step)
+    assert "no gradient of step 1 is finite" in caplog.text
+    with pytest.raises(NotFinite, match="no gradient of steps 3 and 4 is finite"):
+        policy.update(batch, 3)
+
+
+def test_a_loss_that_is_not_finite_is_an_error_before_it_changes_anything(folder: Path) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder)
+    batch.advantages[0] = math.inf
+    digest = sha256(policy.state_dict())
+    with pytest.raises(NotFinite, match="the loss is not finite in step 3"):
+        policy.update(batch, 2)
+    assert (sha256(policy.state_dict()), policy.version) == (digest, 0)
+
+
+def test_log_probs_that_are_not_finite_are_named_before_the_loss(folder: Path) -> None:
+    batch, policy = random_batch(VOCAB), make_policy(folder)
+    policy.state_dict()["model.norm.weight"][0] = math.nan
+    with pytest.raises(NotFinite, match="a log-prob of the policy is not finite in step 1"):
+        policy.update(batch, 0)
+
+
+def test_a_weight_that_an_update_made_infinite_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(folder)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    monkeypatch.setattr(policy.optimizer, "step", lambda: policy.state_dict()[name].view(-1)[0].fill_(math.inf))
+    with pytest.raises(NotFinite, match=rf"{name} of the policy is not finite after step 1"):
+        policy.update(random_batch(VOCAB), 0)
+    assert policy.version is None
+
+
+def test_one_nan_weight_of_a_model_folder_is_named_at_the_start(tmp_path: Path) -> None:
+    save_weights(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][7, 0] = math.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotFinite, match=r"model\.embed_tokens\.weight of the policy is not finite in "):
+        make_policy(tmp_path)
 
 
 def test_gradient_norm_is_bounded(folder: Path) -> None:

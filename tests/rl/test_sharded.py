@@ -27,9 +27,10 @@ from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.batching import plan
+from tlt.rl.finite import NotFinite
 from tlt.rl.parallel import Alone, GroupBroken, Meeting, Processes, ProcessGroup, shard
 from tlt.rl.policy import Policy
-from tlt.rl.sharded import ShardedPolicy
+from tlt.rl.sharded import ShardedPolicy, _local
 from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
@@ -169,8 +170,10 @@ def test_bfloat16_differs_by_its_rounding(folder: Path) -> None:
             assert found[name] == pytest.approx(metrics[name], rel=1e-2, abs=1e-3), name
 
 
-def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[float, str, str]:
+def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch, spoils: bool) -> tuple[float, str, str]:
     policy = make_policy(group, folder, {})
+    if spoils and group.rank == 0:
+        policy.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.nan)
     before = policy.sha256()
     return policy.update(batch, 0, group)["skipped"], before, policy.sha256()
 
@@ -178,10 +181,31 @@ def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tupl
 @pytest.mark.parametrize("responses", [6, 0])
 def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Path, responses: int) -> None:
     batch = random_batch(VOCAB, responses=responses)
-    if responses:
-        batch.advantages[0] = math.inf  # in one member's shard
     digest = make_policy(Alone(), folder, {}).sha256()
-    assert together(2, without_a_step, folder, batch) == [(float(responses > 0), digest, digest)] * 2
+    assert together(2, without_a_step, folder, batch, responses > 0) == [(float(responses > 0), digest, digest)] * 2
+
+
+def fails(group: ProcessGroup, folder: Path, batch: TrainBatch, spoil: str) -> str:
+    """What an update says of one layer's weight of the first member, or of one response's advantage."""
+    policy = make_policy(group, folder, {})
+    if spoil == "weight" and group.rank == 0:
+        with torch.no_grad():
+            _local(dict(policy.model.named_parameters())["model.layers.1.mlp.up_proj.weight"])[0, 0] = math.nan
+    try:
+        policy.update(batch, 3, group)
+    except NotFinite as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_not_finite_is_named_by_all_members(folder: Path) -> None:
+    batch = random_batch(VOCAB)
+    idle = replace(batch, advantages=[0.0] * len(batch.advantages))
+    for said in together(2, fails, folder, idle, "weight"):
+        assert said.startswith("model.layers.1.mlp.up_proj.weight of the policy is not finite after step 4")
+    batch.advantages[0] = math.inf  # in one member's shard
+    for said in together(2, fails, folder, batch, "advantage"):
+        assert said.startswith("the loss is not finite in step 4")
 
 
 def twice(group: ProcessGroup, folder: Path, batch: TrainBatch) -> dict[str, np.ndarray]:

@@ -96,10 +96,12 @@ class Budget:
 
     def load_state(self, state: Mapping[str, Any], engine: Engine) -> None:
         """Go on with the drafter that was published last, in the engine too."""
+        self._guarded(lambda trainer: self._take_up(trainer, state, engine))
+
+    def _take_up(self, trainer: SpotTrainer, state: Mapping[str, Any], engine: Engine) -> None:
         self.worth.load_state(state["worth"])
-        saved = load_latest(self.folder, self.target.options)
-        if saved and self.trainer:
+        if saved := load_latest(self.folder, self.target.options):
             self.version = saved.number
-            self.trainer.adopt(saved.replica)
-            layer = self.trainer.publish(saved.replica.tensors, saved.layer.agreement)
+            trainer.adopt(saved.replica)
+            layer = trainer.publish(saved.replica.tensors, saved.layer.agreement)
             engine.swap(EagleDrafter(layer, self.target))

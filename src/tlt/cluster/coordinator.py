@@ -239,18 +239,18 @@ class Coordinator:
             self.crew.call_idle(index, "spot", self.config.cluster.slice_seconds)
 
     def _may_train(self, index: int) -> bool:
-        return self.trains_when_idle and self.shares[index].trains and self.publication.worth.should_train()
+        return self.trains_when_idle and self.shares[index].trains and self.publication.should_train()
 
     def _would_rather_train(self) -> bool:
         """By the seconds that each is predicted to save in the rollouts to come; as long as that of training is not
         known, it gets every second slice."""
         if not self.looks_ahead:
             return True
-        worth, second = self.publication.worth, 1.0
-        if not worth.is_known:
+        second = 1.0
+        if not self.publication.worth.is_known:
             self._in_turn = not self._in_turn
             return self._in_turn
-        return worth.saves(second, self._rollout_seconds) > self.ahead.value.saves(second, self.crew.size)
+        return self.publication.saves(second, self._rollout_seconds) > self.ahead.value.saves(second, self.crew.size)
 
     def _asks_for_work(self, index: int) -> bool:
         """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. Until
@@ -266,7 +266,7 @@ class Coordinator:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
             seconds = self.forecast.seconds_left(live, accept_length)
-            training = self.publication.worth.saves(seconds, self._rollout_seconds) if self._may_train(index) else 0.0
+            training = self.publication.saves(seconds, self._rollout_seconds) if self._may_train(index) else 0.0
             ahead = self.ahead.value.saves(seconds, self.crew.size) if self.looks_ahead else 0.0
             if not self.forecast.is_worth_helping(live, wanted, accept_length, max(training, ahead)):
                 return False

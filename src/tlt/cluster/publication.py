@@ -17,10 +17,11 @@ from typing import Any
 
 from tlt.build import starting_drafter
 from tlt.cluster.crew import BREAKABLE, Crew, Done
-from tlt.cluster.pool import Handle
+from tlt.cluster.pool import ClusterError, Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
+from tlt.draft.guard import Guarded, guarded
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import JUDGED, Judgement, SpotReport, summed
 from tlt.draft.worth import STRETCH, Worth
@@ -50,8 +51,10 @@ class Chain:
     """by workers that decode, where the idle ones hold nothing back"""
 
 
-class Publication:
-    """What is published is saved in the run's folder."""
+class Publication(Guarded):
+    """What is published is saved in the run's folder. Where something fails, the drafter in use stays."""
+
+    passes_on = (ClusterError,)
 
     def __init__(self, crew: Crew, config: Config) -> None:
         self.crew = crew
@@ -78,16 +81,29 @@ class Publication:
 
     # -- what the coordinator asks and says ----------------------------------------------------------------------------
 
+    @guarded(None)
     def next_rollout(self) -> None:
         self.facts = {"version": float(self.version)}
         self._looked = False
 
+    @guarded(False)
+    def should_train(self) -> bool:
+        """`Worth.should_train`."""
+        return self.worth.should_train()
+
+    @guarded(0.0)
+    def saves(self, seconds: float, rollout_seconds: float) -> float:
+        """`Worth.saves`."""
+        return self.worth.saves(seconds, rollout_seconds)
+
+    @guarded(None)
     def trained(self, worker: int, report: SpotReport) -> None:
         self._ahead.add(worker)
         self._micro_batches += report.micro_batches
         self._seconds += report.seconds
         self.tokens += report.tokens
 
+    @guarded(None)
     def go_on(self, idle: list[int]) -> None:
         """Whatever is due, with workers that are idle."""
         if not self._chain and not self._under_way:
@@ -107,6 +123,7 @@ class Publication:
             return Chain(self._judge)
         return None
 
+    @guarded(False)
     def catch_up(self, idle: int) -> bool:
         """Before it trains, a worker takes the common start. Whether it must."""
         if idle not in self._behind:
@@ -120,15 +137,18 @@ class Publication:
         """Whether answers are awaited, be it those of a chain that was given up."""
         return any(method in METHODS for index in range(self.crew.size) for method in self.crew.pending(index))
 
+    @guarded(None)
     def answered(self, done: Done) -> None:
         """A call of the chain came back."""
         if self._chain and done.result is not None:
             self._chain.answers[done.worker] = done.result
 
+    @guarded(None)
     def lost(self, worker: int) -> None:
         self._chain = None
         self._ahead.discard(worker)
 
+    @guarded(None)
     def replaced(self, worker: int) -> None:
         """There is a new one in its place, with the drafter that the run began with."""
         if self._start is not None:
@@ -205,10 +225,12 @@ class Publication:
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
+    @guarded({})
     def state(self) -> dict[str, Any]:
         """Plain data; the drafter itself lies in `folder`."""
         return {"worth": self.worth.state(), "version": self.version}
 
+    @guarded(None)
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the drafter that was published last."""
         self.worth.load_state(state["worth"])
@@ -219,6 +241,7 @@ class Publication:
             self.crew.everyone("take_drafter", given, saved.layer.agreement)
             self._train_on_from(given, of=())
 
+    @guarded(None)
     def close(self) -> None:
         if self.saver:
             self.saver.wait()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -60,10 +61,21 @@ def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
 
 
 def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
+    for key, value in _numbers_that_are_none(tree):
+        raise ConfigError(f"{source}: {key}: must be a finite number (got {value})")
     try:
         return section.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_sentence(error, section)}") from None
+
+
+def _numbers_that_are_none(tree: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """inf and nan, wherever they are: TOML has them, and no field can mean them."""
+    if isinstance(tree, float) and not math.isfinite(tree):
+        yield key, tree
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in items:
+        yield from _numbers_that_are_none(value, f"{key}.{name}".lstrip("."))
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:

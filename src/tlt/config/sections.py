@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -122,10 +122,10 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(default=16, gt=0)
     group_size: int = Field(default=8, gt=1)
     max_new_tokens: int = Field(default=512, gt=0)
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    stop_strings: list[str] = []
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
     max_waves: int = Field(default=0, ge=0)
     """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
     that differ; groups left over open the next step. 0: one wave, every group is used"""

@@ -50,7 +50,8 @@ class Worth:
             self.lately.clear()
 
     def _is_useful(self) -> bool:
-        return statistics.fmean(self.level) >= self.useful
+        """Unknown, as it was found stale a moment ago, it is not."""
+        return bool(self.level) and statistics.fmean(self.level) >= self.useful
 
     def _fallen(self) -> bool:
         level, now = statistics.fmean(self.level), statistics.fmean(self.lately)

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -40,16 +40,26 @@ def judge(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
         try:
             value = term.score(prompt, answer)
         except Exception as error:
-            return Verdict(None, "error", f"{type(error).__name__}: {error}")
+            return Verdict(None, "error", f"{type(error).__name__}: {_text(str, error)}")
         try:
             score = float(value)
         except Exception:  # of a user's own class it may raise anything
             score = math.nan
         if not math.isfinite(score):
-            return Verdict(None, "not a number", f"it gave {value!r}"[:200])
+            return Verdict(None, "not a number", f"it gave {_text(repr, value)}"[:200])
         scores[term.name] = score
         reward += term.weight * score
+    if not math.isfinite(reward):
+        return Verdict(None, "not a number", f"the sum of its terms is {reward}")
     return Verdict(reward, scores=scores)
+
+
+def _text(form: Callable[[object], str], thing: object) -> str:
+    """Of a user's own class that may raise anything too."""
+    try:
+        return form(thing)
+    except Exception:
+        return f"a {type(thing).__name__} that cannot be printed"
 
 
 class IsolatedScore:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
 from tlt.rl.batching import MicroBatch, pack, plan
+from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.logprobs import sequence_logits, token_logprobs
 from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
 from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
+log = logging.getLogger(__name__)
 _ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
 
 
@@ -57,6 +60,8 @@ class Policy:
             self.loss.clip_high if config.clip_high is None else config.clip_high,
         )
         self.optimizer = self._make_optimizer()
+        refuse_weights(self._own_weights(), Alone(), f"in {folder}", "fetch or save the model again")
+        self._skipped = 0  # updates in a row that were left out as a whole
         self.version: int | None = 0
         """steps that it was updated in; None amid an update, once a weight has changed"""
 
@@ -98,12 +103,14 @@ class Policy:
         self._look_at_untaught(batch, tokens, group)
         old = self._old_logprobs(batch, [i for own in shards for i in own], group) if parts > 1 else None
         reports = [
-            self._optimizer_step(batch, members, own, old, tokens, group)
+            self._optimizer_step(batch, members, own, old, tokens, step, group)
             for members, own in zip(turns, shards, strict=True)
         ]
         names = ("loss", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
         metrics |= tokens.over(group)
+        refuse_weights(self._own_weights(), group, f"after step {step + 1}")
+        self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
         self.version = step + 1
         return metrics | {"learning_rate": rate}
 
@@ -114,11 +121,13 @@ class Policy:
         own: Sequence[int],
         old: dict[int, Tensor] | None,
         tokens: TokenMetrics,
+        step: int,
         group: ProcessGroup,
     ) -> dict[str, float]:
         lengths = [len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "clipped", "kl", "weight"), 0.0)
+        first_wrong = ""
         for micro in self._micro_batches(batch, own, group):
             logprobs, entropy = self._logprobs(self.model, micro)
             # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
@@ -133,12 +142,15 @@ class Policy:
                 totals["kl"] += apart.item()
             loss.backward()
             totals["loss"] += loss.item()
+            if not first_wrong and not math.isfinite(totals["loss"]):
+                first_wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
             totals["clipped"] += clipped.item()
             totals["weight"] += inputs.weights.sum().item()
             tokens.add(batch, micro, old_logprobs, _rollout_logprobs(batch, micro, old_logprobs), entropy)
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         group.sum_(sums)
         totals = dict(zip(totals, sums.tolist(), strict=True))
+        refuse_loss(totals["loss"], first_wrong, step)
         norm, skipped = self._step(group)
         means = {name: totals[name] / (totals["weight"] or 1.0) for name in ("clipped", "kl")}
         return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped)}
@@ -156,6 +168,18 @@ class Policy:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm), skipped
+
+    def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """This member's part of each."""
+        return self.model.named_parameters()
+
+    def _refuse_to_stand_still(self, skipped: bool, step: int) -> None:
+        """One update without a finite gradient may pass, and is told."""
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped == 1:
+            log.warning("no gradient of step %d is finite: it changed nothing, and a second one ends the run", step + 1)
+        if self._skipped > 1:
+            raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
 
     def _clip(self, parameters: list[torch.nn.Parameter], group: ProcessGroup) -> Tensor:
         """Sum the group's gradients, and clip them; their norm before that."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,9 @@ class ShardedPolicy(Policy):
             with torch.no_grad():
                 self._logprobs(self.reference, nothing)
         logprobs.sum().backward()
+
+    def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
+        return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]
 
     def _clip(self, parameters: list[torch.nn.Parameter], group: ProcessGroup) -> Tensor:
         """The layers' gradients are summed by now, and each member has the squares of its own shards."""

@@ -1,0 +1,33 @@
+"""A run in which nothing is rewarded learns nothing: one such step is told, another ends the run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from tlt.rewards.scores import RewardError
+from tlt.types import Group
+
+log = logging.getLogger(__name__)
+
+
+class Unrewarded:
+    """Counts the steps in a row in which no response has a reward."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def refuse_another(self, groups: Sequence[Group], step: int, last: bool) -> None:
+        """Raises RewardError at the second one, or where nothing comes after it."""
+        responses = [response for group in groups for response in group.responses]
+        if any(response.reward is not None for response in responses):
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        causes = ", ".join(f"{count} {why}" for why, count in Counter(r.outcome for r in responses).most_common())
+        said = f"none of the {len(responses)} responses of step {step + 1} has a reward ({causes})"
+        if last or self.in_a_row > 1:
+            before = "" if self.in_a_row == 1 else ", nor has any of the step before"
+            raise RewardError(f"{said}{before}: mend the reward, which must return a number")
+        log.warning("%s: another such step ends the run", said)

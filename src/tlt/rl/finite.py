@@ -1,0 +1,45 @@
+"""What is not finite ends a run, by its name: nothing that is learned from then on is worth keeping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tlt.rl.parallel import ProcessGroup
+from tlt.types import Response
+
+_REMEDY = "go back to a checkpoint before it and lower train.learning_rate, or look at the rewards of that step"
+
+
+class NotFinite(ValueError):
+    """A weight, a loss or log-probs are NaN or infinite; the message names the step and the first such tensor."""
+
+
+def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:
+    """All members of a group make this call, each with its own part of the same tensors, and raise together."""
+    names, tensors = zip(*named, strict=True)
+    bad = torch.stack([tensor.detach().isfinite().all().logical_not() for tensor in tensors]).double()
+    group.sum_(bad)
+    if found := [name for name, count in zip(names, bad.tolist(), strict=True) if count]:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise NotFinite(f"{found[0]}{more} of the policy is not finite {when}: {remedy}")
+
+
+def refuse_loss(loss: float, first_wrong: str, step: int) -> None:
+    """Of the whole group, so that all its members raise; `first_wrong`, where it is this member's own."""
+    if not math.isfinite(loss):
+        raise NotFinite(f"{first_wrong or 'the loss'} is not finite in step {step + 1}: {_REMEDY}")
+
+
+def refuse_responses(responses: Iterable[Response], step: int) -> None:
+    """Of what the engine gives back, log-probs are as finite as its logits were."""
+    for response in responses:
+        if not math.isfinite(sum(response.full_logprobs)):
+            at = next(i for i, value in enumerate(response.full_logprobs) if not math.isfinite(value))
+            raise NotFinite(
+                f"the engine's logits are not finite in step {step + 1}, at token {at + 1} of response "
+                f"{response.request.index} to prompt {response.request.prompt.prompt_id}: {_REMEDY}"
+            )
