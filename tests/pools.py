@@ -125,6 +125,9 @@ class TestPool:
     def come_back(self, index: int, number: float) -> None:
         self.workers[index].come_back(number)
 
+    def updated(self, index: int) -> float:
+        return getattr(self.workers[index], "updated", 0.0)
+
     def put(self, value: Any) -> Handle:
         call = Call(-1, "put", (), Handle_(len(self.calls)), copy.deepcopy(value), done=True)
         self.calls[call.handle] = call

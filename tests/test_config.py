@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt.config import Config, ConfigError, load_config, parse_config
+from tlt.config import Config, ConfigError, SpeculationConfig, load_config, parse_config, parse_section
 
 RECIPE = """
 [model]
@@ -213,6 +213,15 @@ def test_an_override_is_typed(recipe: Path, key: str, text: str, value: object, 
 def test_a_string_may_look_like_another_type(recipe: Path, text: str) -> None:
     """A folder named after a date or a number needs no quotes inside quotes."""
     assert load_config(recipe, ["--run.folder", text]).run.folder == text
+
+
+@pytest.mark.parametrize("drafter", ["off", "suffix"])
+def test_a_learned_drafter_that_would_not_be_used_is_refused(drafter: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"drafter = '{drafter}' does not use the learned drafter in speculation.path"
+    ):
+        parse_section(SpeculationConfig, {"drafter": drafter, "path": "folder"}, "recipe")
+    assert parse_section(SpeculationConfig, {"drafter": drafter}, "recipe").path is None
 
 
 def test_an_empty_override_takes_a_field_away_that_may_be_left_out(recipe: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from tiny import QUESTIONS, tiny_config, tiny_tree
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tlt import display as display_module
 from tlt import run as run_module
 from tlt.checkpoint import CheckpointError
 from tlt.config import Config, ConfigError
 from tlt.data import DataError
-from tlt.display import Display, against_plain
+from tlt.display import Display
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import sha256
 from tlt.rewards import RewardError
@@ -183,6 +184,21 @@ def test_a_resumed_run_ends_as_one_that_was_never_broken(home: Path, at: int) ->
     assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
     assert summary["steps"] == STEPS
     assert lessons(copy) == lessons(home / "whole")
+
+
+def test_a_run_that_is_finished_says_so(home: Path) -> None:
+    class Listening(Display):
+        notes: ClassVar[list[str]] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    copy = copy_of_the_run(home, "finished", STEPS)
+    display = Listening(Console(quiet=True))
+    run_module.train(whole(home, copy.name), True, display)
+    assert f"all {STEPS} steps of this run are done: to train on, raise train.steps" in display.notes
+    assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in display.notes)
+    assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
 
 
 def test_without_speculation_a_resumed_run_repeats_every_number(home: Path) -> None:
@@ -506,6 +522,6 @@ def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tok
 def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None:
     compared = {"steps": 1, "tokens": 1234, "responses": 6, "differ": 0, "rollout_seconds": 2.0, "plain_seconds": 5.0}
     summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared}
-    assert "2.0 s became 5.0 s, 2.50 times as long; all 1,234 tokens are the same" in against_plain(summary)
+    assert "2.0 s became 5.0 s, 2.50 times as long; all 1,234 tokens are the same" in display_module._compared(summary)
     summary["compared"] = compared | {"differ": 2}
-    assert "2 of 6 responses differ" in against_plain(summary)
+    assert "2 of 6 responses differ" in display_module._compared(summary)

@@ -26,6 +26,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.tuner import Bandit, Fixed, Tuner
+from tlt.engine.yardstick import Yardstick
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -47,7 +48,10 @@ def make_engine(
     must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
-    return Engine(target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store)
+    yardstick = Yardstick() if drafters else None
+    return Engine(
+        target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store, yardstick=yardstick
+    )
 
 
 def open_target(config: Config, folder: str | Path) -> Target:

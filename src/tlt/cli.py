@@ -1,8 +1,9 @@
-"""tlt train | generate | verify | draft | bench: parse and validate first, import torch after."""
+"""tlt train | config | generate | verify | draft | bench: parse and validate first, import torch after."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 
 from tlt import __version__
 from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfig, load_config, parse_section
+from tlt.config.show import SECTIONS, commented, resolved
 from tlt.stopping import Stopped
 
 _BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
 _OVERRIDES = (
     "Any field of the configuration can be set by --section.key value, such as --train.steps 10; "
-    'an empty one, such as --speculation.path "", takes away what the recipe says.'
+    'an empty one, such as --speculation.path "", takes away what the recipe says. '
+    "tlt config prints every field with its meaning and default."
 )
 
 
@@ -84,6 +87,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", type=Path, help="write the result to this file")
     verify.set_defaults(command=_verify)
 
+    config = commands.add_parser(
+        "config", help="print every field of the configuration, or a recipe with all defaults", epilog=_OVERRIDES
+    )
+    config.add_argument(
+        "what",
+        nargs="?",
+        help=f"a section ({', '.join(SECTIONS)}), or a recipe; left out: the whole default recipe",
+    )
+    config.set_defaults(command=_config)
+
     _add_draft(commands.add_parser("draft", help="make and judge a learned drafter"))
     _add_bench(commands.add_parser("bench", help="measure", epilog=_OVERRIDES))
     return parser
@@ -143,7 +156,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 
 
 def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    config = load_config(arguments.recipe, overrides)
+    config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # it judges a learned one
     from tlt.drafting import eval_drafter
 
     eval_drafter(config, arguments.json)
@@ -157,23 +170,13 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console
 
-    from tlt.display import Display, against_plain
+    from tlt.display import Display, closing
     from tlt.run import train
 
     console = Console()
     summary = train(config, arguments.resume, Display(console), force=arguments.force)
-    console.print(
-        f"{summary['steps']} steps: mean reward {summary['reward_first_tenth']:.3f} in the first tenth, "
-        f"{summary['reward_last_tenth']:.3f} in the last; {summary['seconds']['total']:.0f} s, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}",
-        highlight=False,
-    )
-    if summary["compared"]:
-        console.print(against_plain(summary), highlight=False, soft_wrap=True)
-    console.print(
-        f"everything is in {config.run.folder}: summary.json, metrics.jsonl, completions.jsonl, checkpoints",
-        highlight=False,
-    )
+    for line in closing(summary, config.run.folder):
+        console.print(line, soft_wrap=True)
     return 0
 
 
@@ -194,6 +197,22 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from tlt.generate import generate
 
     generate(*sections, arguments.prompt, arguments.samples, arguments.seed)
+    return 0
+
+
+def _config(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    what = arguments.what
+    if what is None or what in SECTIONS:
+        if overrides:
+            raise ConfigError(f"{overrides[0]} is for a recipe: tlt config RECIPE {overrides[0]} VALUE")
+        text = commented(what)
+    elif Path(what).suffix or Path(what).is_file():
+        text = resolved(load_config(what, overrides))
+    else:
+        near = difflib.get_close_matches(what, SECTIONS, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SECTIONS)}, or a recipe"
+        raise ConfigError(f"there is no section {what}: {meant}")
+    sys.stdout.write(text)
     return 0
 
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
+from rich.console import Group as Group_
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -16,12 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.config import Config
+from tlt.keys import listening
 from tlt.loop import StepResult
+from tlt.metrics import against_plain
+from tlt.sample_view import KEYS, SAMPLE, choose, picture
 from tlt.trace import STATES
-from tlt.types import Response, StepMetrics, WorkerNow
+from tlt.types import Group, Response, StepMetrics, WorkerNow
 from tlt.workers_view import BARS, COLOURS, WorkersView, stacked
 
 _SHOWN_STEPS = 10
+_OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
 _PHASES = {
     "rollout": "green",
     "compare": "red",
@@ -40,23 +45,37 @@ class Display:
         self.history: list[StepMetrics] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.workers = WorkersView()
+        self.groups: Sequence[Group] = ()
+        """of the last step"""
+        self.which = SAMPLE
         self._live: Live | None = None
+        self._step_began = time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
 
     @contextmanager
-    def live(self, config: Config, first: int, workers_now: Callable[[], Sequence[WorkerNow]]) -> Iterator[None]:
-        """Show the run until the block ends."""
-        self.config, self.first, self.started = config, first, time.perf_counter()
-        self.workers_now = workers_now
+    def live(
+        self,
+        config: Config,
+        first: int,
+        workers_now: Callable[[], Sequence[WorkerNow]],
+        updated: Callable[[], float] = lambda: 0.0,
+    ) -> Iterator[None]:
+        """Show the run until the block ends. `updated` says how much of the update under way is done."""
+        self.config, self.workers_now, self.updated = config, workers_now, updated
         self.now = ("starting", first, 0, 0)
+        self._step_began = time.monotonic()
         if not self.console.is_terminal:
             yield
             return
-        with Live(self, console=self.console, refresh_per_second=4) as self._live:
+        with listening(self.key), Live(self, console=self.console, refresh_per_second=4) as self._live:
             yield
         self._live = None
+
+    def key(self, key: str) -> None:
+        """Pressed by whoever looks on."""
+        self.which = KEYS.get(key, self.which)
 
     # -- events (the loop's Watcher) -----------------------------------------------------------------------------------
 
@@ -70,6 +89,7 @@ class Display:
 
     def step(self, result: StepResult) -> None:
         self.history.append(result.metrics)
+        self.groups, self._step_began = result.groups, time.monotonic()
         if self._live is None:
             self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
 
@@ -83,17 +103,21 @@ class Display:
 
     def __rich__(self) -> RenderableType:
         name, step, done, total = self.now
-        steps = self.config.train.steps
+        steps, length = self.config.train.steps, 40 if self.console.width >= 80 else 20
+        share = self.updated() if name == "update" else done / max(1, total)
+        counted = f"{done}/{total}" if total and name != "update" else ""
         head = Table.grid(padding=(0, 1))
-        head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=40), self._time_left())
-        head.add_row(name, f"{done}/{total}" if total else "", ProgressBar(max(1, total), done, width=40), "")
+        head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=length), self._time_left())
+        head.add_row(name, counted, ProgressBar(1.0, min(1.0, share), width=length), "")
         parts: list[RenderableType] = [head, self._workers(step)]
         if self.history:
-            parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies()]
+            parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies(), self._drafters()]
         if self.evaluations:
             parts.append(Text(self._held_out()))
+        if found := choose(self.groups, self.which):
+            parts.append(picture(found, self.which, self.console.width - 4))
         return Panel(
-            Group(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
+            Group_(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
         )
 
     def _workers(self, step: int) -> RenderableType:
@@ -112,11 +136,13 @@ class Display:
         return f"held out, after step {step}  {shares}  length {found['length_mean']:.0f} mean"
 
     def _time_left(self) -> str:
-        done = len(self.history)
-        if not done:
+        """Falls while a step runs, and by no more than what one is expected to take."""
+        if not self.history:
             return ""
-        left = (time.perf_counter() - self.started) / done * (self.config.train.steps - self.first - done)
-        return f"{timedelta(seconds=round(left))} left"
+        last = self.history[-1]
+        steps = self.config.train.steps - last.step - 1
+        gone = min(time.monotonic() - self._step_began, last.seconds_left / max(1, steps))
+        return f"{timedelta(seconds=round(last.seconds_left - gone))} left"
 
     def _rewards(self) -> Text:
         rewards = [m.reward for m in self.history][-60:]
@@ -129,24 +155,18 @@ class Display:
         )
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for column in (
-            "step",
-            "reward",
-            "median",
-            "longest",
-            "tokens/s",
-            "accept length",
-            "seen ahead",
-            "mismatch",
-            "seconds",
-        ):
-            table.add_column(column, justify="right", min_width=max(map(len, column.split())))
-        for m in self.history[-_SHOWN_STEPS:]:
+        """Of the last steps, 74 columns wide at most."""
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        columns = ("step", "reward", "median", "longest", "cut off", "tokens/s", "accept length", "seen ahead")
+        for column in (*columns, "mismatch", "seconds"):
+            table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
+        shown = max(3, min(_SHOWN_STEPS, self.console.height - _OTHER_LINES))
+        for m in self.history[-shown:]:
             table.add_row(
                 str(m.step + 1),
                 f"{m.reward:.3f}",
                 *(f"{m.lengths[key]:.0f}" for key in ("median", "max")),
+                f"{m.lengths['truncated']:.0%}",
                 f"{m.tokens_per_second:,.0f}",
                 f"{m.accept_length:.2f}",
                 f"{_seen_ahead(m):.0%}",
@@ -160,7 +180,7 @@ class Display:
         phases = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
         workers = [worker for m in self.history for worker in m.workers]
         states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
-        width = self._width
+        width = self._width - 8
         return [stacked("time", phases, _PHASES, width), stacked("workers", states, COLOURS, width)]
 
     def _strategies(self) -> Text:
@@ -169,7 +189,18 @@ class Display:
         rounds = sorted(rollout["strategies"].items(), key=lambda item: -item[1])
         total = sum(count for _, count in rounds) or 1
         used = ", ".join(f"{name} {count / total:.0%}" for name, count in rounds[:4])
-        return Text.assemble("rounds ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
+        return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
+
+    def _drafters(self) -> Text:
+        """How often each one's first guess was right in the last rollout, and what all of them are worth."""
+        rollout = self.history[-1].rollout
+        version = rollout["spot"].get("version", 0.0)
+        right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["agreement"].items())
+        learned = f"learned drafter: version {version:.0f}; " * ("version" in rollout["spot"])
+        guesses = f"first guess right: {right}; " * bool(right)
+        found = against_plain(m.rollout["against_plain"] for m in self.history)
+        faster = f"{found['times']:.2f} times plain decoding" if found else ""
+        return Text(f"draft   {learned}{guesses}{faster}")
 
     def _line(self, m: StepMetrics) -> str:
         spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
@@ -177,7 +208,8 @@ class Display:
         return (
             f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  "
             f"{f'without reward: {missing}  ' if missing else ''}"
-            f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest  "
+            f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest "
+            f"{m.lengths['truncated']:.0%} cut off  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
             f"seen ahead {_seen_ahead(m):.0%}  "
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
@@ -198,7 +230,31 @@ def _alarms(m: StepMetrics) -> list[str]:
     ]
 
 
-def against_plain(summary: dict[str, Any]) -> str:
+def closing(summary: dict[str, Any], folder: str) -> list[Text]:
+    """The last lines of a run."""
+    found, missing = summary["against_plain"], summary["without_reward"]
+    faster = ""
+    if found:
+        faster = f", {found['times']:.2f} times plain decoding (measured on {found['plain_rounds']:,.0f} plain rounds)"
+    lines = [
+        Text(
+            f"{summary['steps']} steps: mean reward {summary['reward_first_tenth']:.3f} in the first tenth, "
+            f"{summary['reward_last_tenth']:.3f} in the last; {summary['seconds']['total']:.0f} s, "
+            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}"
+        )
+    ]
+    if summary["compared"]:
+        lines.append(Text(_compared(summary)))
+    if missing:
+        share = sum(missing.values()) / summary["responses"]
+        named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
+        said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
+        lines.append(Text(said, "bold red"))
+    files = "summary.json, metrics.jsonl, completions.jsonl, checkpoints"
+    return [*lines, Text(f"everything is in {folder}: {files}")]
+
+
+def _compared(summary: dict[str, Any]) -> str:
     """What a run that was compared with plain decoding found."""
     found, rollouts = summary["compared"], summary["seconds"]["rollout"]
     times = found["plain_seconds"] / found["rollout_seconds"]

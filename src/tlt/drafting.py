@@ -22,7 +22,7 @@ from tlt.config import Config, ConfigError
 from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.strategy import Strategy
+from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.trainer import DrafterTrainer
 from tlt.engine.engine import Engine
@@ -78,7 +78,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         harvested = time.perf_counter() - began
         trainer = DrafterTrainer(layer, bench.target, config.drafter, config.run.seed)
         overlaps = _train(trainer, buffer, seconds, progress)
-    results = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
+    results = judge(bench, layer)
     layer.agreement = results[0]["agreement"][0]
     save_drafter(layer, folder)
     facts = {
@@ -91,7 +91,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     }
     write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
     _print(console, results)
-    console.print(f"the drafter is in {folder}; use it by --speculation.path {folder}")
+    console.print(f"the drafter is in {folder}: --speculation.drafter adaptive --speculation.path {folder}")
 
 
 def harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress) -> HarvestBuffer:
@@ -126,6 +126,13 @@ def _train(trainer: DrafterTrainer, buffer: HarvestBuffer, seconds: float, progr
             trainer.rate_scale = 1 - 0.9 * spent / seconds
 
 
+def judge(bench: Workbench, layer: EagleLayer) -> list[dict[str, Any]]:
+    """A chain and a tree, each against plain decoding of the same tokens."""
+    plain = evaluate(bench, layer, PLAIN)["tokens_per_second"]
+    found = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
+    return [result | {"times_plain": result["tokens_per_second"] / plain} for result in found]
+
+
 def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy) -> dict[str, Any]:
     """Accept length and agreement by depth on the held-out prompts; nothing is cut, so all depths are seen."""
     drafter = EagleDrafter(layer, bench.target)
@@ -148,17 +155,27 @@ def eval_drafter(config: Config, json_file: Path | None) -> None:
         raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
     bench = Workbench.of(config)
     layer = load_drafter(config.speculation.path, bench.target.options)
-    results = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
+    results = judge(bench, layer)
     _print(Console(highlight=False), results)
     if json_file:
         write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
 
 
 def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    """In 80 columns."""
     depth = max(len(result["agreement"]) for result in results)
-    columns = ("strategy", "accept length", *(f"depth {d + 1}" for d in range(depth)))
-    table = Table(*columns, title=f"held-out prompts, {results[0]['tokens']:,} tokens; chance that a guess is right")
+    table = Table(title=f"held-out prompts, {results[0]['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
+    table.add_column("strategy", no_wrap=True)
+    for column in ("accept\nlength", "times\nplain", *(str(d + 1) for d in range(depth))):
+        table.add_column(column, justify="right", min_width=5)
     for result in results:
         agreement = (f"{a:.2f}" if a is not None else "-" for a in result["agreement"])
-        table.add_row(result["strategy"], f"{result['accept_length']:.2f}", *agreement)
+        numbers = (f"{result['accept_length']:.2f}", f"{result['times_plain']:.2f}")
+        table.add_row(result["strategy"], *numbers, *agreement)
     console.print(table)
+    console.print(
+        "accept length: tokens a target pass commits, its own counted; times plain: tokens per second against plain "
+        "decoding of the same tokens on this machine; 1, 2, ...: how often a guess so deep is right if those before it "
+        "were. Strategies: depth d, branching b, nodes verified n.",
+        style="dim",
+    )

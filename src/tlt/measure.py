@@ -39,6 +39,7 @@ def measure(
             "truncated": sum(response.finish_reason == "length" for response in responses) / len(responses),
         },
         accept_length=stats.accept_length,
+        responses=len(responses),
         tokens=stats.tokens,
         tokens_per_second=stats.tokens / seconds["rollout"],
         seconds=seconds,

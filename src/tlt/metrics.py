@@ -7,7 +7,7 @@ import platform
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -88,6 +88,7 @@ def summarize(
         "eval_first": evaluated[0] if evaluated else {},
         "eval_last": evaluation,
         "changes": list(changes),
+        "responses": sum(line["responses"] for line in lines),
         "without_reward": dict(outcomes),
         "policy_sha256": policy_sha256,
         "seconds": seconds,
@@ -95,12 +96,21 @@ def summarize(
         "by_step": _by_step(lines),
         "compared": _compared(lines),
         "accept_length": tokens / passes if passes else 1.0,
+        "against_plain": against_plain(line["rollout"].get("against_plain", {}) for line in lines),
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
     }
     write_json(folder / "summary.json", summary)
     return summary
+
+
+def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of rollouts' `against_plain`: `times`, how many times as long plain decoding would have taken in their rounds,
+    and the number of rounds that say so; empty as long as there is none."""
+    found = [step for step in steps if step.get("seconds")]
+    seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
+    return {"times": plain / seconds, "plain_rounds": sum(step["plain_rounds"] for step in found)} if found else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from typing import Any
 
 from tlt.completions import CompletionsWriter
 from tlt.config import Config
-from tlt.loop import StepResult
+from tlt.journal import Journal
+from tlt.loop import StepResult, Watcher
 from tlt.measure import tokens_of
 from tlt.metrics import MetricsWriter
 from tlt.trackers import Place, Trackers, names_of
+from tlt.types import Response
 
 _LAST = 10  # steps that the time left is told from
 
@@ -60,3 +62,17 @@ class Progress:
         self._seconds.append(metrics.seconds["total"])
         metrics.tokens_seen = self.tokens_seen
         metrics.seconds_left = fmean(self._seconds) * (self.steps - metrics.step - 1)
+
+
+class Noting:
+    """Writes down each response as it is shown."""
+
+    def __init__(self, watcher: Watcher, journal: Journal) -> None:
+        self.watcher, self.journal = watcher, journal
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        self.watcher.phase(step, name, total)
+
+    def response(self, response: Response) -> None:
+        self.journal.add(response)
+        self.watcher.response(response)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tlt import checkpoint
+from tlt.about import about_model, about_prompts
 from tlt.build import (
     load_tokenizer,
     open_engine,
@@ -43,7 +44,7 @@ from tlt.metrics import summarize, timed, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import folder_sha256
-from tlt.record import Progress, Record
+from tlt.record import Noting, Progress, Record
 from tlt.resume import allowed_changes, sentence
 from tlt.rewards import make_reward
 from tlt.rl.agreement import check_agreement
@@ -52,7 +53,7 @@ from tlt.rl.policy import Policy
 from tlt.stopping import Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
-from tlt.types import Group, Prompt, Response
+from tlt.types import Group, Prompt
 
 
 class Lasting(Trainable, Protocol):
@@ -60,6 +61,11 @@ class Lasting(Trainable, Protocol):
 
     version: int | None
     """the steps that it was updated in, those of a run that it goes on from among them; None amid an update"""
+
+    @property
+    def updated(self) -> float:
+        """Share of the update under way that is done; others may ask at any time."""
+        ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -112,20 +118,6 @@ class Run:
         self.standing = Standing(done, saved, replace(parts.cursor), list(parts.carried), metrics)
 
 
-class Noting:
-    """Writes down each response as it is shown."""
-
-    def __init__(self, watcher: Watcher, journal: Journal) -> None:
-        self.watcher, self.journal = watcher, journal
-
-    def phase(self, step: int, name: str, total: int) -> None:
-        self.watcher.phase(step, name, total)
-
-    def response(self, response: Response) -> None:
-        self.journal.add(response)
-        self.watcher.response(response)
-
-
 def train(
     config: Config,
     resume: bool,
@@ -148,7 +140,7 @@ def train(
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
-        with display.live(config, run.standing.done, run.parts.rollout.now):
+        with display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
             try:
                 evaluation = _go(run, record, stop)
             except Exception as error:
@@ -159,14 +151,18 @@ def train(
         return summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
 
 
-def make_parts(config: Config, tokenizer: Any, policy_folder: Path | None = None) -> tuple[Parts, Lasting]:
+def make_parts(
+    config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> tuple[Parts, Lasting]:
     """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    note(about_prompts(config, prompts))
     reward = make_reward(config, prompts)
     refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
+    note(about_model(config))
     rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
     return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
 
@@ -206,7 +202,7 @@ def _prepare(
     changes = allowed_changes(found.state, config, model, force) if found else []
     for change in changes:
         display.note(sentence(change))
-    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None)
+    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
     encode = encoder(tokenizer, config.data.chat)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
@@ -255,7 +251,10 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     run.standing.saved = done
     for damaged in found.passed_over:
         run.display.note(f"passed over: {damaged}")
-    run.display.note(f"going on from step {done} ({found.folder})")
+    if done == run.config.train.steps:
+        run.display.note(f"all {done} steps of this run are done: to train on, raise train.steps")
+    else:
+        run.display.note(f"going on from step {done} ({found.folder})")
 
 
 def _refuse_other_prompts(config: Config, force: Collection[str]) -> None:

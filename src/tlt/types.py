@@ -170,6 +170,9 @@ class RolloutStats(Passes):
     """those whose agreement is below half of what it was when they were published"""
     seconds: dict[str, float] = field(default_factory=dict)
     """prefill, draft, verify, commit; and spot, of one worker that trains its drafter in between"""
+    against_plain: dict[str, float] = field(default_factory=dict)
+    """of rounds without a prefill: seconds, what plain decoding would have taken for their tokens, and the rounds that
+    say so because they were plain"""
     spot: dict[str, float] = field(default_factory=dict)
     """of that training: accept length of the drafter in use and of the candidate, drafter version"""
 
@@ -185,6 +188,7 @@ class RolloutStats(Passes):
             **counts,
             strategies=_sum_by_key(self.strategies, other.strategies),
             seconds=_sum_by_key(self.seconds, other.seconds),
+            against_plain=_sum_by_key(self.against_plain, other.against_plain),
             agreement=other.agreement,
             alarms=other.alarms,
             spot=self.spot | other.spot,
@@ -237,6 +241,7 @@ class StepMetrics:
     """of the rewards of each kind of question: mean, standard deviation, how many"""
     lengths: dict[str, float]
     accept_length: float
+    responses: int
     tokens: int
     tokens_per_second: float
     seconds: dict[str, float]

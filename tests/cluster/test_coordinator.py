@@ -8,6 +8,7 @@ from functools import cache
 from itertools import count, pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from tiny import tiny_config
 
 from tlt import run as run_module
 from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.remote import join
 from tlt.config import Config
@@ -132,6 +134,12 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
     assert (got, lessons) == (digest, learned)
     if method not in ("meeting", "save", "tuner_state"):  # these are called once
         assert sum(m == "take_state" for _, m in pool.log) == 1
+
+
+def test_the_update_of_many_is_as_far_as_that_of_the_last_one(home: Path) -> None:
+    coordinator = Coordinator(Crew(TestPool(2, lambda i: SimpleNamespace(updated=(0.75, 0.25)[i]))), config_of(home, 2))
+    coordinator._look_at_update()
+    assert coordinator.updated == 0.25
 
 
 @pytest.mark.parametrize("when", ["before", "amid", "after"])

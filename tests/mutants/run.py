@@ -20,10 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants import draft, engine, look_ahead, models, rl, sampling
+from mutants import draft, engine, look_ahead, models, record, rl, sampling
 from mutants.mutant import Mutant
 
-AREAS = {area.__name__.rpartition(".")[2]: area.MUTANTS for area in (sampling, models, engine, rl, draft, look_ahead)}
+AREAS = {
+    area.__name__.rpartition(".")[2]: area.MUTANTS for area in (sampling, models, engine, rl, draft, look_ahead, record)
+}
 TESTS = Path(__file__).parent.parent
 SOURCE = TESTS.parent / "src" / "tlt"
 PATIENCE = 300  # seconds for the tests of one mutant

@@ -547,6 +547,28 @@ def test_a_sample_counts_by_what_it_stands_for() -> None:
     assert metrics.over(Alone()) == {"entropy": 2.5, "mismatch_mean": 2.5, "mismatch_p999": 3.0}
 
 
+# -- how far it is ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_an_update_says_how_much_of_it_is_done(folder: Path, updates_per_step: int) -> None:
+    policy = make_policy(folder, micro_batch_tokens=1, updates_per_step=updates_per_step)
+    seen, before = [], policy._logprobs
+
+    def look(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        seen.append(policy.updated)
+        return before(model, micro)
+
+    policy._logprobs = look  # type: ignore[method-assign]
+    for step in range(2):
+        seen.clear()
+        policy.update(random_batch(VOCAB), step)
+        assert seen[0] == 0.0
+        assert seen == sorted(set(seen)), "it moves with every micro-batch"
+        assert 0.5 < seen[-1] < 1.0
+        assert policy.updated == 0.0, "it is over"
+
+
 # -- the mismatch ------------------------------------------------------------------------------------------------------
 
 

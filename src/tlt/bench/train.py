@@ -30,7 +30,7 @@ from tlt.metrics import provenance, read_metrics, write_json
 from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "plain": {"speculation": {"drafter": "off"}, "drafter": {"idle_training": False}},
+    "plain": {"speculation": {"drafter": "off", "path": None}, "drafter": {"idle_training": False}},
     "suffix": {"speculation": {"path": None, "look_ahead": 0}, "drafter": {"idle_training": False}},
     "frozen": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": False}},
     "spot": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": True}},

@@ -64,9 +64,15 @@ class TakingTurns(Display):
         self.turn, self.given = turn, given
 
     @contextmanager
-    def live(self, config: Config, first: int, workers_now: Callable[[], Sequence[WorkerNow]]) -> Iterator[None]:
+    def live(
+        self,
+        config: Config,
+        first: int,
+        workers_now: Callable[[], Sequence[WorkerNow]],
+        updated: Callable[[], float] = lambda: 0.0,
+    ) -> Iterator[None]:
         self.given.append(self.turn({}))
-        with super().live(config, first, workers_now):
+        with super().live(config, first, workers_now, updated):
             yield
 
     def step(self, result: StepResult) -> None:

@@ -62,6 +62,8 @@ class Coordinator:
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """as of the last call that came back: a whole, which another thread may read"""
+        self.updated = 0.0
+        """share of the update that the last of them had done a moment ago"""
         self._enter(IDLE)
         self._number = 0  # of the last rollout
         self._rollout_seconds = 0.0  # of the one before
@@ -356,12 +358,17 @@ class Coordinator:
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()
             meeting, size = self._meet(), self.crew.size
-            reports = self.crew.together("update", [(given, step, meeting, rank, size) for rank in range(size)])
+            work = [(given, step, meeting, rank, size) for rank in range(size)]
+            reports = self.crew.together("update", work, self._look_at_update)
+            self.updated = 0.0
             if reports:
                 return reports[0]
             self._meeting = None
             self.crew.everyone("rollback")
         raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times as workers were lost: see why")
+
+    def _look_at_update(self) -> None:
+        self.updated = min(self.crew.pool.updated(index) for index in range(self.crew.size))
 
     def _meet(self) -> str:
         """Where the workers' group meets: another place as soon as one of them was lost."""

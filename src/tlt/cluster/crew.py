@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
@@ -143,9 +143,11 @@ class Crew:
         """The first worker's result of a call that takes the whole policy: where that is in shards, all make it."""
         return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
 
-    def together(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
+    def together(
+        self, method: str, arguments: list[tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Any] | None:
         """A call in which the workers need each other, and return None where another one was lost. None if so: by then
-        all are back, as one that still waits 10 s later is replaced too."""
+        all are back, as one that still waits 10 s later is replaced too. `meanwhile` is called now and then."""
         for index, own in enumerate(arguments):
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -155,7 +157,8 @@ class Crew:
                 for index in waiting:
                     self.replace(index, method)
                 break
-            for done in self._collect(math.inf if until == math.inf else 0.5):
+            meanwhile()
+            for done in self._collect(0.5):
                 if done.method != method or done.lost:
                     self._kept.append(done)
                 else:

@@ -28,6 +28,10 @@ class Pool(Protocol):
         """`Worker.come_back`, at once, beside whatever the worker is at; lost with a worker that is lost."""
         ...
 
+    def updated(self, index: int) -> float:
+        """`Worker.updated`, in the same way; 0 where there is no answer."""
+        ...
+
     def put(self, value: Any) -> Handle:
         """For an argument that several workers are given."""
         ...

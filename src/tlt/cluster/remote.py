@@ -69,6 +69,10 @@ class ClusterPolicy:
         self.coordinator, self.crew = coordinator, coordinator.crew
         self.version: int | None = 0
 
+    @property
+    def updated(self) -> float:
+        return self.coordinator.updated
+
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         self.version = None
         metrics = self.coordinator.update(batch, step)

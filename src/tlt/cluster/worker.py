@@ -269,6 +269,11 @@ class Worker:
                 raise
             return None
 
+    @property
+    def updated(self) -> float:
+        """Share of the update under way that is done; from another thread."""
+        return self.policy.updated
+
     def _group_at(self, meeting: Any, rank: int, size: int) -> ProcessGroup:
         if self._group is None or self._group[0] != meeting:
             self.leave()

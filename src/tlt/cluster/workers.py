@@ -27,6 +27,7 @@ from tlt.stopping import SIGNALS
 
 _STORE_BYTES = 128 * 2**20
 _BESIDE = "beside"  # calls that do not wait for the one under way
+_ANSWERS = 0.5  # seconds that one who is asked beside something else has
 _LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and the system allows 107
 
 
@@ -47,6 +48,10 @@ class Actor:
         """In a thread of its own."""
         if self._worker is not None:
             self._worker.come_back(number)
+
+    def updated(self) -> float:
+        """In that thread too."""
+        return self._worker.updated if self._worker is not None else 0.0
 
     def _build(self) -> Any:
         logging.basicConfig(handlers=[logging.FileHandler(self._log_file, delay=True)])
@@ -134,6 +139,13 @@ class RayPool:
 
     def come_back(self, index: int, number: float) -> None:
         self._actors[index].come_back.options(concurrency_group=_BESIDE).remote(number)
+
+    def updated(self, index: int) -> float:
+        try:
+            handle = self._actors[index].updated.options(concurrency_group=_BESIDE).remote()
+            return self._ray.get(handle, timeout=_ANSWERS)
+        except (self._ray.exceptions.RayError, TimeoutError):
+            return 0.0
 
     def put(self, value: Any) -> Handle:
         return self._ray.put(value)

@@ -29,6 +29,7 @@ class TaskConfig(Section):
     name: str
     """a reasoning-gym task, such as `chain_sum`"""
     weight: float = Field(default=1.0, gt=0)
+    """share of the mixture, against the other tasks' weights"""
     params: dict[str, Any] = {}
     """the task's own parameters, as reasoning-gym names them"""
     stage: int = Field(default=0, ge=0)
@@ -41,7 +42,9 @@ class DataConfig(Section):
     path: str | None = None
     """a JSONL file, one prompt a line, or a `.parquet` file; give this or `tasks`"""
     prompt_column: str = "question"
+    """of `path`: the column with the prompt's text"""
     answer_column: str = "answer"
+    """of `path`: the column with what a response is compared with"""
     template: str = "{question}"
     """the text the model sees; `{question}` stands for the prompt's text"""
     chat: bool = False
@@ -51,6 +54,7 @@ class DataConfig(Section):
     seed: int = Field(default=0, ge=0)
     """of the generated tasks"""
     shuffle: bool = True
+    """another order in each epoch; else that of the source"""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """a longer prompt is refused at start"""
 
@@ -120,12 +124,19 @@ class RewardConfig(RewardTerm):
 
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=16, gt=0)
+    """groups of responses that a step decodes"""
     group_size: int = Field(default=8, gt=1)
+    """responses to each prompt, which are compared with each other"""
     max_new_tokens: int = Field(default=512, gt=0)
+    """a longer response is cut off there"""
     temperature: float = Field(default=1.0, ge=0)
+    """logits are divided by it, in the rollout and in the update"""
     top_k: int = Field(default=0, ge=0)
+    """tokens are drawn from the so many likeliest; 0: from all"""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """tokens are drawn from the likeliest that have this chance together; 1: from all"""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
+    """a response ends with the first of them, beside the model's end tokens"""
     max_waves: int = Field(default=0, ge=0)
     """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
     that differ; groups left over open the next step. 0: one wave, every group is used"""
@@ -147,13 +158,17 @@ class EngineConfig(Section):
 
 
 class SpeculationConfig(Section):
+    """What drafts, and where it comes from. How a learned drafter is made and trained: [drafter]."""
+
     drafter: Literal["off", "suffix", "eagle", "mixed", "adaptive"] = "adaptive"
     """`adaptive` picks a strategy for each round, or none; `eagle` (learned), `suffix` (model-free) and `mixed` (both)
     always draft, by depth, branching, verify_tokens and min_chance"""
     path: str | None = None
     """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
     depth: int = Field(default=6, gt=0, le=32)
+    """guesses in a row"""
     branching: int = Field(default=2, gt=0, le=16)
+    """guesses beside each other, of which the likeliest are kept; 1: a chain"""
     verify_tokens: int = Field(default=8, gt=0, le=256)
     """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
     min_chance: float = Field(default=0.5, ge=0, lt=1)
@@ -173,6 +188,11 @@ class SpeculationConfig(Section):
                 f"speculation.drafter = '{self.drafter}' needs speculation.path, the folder of a learned drafter: "
                 "make one with tlt draft train"
             )
+        if self.path is not None and self.drafter in ("off", "suffix"):
+            raise ValueError(
+                f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
+                "speculation.drafter = 'adaptive', or take the path away by --speculation.path ''"
+            )
         if self.drafter in ("eagle", "mixed") and (self.depth - 1) * self.branching > MOST_GUESSES:
             raise ValueError(
                 f"speculation.depth and branching ask for more than {MOST_GUESSES} guesses a row: lower one of them"
@@ -181,7 +201,7 @@ class SpeculationConfig(Section):
 
 
 class DrafterTrainConfig(Section):
-    """How the learned drafter is made and trained."""
+    """How the learned drafter is made and trained. Whether there is one, and where it comes from: [speculation]."""
 
     kind: Literal["eagle1", "eagle3"] = "eagle1"
     """`eagle3` reads three layers of the target; `eagle1` only its last hidden state, a quarter of the traffic"""
@@ -195,8 +215,11 @@ class DrafterTrainConfig(Section):
     decay: float = Field(default=0.8, gt=0, le=1)
     """weight of each guess against the one before"""
     learning_rate: float = Field(default=1e-3, gt=0)
+    """of the drafter"""
     warmup_steps: int = Field(default=20, gt=0)
+    """its rate rises evenly over the first so many micro-batches"""
     max_grad_norm: float = Field(default=0.5, gt=0)
+    """its gradient is clipped to this norm"""
     micro_batch_tokens: int = Field(default=1024, gt=0)
     """entries of one pack, which is one optimizer step"""
     idle_training: bool = True
@@ -274,7 +297,9 @@ class ClusterConfig(Section):
 
 class RunConfig(Section):
     folder: str = "runs/latest"
+    """where the run keeps everything"""
     seed: int = Field(default=0, ge=0)
+    """of the noise of every response, and of the order of prompts"""
     save_every: int = Field(default=20, ge=0)
     """steps between checkpoints; one is also saved at the end, at a signal and at an error. 0: at these alone"""
     keep: int = Field(default=2, gt=0)

@@ -35,6 +35,7 @@ from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.walk import walk
+from tlt.engine.yardstick import Yardstick
 from tlt.models.decoder import Decoder
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
@@ -45,7 +46,7 @@ class Engine:
 
     `detokenize` is needed for stop strings. `layout` says which features of the target are kept for each live row, and
     `on_harvest` is given them as windows fill up and responses end. A row of which `store` knows what an older target
-    said is drafted by that. `kv_tokens` bounds the cache in tokens, in the place of the configuration's bound in bytes.
+    said is drafted by that. `yardstick` compares with plain decoding. `kv_tokens` bounds the cache, in tokens.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
         calibration: Calibration | None = None,
+        yardstick: Yardstick | None = None,
         kv_tokens: int | None = None,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
@@ -68,6 +70,7 @@ class Engine:
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
         self.calibration = calibration or Calibration()
+        self.yardstick = yardstick or Yardstick(every=0)
         self.stops = Stops(detokenize)
         o = target.options
         shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
@@ -90,6 +93,7 @@ class Engine:
         rows = RowTable([self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
         widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
+        self.yardstick.begin()
         return RolloutState(
             rows=rows,
             scheduler=Scheduler(rows, self.cache, config.max_rows, widest, target.options.max_positions),
@@ -208,6 +212,7 @@ class Engine:
             self._trace("prefill", clock.began)
         context = sum(row.kv_length for row in self.rows) / len(self.rows)
         strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys(), self._offers())
+        strategy = self.yardstick.choose(strategy, len(self.rows))
         with clock.phase("prefill"):
             preempted = self.make_room(strategy)
         began, start = time.time(), time.perf_counter()
@@ -223,6 +228,8 @@ class Engine:
         scored, took = not prefilled and not preempted, time.perf_counter() - start
         told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
         self.tuner.record(strategy, took, [n for n, _ in told], scored, [ahead for _, ahead in told])
+        if scored:
+            self.stats.against_plain = self.yardstick.record(strategy, took, tokens, [row.ahead for row in now.rows])
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._amid_round = False

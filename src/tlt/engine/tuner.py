@@ -16,12 +16,14 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.guesses import Guesses, chance
+
+X = TypeVar("X", bound=float)
 
 _WINDOW = 64  # rounds whose seconds are remembered of an arm in a bucket
 _LOOK = 4  # rounds between two looks at all arms; one that is tried is tried for so many
@@ -366,7 +368,7 @@ class Bandit:
             self.here.setdefault(Bucket(*bucket), Guesses()).load_state(guesses, drafters)
 
 
-def interpolate(points: Mapping[int, float], x: int) -> float:
+def interpolate(points: Mapping[X, float], x: float) -> float:
     """Linear between the points, flat beyond them."""
     below = max((k for k in points if k <= x), default=min(points))
     above = min((k for k in points if k >= x), default=max(points))

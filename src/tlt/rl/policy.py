@@ -26,6 +26,8 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
 log = logging.getLogger(__name__)
+
+_BACK = 3  # passes that one with its gradient takes as long as
 _ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
 
 
@@ -64,6 +66,9 @@ class Policy:
         self._skipped = 0  # updates in a row that were left out as a whole
         self.version: int | None = 0
         """steps that it was updated in; None amid an update, once a weight has changed"""
+        self.updated, self._token_share = 0.0, 0.0
+        """share of the update under way that is done, which others may read at any time, 0 before and after; and a
+        token's part of it"""
 
     def _home(self) -> torch.device:
         """Where models are loaded to."""
@@ -99,6 +104,7 @@ class Policy:
         borders = [round(count * k / parts) for k in range(parts + 1)]
         turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
         shards = [self._own(batch, members, group) for members in turns]
+        self.updated, self._token_share = 0.0, self._share_of_a_token(batch, shards)
         tokens = TokenMetrics(self.device)
         self._look_at_untaught(batch, tokens, group)
         old = self._old_logprobs(batch, [i for own in shards for i in own], group) if parts > 1 else None
@@ -111,7 +117,7 @@ class Policy:
         metrics |= tokens.over(group)
         refuse_weights(self._own_weights(), group, f"after step {step + 1}")
         self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
-        self.version = step + 1
+        self.version, self.updated = step + 1, 0.0
         return metrics | {"learning_rate": rate}
 
     def _optimizer_step(
@@ -238,6 +244,13 @@ class Policy:
         """Those of this member."""
         for rows in self._plan(batch, members):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
+            done = sum(batch.lengths([members[i] for row in rows for i in row]))
+            self.updated += done * self._token_share * (_BACK if torch.is_grad_enabled() else 1)
+
+    def _share_of_a_token(self, batch: TrainBatch, shards: Sequence[Sequence[int]]) -> float:
+        """Of the update's work, of a token that goes through the model without a gradient."""
+        several = self.config.updates_per_step > 1
+        return 1 / max(1, (_BACK + several) * sum(sum(batch.lengths(own)) for own in shards))
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(model, micro, self.rollout.temperature, self.config.logits_mb, self.autocast)

@@ -1,0 +1,27 @@
+"""What a run is made of, in a sentence each: said at its start, while that is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt.build import torch_device
+from tlt.config import Config
+from tlt.models.families import decoder_options, read_config
+from tlt.types import Prompt
+
+
+def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
+    tasks = ", ".join(dict.fromkeys(task.name for task in config.data.tasks))
+    rewards = " + ".join(term.name for term in config.reward.all_terms)
+    responses = config.rollout.prompts_per_step * config.rollout.group_size
+    return f"{len(prompts):,} prompts of {config.data.path or tasks}; {responses:,} responses a step; reward {rewards}"
+
+
+def about_model(config: Config) -> str:
+    o, speculation = decoder_options(read_config(config.model.path)), config.speculation
+    model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
+    device, workers = torch_device(config.model), config.cluster.workers
+    drafter = f" with {speculation.path}" if speculation.path else ""
+    slow = ", which first measures what rounds take" if speculation.drafter == "adaptive" else ""
+    many = f" by each of {workers} workers" if workers > 1 else ""
+    return f"model: {model}, on {device}{many}; speculation: {speculation.drafter}{drafter}{slow}"

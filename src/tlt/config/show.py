@@ -1,0 +1,111 @@
+"""The configuration as TOML: every field with its meaning, or a recipe with all that it leaves to the defaults."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tlt.config.sections import Config
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+_WIDTH = 100
+
+
+def commented(section: str | None = None) -> str:
+    """The default recipe, or one section of it: a recipe once what is required is filled in."""
+    names = [section] if section else list(SECTIONS)
+    return "\n\n".join("\n".join(_commented(name, SECTIONS[name])) for name in names) + "\n"
+
+
+def resolved(config: Config) -> str:
+    """Every field of a recipe, the values that are not the default marked."""
+    return "\n\n".join("\n".join(_resolved(name, getattr(config, name))) for name in SECTIONS) + "\n"
+
+
+def _commented(path: str, model: type[BaseModel]) -> Iterator[str]:
+    yield f"[{path}]"
+    if about := vars(model).get("__doc__"):
+        yield from (*(f"# {line}" for line in textwrap.wrap(about, _WIDTH)), "")
+    tables: list[str] = []
+    for name, field in model.model_fields.items():
+        if table := _table_of(field):
+            tables += ["", *_note(field), f"# [[{path}.{name}]]"]
+            for each, inner in table.model_fields.items():
+                tables += [*_note(inner), f"# {_assignment(each, inner)}"]
+            continue
+        yield from _note(field)
+        left_out = field.is_required() or _default(field) is None
+        yield f"# {_assignment(name, field)}" if left_out else _assignment(name, field)
+    yield from tables
+
+
+def _resolved(path: str, values: BaseModel) -> Iterator[str]:
+    yield f"[{path}]"
+    tables: list[str] = []
+    for name, field in type(values).model_fields.items():
+        value = getattr(values, name)
+        if _table_of(field):
+            for each in value:
+                given = each.model_dump(exclude_unset=True)
+                tables += ["", f"[[{path}.{name}]]", *(f"{key} = {_toml(v)}" for key, v in given.items())]
+        elif value is not None:
+            default = None if field.is_required() else _default(field)
+            differs = not field.is_required() and value != default
+            was = "left out" if default is None else _toml(default)
+            yield f"{name} = {_toml(value)}" + (f"  # default: {was}" if differs else "")
+        elif not field.is_required() and _default(field) is not None:
+            yield f"# {name} is left out"
+    yield from tables
+
+
+def _note(field: FieldInfo) -> list[str]:
+    """Its meaning, and what may be chosen."""
+    text = " ".join((field.description or "").split())
+    choices = [json.dumps(choice) for choice in _choices(field.annotation)]
+    missing = [choice for choice in choices if json.loads(choice) not in text] if choices else []
+    if missing:
+        text = f"{text}{'; ' if text else ''}one of {', '.join(choices)}"
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH)]
+
+
+def _choices(annotation: Any) -> Sequence[Any]:
+    """Of a Literal, wherever in the annotation it is."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
+
+
+def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """What the field is a list of, where these are tables of their own."""
+    inner = get_args(field.annotation)
+    return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel) else None
+
+
+def _assignment(name: str, field: FieldInfo) -> str:
+    if field.is_required():
+        return f"{name} =  (required)"
+    default = _default(field)
+    return f"{name} =  (left out)" if default is None else f"{name} = {_toml(default)}"
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool | int) else repr(value)

@@ -1,0 +1,58 @@
+"""Keys pressed while something else is shown."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_LOOK = 0.2  # seconds between two looks
+
+
+@contextmanager
+def listening(on_key: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_key` from another thread for each key, where there is a keyboard; without one this does nothing. Ctrl-C
+    stays what it is."""
+    if not _has_keyboard():
+        yield
+        return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            # in the background, to read would stop the process
+            if _in_foreground(terminal) and select.select([terminal], [], [], _LOOK)[0]:
+                on_key(os.read(terminal, 1).decode("ascii", "ignore"))
+            else:
+                over.wait(_LOOK)
+
+    thread = threading.Thread(target=look, daemon=True)
+    tty.setcbreak(terminal)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        if _in_foreground(terminal):
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _has_keyboard() -> bool:
+    with suppress(OSError, ValueError):  # closed, or none at all
+        return sys.stdin.isatty() and _in_foreground(sys.stdin.fileno())
+    return False
+
+
+def _in_foreground(terminal: int) -> bool:
+    with suppress(OSError):
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    return False

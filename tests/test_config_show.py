@@ -1,0 +1,103 @@
+"""`tlt config`: what it prints is a recipe, and says what every field means."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tlt.cli import main
+from tlt.config import Config, load_config, parse_config
+from tlt.config.show import SECTIONS, commented, resolved
+
+ROOT = Path(__file__).parent.parent
+REQUIRED = {"model": {"path": "model"}, "data": {"path": "prompts.jsonl"}, "reward": {"name": "exact"}}
+
+
+def laid_over(text: str) -> Config:
+    tree = tomllib.loads(text)
+    for section, fields in REQUIRED.items():
+        tree[section] |= fields
+    return parse_config(tree)
+
+
+def test_the_default_recipe_is_the_defaults() -> None:
+    assert laid_over(commented()) == parse_config({name: dict(fields) for name, fields in REQUIRED.items()})
+
+
+def test_every_field_is_printed_once_with_its_meaning() -> None:
+    for section, model in SECTIONS.items():
+        lines = commented(section).splitlines()
+        for name, field in model.model_fields.items():
+            assert sum(bool(re.match(rf"(# )?({name} = |\[\[{section}\.{name}\]\])", line)) for line in lines) >= 1, (
+                name
+            )
+            if field.description:
+                assert field.description.split()[0] in commented(section)
+        assert all(len(line) <= 120 for line in lines)
+
+
+def test_what_is_commented_out_can_be_uncommented() -> None:
+    """But for the few words in brackets, where there is no value to give."""
+    text = re.sub(r"^# ((?:\w+ = |\[\[).*)$", r"\1", commented(), flags=re.MULTILINE)
+    text = re.sub(r"^(\w+) =  \((required|left out)\)$", r"# \1", text, flags=re.MULTILINE)
+    tree = tomllib.loads(text)
+    assert tree["data"]["tasks"] == [{"weight": 1.0, "params": {}, "stage": 0}]
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_resolved_recipe_is_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    overrides = ["--run.folder", 'odd "name" \\ é', "--train.steps", "7"]
+    config = load_config(recipe, overrides)
+    saved = tmp_path / "resolved.toml"
+    saved.write_text(resolved(config), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+def test_a_resolved_recipe_marks_what_is_not_the_default() -> None:
+    text = resolved(parse_config(REQUIRED | {"train": {"steps": 7}}))
+    assert "steps = 7  # default: 100" in text
+    assert "\nwarmup_steps = 0\n" in text
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["config", *argv])
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys) == (0, commented(), "")
+    assert said(capsys, "train") == (0, commented("train"), "")
+    recipe = str(ROOT / "recipes" / "quickstart.toml")
+    code, out, _ = said(capsys, recipe, "--train.steps", "3")
+    assert (code, out) == (0, resolved(load_config(recipe, ["--train.steps", "3"])))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["trian"], "there is no section trian: did you mean train?"),
+        (["zzz"], "there is no section zzz: give one of model, data,"),
+        (["missing.toml"], "there is no recipe at missing.toml"),
+        (["train", "--train.steps", "3"], "--train.steps is for a recipe"),
+    ],
+)
+def test_what_cannot_be_printed_is_one_sentence(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = said(capsys, *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+
+
+def test_train_names_it_and_it_needs_nothing_heavy() -> None:
+    code = "import sys; from tlt.cli import main\ntry: main(['config'])\nfinally: assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    shown = subprocess.run([sys.executable, "-m", "tlt", "train", "--help"], capture_output=True, text=True, timeout=60)
+    assert "tlt config prints every field" in " ".join(shown.stdout.split())
