@@ -148,6 +148,14 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "no pattern": (lambda c: c.set("reward", name="format"), r"'format' goes with reward\.pattern"),
     "bad pattern": (lambda c: c.set("reward", name="format", pattern="(a"), r"'\(a' is not a regular expression"),
+    "a pattern that repeats too often": (
+        lambda c: c.set("reward", name="format", pattern="a{99999999999}"),
+        r"reward\.pattern 'a\{99999999999\}' is not a regular expression",
+    ),
+    "a pattern that is nested too deeply": (
+        lambda c: c.set("reward", name="format", pattern="(" * 3000 + ")" * 3000),
+        r"is not a regular expression: .*recursion",
+    ),
     "no lengths": (lambda c: c.set("reward", name="length"), r"reward\.length_to above reward\.length_from"),
     "nothing held out": (lambda c: c.set("eval", every=1), r"eval\.every needs eval\.path"),
     "scorer without tasks": (lambda c: c.set("reward", name="reasoning_gym"), r"needs data\.tasks"),
@@ -180,6 +188,53 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: c.set("train", learning_rate=math.inf),
         r"learning_rate: must be a finite",
     ),
+    **{
+        f"the device {name}": (
+            lambda c, name=name: c.set("model", device=name),
+            rf"model\.device: .*\(got \"{name}\"\)",
+        )
+        for name in ("foo", "mps", "meta", "cuda:x", "cuda:-1")
+    },
+    "a name on the hub": (
+        lambda c: c.set("model", path="Qwen/Qwen3-0.6B"),
+        r"there is no folder Qwen/Qwen3-0\.6B.*hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B",
+    ),
+    "a model folder that is not there": (
+        lambda c: c.set("model", path=str(c.home / "none")),
+        r"^tlt: there is no folder .*/none: give the folder of a Hugging Face checkpoint$",
+    ),
+    "a generation_config.json that is a list": (
+        lambda c: (c.model / "generation_config.json").write_text("[]"),
+        r"generation_config\.json.* holds a list where a JSON object is meant",
+    ),
+    "a config.json that is a list": (
+        lambda c: (c.model / "config.json").write_text("[]"),
+        r"config\.json holds a list where a JSON object is meant",
+    ),
+    "a tokenizer_config.json that is a list": (
+        lambda c: (c.model / "tokenizer_config.json").write_text("[]"),
+        r"has no tokenizer that can be loaded .*tokenizer_config\.json holds a list",
+    ),
+    "a tokenizer.json of nothing": (
+        lambda c: (c.model / "tokenizer.json").write_text("{}"),
+        r"has no tokenizer that can be loaded",
+    ),
+    "an end token that is a text": (
+        lambda c: c.edit_json(c.model / "generation_config.json", eos_token_id="256"),
+        r"has '256' for an eos_token_id: give a token's number",
+    ),
+    "a field of the wrong type": (
+        lambda c: c.edit_json(c.model / "config.json", hidden_size="thirty-two"),
+        r"config\.json does not make a model .*hidden_size",
+    ),
+    "a size of nothing": (
+        lambda c: c.edit_json(c.model / "config.json", num_key_value_heads=0),
+        r"config\.json",
+    ),
+    "layers that contradict their types": (
+        lambda c: c.edit_json(c.model / "config.json", num_hidden_layers=3),
+        r"config\.json does not make a model .*layer",
+    ),
     "no chat template": (lambda c: c.set("data", chat=True), r"no chat template: set data\.chat = false"),
     # -- data
     "no file": (lambda c: c.prompts.unlink(), r"there is no file .*prompts\.jsonl"),
@@ -187,6 +242,22 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a row that is no JSON": (lambda c: c.prompts.write_text('{"question": "a"}\n{'), r"line 2 is not JSON"),
     "bytes that are no text": (lambda c: c.prompts.write_bytes(b'{"question": "\xff"}'), r"prompts\.jsonl, line 1"),
     "a row without a question": (lambda c: c.prompts.write_text('{"q": "a"}'), r"line 1 .*set data\.prompt_column"),
+    "half of a surrogate pair": (
+        lambda c: c.prompts.write_text('{"question": "a\\ud800"}'),
+        r"prompt 0 holds half of a surrogate pair, which is no text: 'a\\ud800'",
+    ),
+    "a row that is nested too deeply": (
+        lambda c: c.prompts.write_text('{"question": ' + "[" * 100_000),
+        r"prompts\.jsonl, line 1 is not JSON: it is nested too deeply",
+    ),
+    "a recipe that is nested too deeply": (
+        lambda c: (c.home / "recipe.toml").write_text("x = " + "[" * 100_000),
+        r"recipe\.toml is not valid TOML",
+    ),
+    "a number of many digits": (
+        lambda c: (c.home / "recipe.toml").write_text("x = " + "1" * 5000),
+        r"recipe\.toml is not valid TOML",
+    ),
     "an empty prompt": (lambda c: c.prompts.write_text('{"question": ""}'), r"prompt 0 is empty"),
     "a prompt too long": (lambda c: c.set("data", max_prompt_tokens=2), r"more than data\.max_prompt_tokens = 2"),
     "no Parquet": (
@@ -255,9 +326,16 @@ RESUMED: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a manifest that is a list": (
         lambda c: [(c.saved(step) / "manifest.json").write_text("[]") for step in (1, 2)],
-        r"damaged: step_00000002 \(manifest\.json does not list",
+        r"damaged: step_00000002 \(manifest\.json holds a list",
     ),
     "other prompts": (lambda c: c.prompts.write_text('{"question": "new"}'), r"prompts\.jsonl are not those this run"),
+    **{
+        f"a line of metrics that is {line}": (
+            lambda c, line=line: (c.run / "metrics.jsonl").write_text(line + "\n"),
+            r"metrics\.jsonl is damaged .*: mend or remove that line",
+        )
+        for line in ("{}", "[]", "3", '{"step": "a"}', '{"step": 0, "reward": null}', "[" * 100_000)
+    },
     "a damaged record": (
         lambda c: c.edit(c.run / "metrics.jsonl", lambda text: b"\x00" + text),
         r"metrics\.jsonl is damaged .*: mend or remove",

@@ -150,6 +150,11 @@ def test_generate_of_no_samples_is_refused(capsys: pytest.CaptureFixture[str], h
     assert "--samples" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--samples", "0")
 
 
+@pytest.mark.parametrize(("prompt", "says"), [("a\udcff", "no text in UTF-8: 'a\\udcff'"), ("", "is empty")])
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str], home: Path, prompt: str, says: str) -> None:
+    assert says in refusal(capsys, "generate", str(home / "model"), "--dtype", "float64", "--prompt", prompt)
+
+
 def test_an_occupied_folder(capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "already holds a run" in refusal(capsys, "train", recipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.tuner import Bandit, Fixed, Tuner
 from tlt.engine.yardstick import Yardstick
+from tlt.files import read_json, telling
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -174,15 +174,23 @@ def torch_device(config: ModelConfig) -> torch.device:
         name = "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"model.device = {config.device!r}, but this machine has no CUDA device: set it to 'cpu'")
+    count = torch.cuda.device_count()
+    if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
+        raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
     return torch.device(name)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """The folder's own tokenizer; no remote code. Raises ModelError."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} has no tokenizer that can be loaded ({str(error).splitlines()[0]})") from None
+    path = Path(folder)
+    read_config(path)  # which transformers reads here too, and would blame the tokenizer for
+    with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (path / name).is_file():
+                read_json(path / name)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a")["input_ids"])
+    return tokenizer
 
 
 def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
@@ -205,6 +213,10 @@ def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:
     named = [tokenizer.eos_token_id]
     for file in ("config.json", "generation_config.json"):
         path = Path(folder) / file
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        with telling(ModelError, f"{path} cannot be read"):
+            ids = read_json(path).get("eos_token_id") if path.is_file() else None
         named += ids if isinstance(ids, list) else [ids]
+    for token in named:
+        if token is not None and (type(token) is not int or token < 0):
+            raise ModelError(f"{folder} has {token!r} for an eos_token_id: give a token's number, or several in a list")
     return tuple(sorted({i for i in named if i is not None}))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from tlt.files import flush
+from tlt.files import flush, read_json
 
 
 class CheckpointError(ValueError):
@@ -84,14 +84,14 @@ def _folders(root: Path) -> list[Path]:
 
 def _fault(folder: Path) -> str | None:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or not _lists_all(manifest):
+        manifest = read_json(folder / "manifest.json")
+        if not _lists_all(manifest):
             return "manifest.json does not list what a checkpoint holds"
         return next(
             (f"{name} is damaged" for name, digest in manifest.items() if _sha256(folder / name) != digest), None
         )
-    except (OSError, ValueError, RecursionError) as error:
-        return str(error)
+    except (OSError, ValueError) as error:
+        return str(error).replace(f"{folder}/", "")
 
 
 def _lists_all(manifest: dict[str, Any]) -> bool:

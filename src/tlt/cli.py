@@ -15,6 +15,7 @@ from tlt.config.show import SECTIONS, commented, resolved
 from tlt.stopping import Stopped
 
 _BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
+_LONGEST = 1200  # characters of what an error says
 _OVERRIDES = (
     "Any field of the configuration can be set by --section.key value, such as --train.steps 10; "
     'an empty one, such as --speculation.path "", takes away what the recipe says. '
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = arguments.command(arguments, overrides)
     except (ValueError, OSError) as error:
         said = "; ".join([str(error), *getattr(error, "__notes__", [])])
-        print(f"tlt: {' '.join(said.split())}", file=sys.stderr)
+        print(f"tlt: {_one_line(said)}", file=sys.stderr)
         code = 2
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
@@ -41,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("tlt: interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _one_line(text: str) -> str:
+    """What a library says of a user's file may hold all of it."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
+from tlt.files import is_text, parse_json, telling
 from tlt.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     prompts = []
     for row, (question, data) in enumerate(rows):
         text = config.template.replace("{question}", question)
+        if not is_text(text):
+            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {text[:80]!a}")
         token_ids = tuple(encode(text))
         if not token_ids:
             raise DataError(f"prompt {row} is empty: every prompt needs at least one token")
@@ -172,21 +175,18 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield f"line {number}", json.loads(line)
+            yield f"line {number}", parse_json(line)
         except ValueError as error:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError:
         raise DataError(f"{path} needs pyarrow: pip install 'tlt[parquet]'") from None
-    try:
+    with telling(DataError, f"{path} is not a Parquet file that can be read"):
         rows = read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from None
     yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
 

@@ -1,9 +1,51 @@
-"""What a rename relies on: that the bytes are on the disk before the name is."""
+"""Files of others, whose every fault is a sentence; and what a rename relies on: that the bytes are on the disk before
+the name is."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds. Raises ValueError, and OSError where it cannot be read."""
+    try:
+        tree = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds a {type(tree).__name__} where a JSON object is meant")
+    return tree
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, with a ValueError for what is nested too deeply as well."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextmanager
+def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[None]:
+    """Around a library that reads a user's files: whatever it raises becomes one sentence of `kind`, `what` and why.
+    Errors that are one already go through."""
+    try:
+        yield
+    except (kind, MemoryError):
+        raise
+    except Exception as error:
+        why = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+        raise kind(f"{what} ({why}){remedy and f': {remedy}'}") from error
+
+
+def is_text(words: str) -> bool:
+    """Whether it can be written down: half of a surrogate pair, which JSON and a command line may hold, cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in words)
 
 
 def flush(path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
 from tlt.build import load_tokenizer, make_engine, make_target, sampling_params
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.data import DataError
+from tlt.files import is_text
 from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request
@@ -29,7 +32,7 @@ def generate(
     target.load(read_safetensors(model.path), version=0)
     engine = make_engine(EngineConfig(), speculation, target, tokenizer)
     params = sampling_params(rollout, model.path, tokenizer)
-    asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(prompts)]
+    asked = [_prompt(i, text, tokenizer) for i, text in enumerate(prompts)]
     requests = [
         Request(prompt, index, 0, request_seed(seed, "generate", prompt.prompt_id, 0, index), params)
         for prompt in asked
@@ -44,3 +47,13 @@ def generate(
     speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
+
+
+def _prompt(number: int, text: str, tokenizer: Any) -> Prompt:
+    """Raises DataError."""
+    if not is_text(text):
+        raise DataError(f"--prompt holds what is no text in UTF-8: {text[:80]!a}")
+    token_ids = tuple(tokenizer(text)["input_ids"])
+    if not token_ids:
+        raise DataError(f"--prompt {text!r} is empty: it needs at least one token")
+    return Prompt(number, text, token_ids)

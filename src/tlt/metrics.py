@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tlt.files import parse_json
 from tlt.trace import AHEAD, IDLE, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
 
@@ -33,6 +34,14 @@ def timed(name: str, seconds: dict[str, float], tracer: Tracer | None = None) ->
             yield
     finally:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+_NUMBER = (int, float)
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    **{"step": int, "reward": _NUMBER, "accept_length": _NUMBER, "tokens": int, "tokens_per_second": _NUMBER},
+    **{"seconds": dict, "rollout": dict},
+}
+"""of a line, for a run to go on from it and to be summed up"""
 
 
 class MetricsWriter:
@@ -61,9 +70,20 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     try:
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [_line(words) for words in text[: text.rfind("\n") + 1].splitlines()]
     except ValueError as error:
         raise MetricsError(f"{path} is damaged ({error}): mend or remove that line") from None
+
+
+def _line(words: str) -> dict[str, Any]:
+    """A step's metrics. Raises ValueError."""
+    line = parse_json(words)
+    if not isinstance(line, dict):
+        raise ValueError(f"{words[:40]!r} is not a step's metrics")
+    for name, kind in _NEEDED.items():
+        if not isinstance(line.get(name), kind):
+            raise ValueError(f"{words[:40]!r} has no {name}")
+    return line
 
 
 def summarize(

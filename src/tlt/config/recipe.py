@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from tlt.config.sections import Config, RewardTerm, TaskConfig
+from tlt.files import is_text, telling
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -29,10 +30,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(
             f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
         )
-    try:
+    with telling(ConfigError, f"{path} is not valid TOML"):
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, text in _pairs(overrides):
         _assign(tree, key, text)
     return _resolve_paths(parse_config(tree, source=str(path)), path.parent)
@@ -44,7 +43,8 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 
     def resolve(path: str) -> str:
         beside = recipe_folder / path
-        return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
+        with telling(ConfigError, f"{path[:80]} cannot be a path"):
+            return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
 
     paths = (("model", "path"), ("data", "path"), ("speculation", "path"), ("eval", "path"), ("reward", "folder"))
     found = {}
@@ -61,21 +61,25 @@ def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
 
 
 def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
-    for key, value in _numbers_that_are_none(tree):
-        raise ConfigError(f"{source}: {key}: must be a finite number (got {value})")
+    for key, fault in _no_values(tree):
+        raise ConfigError(f"{source}: {key}: {fault}")
     try:
         return section.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_sentence(error, section)}") from None
 
 
-def _numbers_that_are_none(tree: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """inf and nan, wherever they are: TOML has them, and no field can mean them."""
+def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """What TOML or a command line may hold, wherever it is, and no field can mean."""
     if isinstance(tree, float) and not math.isfinite(tree):
-        yield key, tree
+        yield key, f"must be a finite number (got {tree})"
+    if isinstance(tree, int) and abs(tree) >= 2**63:
+        yield key, "must be a number of at most 63 bits"
+    if isinstance(tree, str) and not (is_text(tree) and "\0" not in tree):
+        yield key, f"must be text (got {tree!a})"
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in items:
-        yield from _numbers_that_are_none(value, f"{key}.{name}".lstrip("."))
+        yield from _no_values(value, f"{key}.{name}".lstrip("."))
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
@@ -108,7 +112,7 @@ def _typed(text: str, annotation: Any) -> Any:
         return None
     try:
         value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return text if annotation in (str, str | None) and not isinstance(value, str) else value
 

@@ -21,7 +21,7 @@ class ModelConfig(Section):
     path: str
     """folder of a Hugging Face checkpoint, looked up beside the recipe first, then from the working directory"""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
     """`auto`, `cpu`, or a CUDA device such as `cuda:0`"""
 
 
@@ -92,7 +92,7 @@ class RewardTerm(Section):
             raise ValueError("reward.name = 'format' goes with reward.pattern, a regular expression: give both")
         try:
             re.compile(self.pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"reward.pattern {self.pattern!r} is not a regular expression: {error}") from None
         if self.name == "length" and self.length_to <= self.length_from:
             raise ValueError("reward.name = 'length' needs reward.length_to above reward.length_from, in tokens")

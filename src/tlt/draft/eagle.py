@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tlt.draft.features import FeatureLayout
+from tlt.files import read_json, telling
 from tlt.models.families import DecoderOptions
 
 Kind = Literal["eagle1", "eagle3"]
@@ -154,7 +155,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     """Raises DrafterError if the folder does not hold a drafter that fits the target."""
     path = Path(folder)
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
         raw, agreement = config["tlt_drafter"], config.get("agreement")
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
@@ -173,7 +174,8 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         raise DrafterError(f"{path / 'config.json'} is no drafter's: see window and taps")
     if max(options.taps, default=0) >= target.num_layers:
         raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
-    layer = EagleLayer(options)
+    with telling(DrafterError, f"{path / 'config.json'} does not make a drafter"):
+        layer = EagleLayer(options)
     wanted = {_checkpoint_name(name, options.kind): name for name in layer.state_dict()}
     if wanted.keys() != tensors.keys():
         odd = sorted(wanted.keys() ^ tensors.keys())[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+
+from tlt.files import read_json, telling
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -45,37 +47,74 @@ class DecoderOptions:
     """factor on cos and sin (yarn, longrope)"""
 
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_folder(folder: str | Path) -> Path:
+    """A folder that holds a model's config.json. Raises ModelError."""
+    path = Path(folder)
+    if (path / "config.json").is_file():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
+    if _HUB_ID.fullmatch(str(folder)):
+        name = path.name
+        raise ModelError(
+            f"there is no folder {path}; if it is a model's name on the Hugging Face hub, download it first, as tlt "
+            f"fetches nothing: hf download {path} --local-dir {name}, then give {name}"
+        )
+    raise ModelError(f"there is no folder {path}: give the folder of a Hugging Face checkpoint")
+
+
 def read_config(folder: str | Path) -> PreTrainedConfig:
     """The checked Hugging Face config of a local model folder. Raises ModelError."""
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
-    try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
-    raw = raw if isinstance(raw, dict) else {}
+    path = model_folder(folder)
+    with telling(ModelError, f"{path} cannot be read"):
+        raw = read_json(path / "config.json")
     _check_family(path, raw.get("model_type"))
     if raw.get("auto_map"):
         raise ModelError(
             f"{path}: config.json asks for remote code (auto_map), which tlt never runs: remove that entry"
         )
-    try:
+    with telling(ModelError, f"{path / 'config.json'} does not make a model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers' own checks have many types
-        raise ModelError(f"{path / 'config.json'} does not make a model: {_last_line(error)}") from None
     _check_family(path, config.model_type)  # a mistral with layer_types becomes a ministral
     return config
 
 
 def _check_family(path: Path, kind: Any) -> None:
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ModelError(f"{path}: model_type {kind!r} is not known to the rollout decoder; known are {known}")
 
 
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
     """Options of the decoder for a known family. Raises ModelError for a variant it does not do."""
+    with telling(ModelError, "config.json does not make a model", "see the types and sizes of its fields"):
+        options = _options(config)
+        _refuse_sizes(options)
+    return options
+
+
+def _refuse_sizes(options: DecoderOptions) -> None:
+    """What transformers takes as it is and no decoder can be made of."""
+    for name in _SIZES:
+        value = getattr(options, name)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"config.json has {value!r} for {name}: give a whole number above 0")
+    if options.num_heads % options.num_kv_heads:
+        raise ModelError(
+            f"config.json has {options.num_heads} heads, which its {options.num_kv_heads} key-value heads do not divide"
+        )
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("intermediate_size", "max_positions"),
+)
+
+
+def _options(config: PreTrainedConfig) -> DecoderOptions:
     c: Any = config
     _refuse_unknown(c)
     biased = c.model_type in ("llama", "qwen3") and getattr(c, "attention_bias", False)

@@ -4,7 +4,6 @@ digest."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tlt.files import read_json, telling
 from tlt.models.families import ModelError
 
 _SINGLE = "model.safetensors"
@@ -35,18 +35,14 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as shard:
                 for key in shard.keys():  # noqa: SIM118 - safe_open is no mapping
                     tensors[key] = shard.get_tensor(key)
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ModelError(f"{file} is damaged ({error}): fetch or save it again") from None
     return tensors
 
 
 def _shards(index: Path) -> list[str]:
-    try:
-        return sorted(
-            {Path(name).as_posix() for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{index} is not an index of safetensors files: fetch or save it again") from None
+    with telling(ModelError, f"{index} is not an index of safetensors files", "fetch or save it again"):
+        return sorted({Path(name).as_posix() for name in read_json(index)["weight_map"].values()})
 
 
 _OF_A_MODEL = {".safetensors", ".json", ".jinja", ".txt", ".model"}

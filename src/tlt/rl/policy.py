@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.config import RolloutConfig, TrainConfig
+from tlt.files import telling
 from tlt.models import weights
+from tlt.models.families import ModelError
 from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.logprobs import sequence_logits, token_logprobs
@@ -306,9 +308,10 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def _load(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
-    )
+    with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
+        )
     model.to(device)
     model.eval()  # no dropout: old and new log-probs must come from the same function
     model.config.use_cache = False
