@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_tree
+from transformers import MistralConfig, MistralForCausalLM
 
 from tlt.cli import main
 from tlt.display import Display
@@ -105,6 +106,12 @@ def half(content: bytes) -> bytes:
 def damage_all(case: Case, change: Callable[[bytes], bytes]) -> None:
     for step in (1, 2):
         case.edit(case.saved(step) / "optimizer.safetensors", change)
+
+
+def save_mistral(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 257}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8, eos_token_id=256)).save_pretrained(folder)
 
 
 def own_reward(case: Case, name: str) -> None:
@@ -230,6 +237,14 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a size of nothing": (
         lambda c: c.edit_json(c.model / "config.json", num_key_value_heads=0),
         r"config\.json",
+    ),
+    "a window that a response may outgrow": (
+        lambda c: save_mistral(c.model),
+        r"may reach 15 tokens, but config\.json has sliding_window = 8, as the rollout decoder attends to all",
+    ),
+    "responses that outgrow the positions": (
+        lambda c: c.set("rollout", max_new_tokens=511),
+        r"config\.json has max_position_embeddings = 512: lower rollout\.max_new_tokens to at most 499$",
     ),
     "layers that contradict their types": (
         lambda c: c.edit_json(c.model / "config.json", num_hidden_layers=3),

@@ -232,6 +232,23 @@ def test_generate_is_a_function_of_its_seed_and_not_of_the_drafter(
     assert responses_of(generated(capsys, home, "--samples", "2", "--seed", "1")) != one
 
 
+def test_generate_takes_a_runs_folder_and_a_checkpoints(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path
+) -> None:
+    assert exit_code("train", recipe, "--train.learning_rate", "0.1", "--run.save_every", "1") == 0
+    capsys.readouterr()
+    options = ["--prompt", "a", "--max-new-tokens", "8", "--dtype", "float64", "--device", "cpu"]
+    run = tmp_path / "run"
+    said = []
+    for folder in (run, run / "latest", run / "latest" / "policy", run / "checkpoints" / "step_00000001"):
+        assert exit_code("generate", str(folder), *options) == 0
+        said.append(responses_of(capsys.readouterr().out))
+    assert said[0] == said[1] == said[2] != said[3]
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "state.json").unlink()
+    assert "no whole checkpoint" in refusal(capsys, "generate", str(run), *options)
+
+
 def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     greedy = ["--temperature", "0", "--samples", "2"]
     first, second = responses_of(generated(capsys, home, *greedy)).values()

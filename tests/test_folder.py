@@ -37,7 +37,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "home"))
+    return Path(shutil.copytree(sound, tmp_path / "home", symlinks=True))
 
 
 def short(home: Path, **sections: dict[str, Any]) -> Config:
@@ -140,7 +140,16 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
         train(afresh(home), Failing(0, "update"))
     assert files(previous) == kept
     train(afresh(home))
-    left = {"notes.txt", ".lock", "config.json", "metrics.jsonl", "completions.jsonl", "summary.json", "trace.json"}
+    left = {
+        "notes.txt",
+        ".lock",
+        "latest",
+        "config.json",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "summary.json",
+        "trace.json",
+    }
     assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
 
 
@@ -248,6 +257,57 @@ def test_an_error_whose_state_cannot_be_saved_says_what_is_left(
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(config, failing)
     assert note_of(error).startswith(f"what was done since cannot be saved (the disk is full); {left}")
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_whom_the_umask_lets_may_read_all_files(tmp_path: Path, home: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        train(afresh(home))
+    finally:
+        os.umask(before)
+    (checkpoint_folder,) = (home / "run" / "checkpoints").iterdir()
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in checkpoint_folder.rglob("*") if path.is_file()}
+    assert set(found.values()) == {mode}
+    assert {"model.safetensors", "optimizer.safetensors"} <= found.keys()
+
+
+def test_latest_leads_to_the_newest_checkpoint(home: Path) -> None:
+    train(afresh(home, train={"steps": 3}, run={"save_every": 1, "keep": 1}))
+    link = home / "run" / "latest"
+    assert os.readlink(link) == "checkpoints/step_00000003"
+    assert (link / "policy" / "model.safetensors").is_file()
+    shutil.copytree(home / "run", home / "elsewhere", symlinks=True)
+    assert (home / "elsewhere" / "latest").resolve() == home / "elsewhere" / "checkpoints" / "step_00000003"
+
+
+def test_what_somebody_calls_latest_stays(home: Path) -> None:
+    shutil.rmtree(home / "run")
+    (home / "run" / "latest").mkdir(parents=True)
+    train(short(home))
+    assert (home / "run" / "latest").is_dir()
+    assert not (home / "run" / "latest").is_symlink()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_saved_policy_is_configured_as_its_source_and_says_what_it_is(home: Path, use_cache: bool) -> None:
+    config = home / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"use_cache": use_cache}))
+    train(afresh(home, model={"dtype": "bfloat16"}))
+    policy = home / "run" / "latest" / "policy"
+    saved = json.loads((policy / "config.json").read_text(encoding="utf-8"))
+    assert (saved["use_cache"], saved["dtype"]) == (use_cache, "float32")  # the masters
+    card = (policy / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for said in (
+        "# model, after 2 steps",
+        "tiny_rewards:share_of_low_bytes",
+        "float32, trained under bfloat16 autocast",
+    ):
+        assert said in card
 
 
 def test_the_default_saves_now_and_then() -> None:

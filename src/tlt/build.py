@@ -164,6 +164,18 @@ def open_workplace(config: Config) -> Workplace:
     return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 
+def refuse_too_long(prompts: Sequence[Prompt], max_new_tokens: int, options: DecoderOptions) -> None:
+    """Raises ModelError where a response may grow beyond what the target is good for."""
+    longest = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
+    if longest > options.max_positions:
+        why = ", as the rollout decoder attends to all of a context" if options.limited_by == "sliding_window" else ""
+        most = options.max_positions - longest + max_new_tokens
+        raise ModelError(
+            f"a prompt with its response may reach {longest} tokens, but config.json has {options.limited_by} = "
+            f"{options.max_positions}{why}: lower rollout.max_new_tokens to at most {most}"
+        )
+
+
 def torch_dtype(config: ModelConfig) -> torch.dtype:
     return getattr(torch, config.dtype)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from tlt.files import flush, read_json
+from tlt.files import flush, read_json, share
 
 
 class CheckpointError(ValueError):
@@ -59,6 +59,7 @@ def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> 
     files = sorted(p for p in draft.rglob("*") if p.is_file())
     manifest = {str(p.relative_to(draft)): _sha256(p) for p in files}
     (draft / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    share(draft)
     for path in [*files, draft / "manifest.json", draft / "policy", draft]:
         flush(path)
 
@@ -73,7 +74,7 @@ def latest(root: Path) -> Checkpoint:
         damaged.append(f"{folder.name} ({fault})")
     found = f"; damaged: {', '.join(damaged)}" if damaged else ""
     raise CheckpointError(
-        f"there is no whole checkpoint in {root}{found}: start without --resume, in another run.folder or with "
+        f"there is no whole checkpoint in {root}{found}: train without --resume, in another run.folder or with "
         "--run.overwrite true"
     )
 

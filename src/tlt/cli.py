@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     generate = commands.add_parser("generate", help="answer prompts with a model folder")
-    generate.add_argument("model", help="folder of a Hugging Face checkpoint")
+    generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
     generate.add_argument("--prompt", action="append", required=True, help="give it again for more prompts")
     generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
     generate.add_argument("--max-new-tokens", type=int, default=512)

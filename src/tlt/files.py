@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,18 @@ def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[Non
 def is_text(words: str) -> bool:
     """Whether it can be written down: half of a surrogate pair, which JSON and a command line may hold, cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in words)
+
+
+def share(folder: Path) -> None:
+    """Whoever may read what this process writes may read all files in the folder: safetensors gives its own to their
+    owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def flush(path: Path) -> None:

@@ -26,7 +26,7 @@ FOLDERS = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
 }
 """and the names of what lies in its folders"""
-_LOCK, _BEFORE = ".lock", "previous"
+_LOCK, _BEFORE, _LATEST = ".lock", "previous", "latest"
 _FIRST = b'{"step": '  # of metrics.jsonl
 
 
@@ -84,13 +84,23 @@ class RunFolder:
         """Runs that made way, the oldest first."""
         return sorted(path for path in self.path.glob(f"{_BEFORE}*") if path.is_dir())
 
+    def point_to(self, checkpoint: Path) -> None:
+        """`latest` leads there, where the file system knows links; a thing of somebody else's with that name stays."""
+        link, fresh = self.path / _LATEST, self.path / f".{_LATEST}"
+        if link.exists() and not link.is_symlink():
+            return
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(checkpoint.relative_to(self.path), target_is_directory=True)
+            fresh.replace(link)
+
     def forget_before(self) -> None:
         """The new run has saved. Whatever else was put there stays."""
         for place in self.before():
             if _strangers(place):
                 continue
             for path in _of_a_run(place):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             with suppress(OSError):  # it is not empty
                 place.rmdir()
 
@@ -114,7 +124,9 @@ def _locked(path: Path) -> int:
 
 
 def _of_a_run(folder: Path) -> list[Path]:
-    return [path for name in (*FOLDERS, *FILES) if (path := folder / name).exists()]
+    found = [path for name in (*FOLDERS, *FILES) if (path := folder / name).exists()]
+    link = folder / _LATEST
+    return [*found, link] if link.is_symlink() else found
 
 
 def _strangers(folder: Path) -> list[Path]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from tlt.build import load_tokenizer, make_engine, make_target, sampling_params
+from tlt.checkpoint import latest
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError
 from tlt.files import is_text
@@ -27,6 +29,7 @@ def generate(
 ) -> None:
     """Print `samples` responses to each prompt, each as it finishes, and the speed at the end."""
     console = Console(highlight=False)
+    model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
     target = make_target(model)
     target.load(read_safetensors(model.path), version=0)
@@ -47,6 +50,14 @@ def generate(
     speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
+
+
+def policy_in(folder: str | Path) -> Path:
+    """The model folder itself, or that of the newest whole checkpoint of a run's folder. Raises CheckpointError."""
+    path = Path(folder)
+    if (path / "checkpoints").is_dir():
+        return latest(path / "checkpoints").folder / "policy"
+    return path / "policy" if (path / "policy" / "config.json").is_file() else path
 
 
 def _prompt(number: int, text: str, tokenizer: Any) -> Prompt:

@@ -15,6 +15,7 @@ from tlt.build import (
     load_tokenizer,
     open_engine,
     open_target,
+    refuse_too_long,
     sampling_params,
     starting_drafter,
     steps_ahead,
@@ -41,6 +42,7 @@ from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
+from tlt.model_card import model_card
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import folder_sha256
@@ -159,7 +161,9 @@ def make_parts(
     prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
     note(about_prompts(config, prompts))
     reward = make_reward(config, prompts)
-    refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
+    options = decoder_options(read_config(config.model.path))
+    refuse_foreign_tokens(prompts, options.vocab_size)
+    refuse_too_long(prompts, config.rollout.max_new_tokens, options)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
@@ -348,6 +352,7 @@ def _save(run: Run) -> None:
     def write(folder: Path) -> None:
         run.policy.save(folder)
         run.tokenizer.save_pretrained(folder / "policy")
+        (folder / "policy" / "README.md").write_text(model_card(config, standing.done), encoding="utf-8")
 
     state = {
         "step": standing.done,
@@ -360,7 +365,8 @@ def _save(run: Run) -> None:
         "rollout": parts.rollout.state(),
         "metrics": standing.metrics,
     }
-    checkpoint.save(run.folder.path / "checkpoints", standing.done, state, write, config.run.keep)
+    saved = checkpoint.save(run.folder.path / "checkpoints", standing.done, state, write, config.run.keep)
+    run.folder.point_to(saved)
     standing.saved = standing.done
     run.folder.forget_before()
     if run.journal:

@@ -83,7 +83,7 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones(folder: Path, kind
 def test_a_folder_without_config_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     assert "no config.json" in refusal(folder)
-    assert "no config.json" in refusal(folder / "not there")
+    assert "there is no folder" in refusal(folder / "not there")
 
 
 @pytest.mark.parametrize("text", ["{", "", '{"model_type": "llama",}', "\udcff\udcfe"])
@@ -94,7 +94,7 @@ def test_broken_json_is_refused(folder: Path, text: str) -> None:
 
 def test_json_that_is_no_object_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('["llama"]')
-    assert "model_type None" in refusal(folder)
+    assert "config.json holds a list where a JSON object is meant" in refusal(folder)
 
 
 def test_code_of_the_folder_is_never_run(folder: Path) -> None:
@@ -428,6 +428,7 @@ def test_mistral_stops_at_its_window(tmp_path: Path) -> None:
     options = published(tmp_path, "mistral 7b v0.1")
     assert (options.head_dim, options.num_kv_heads, options.tied) == (128, 8, False)
     assert options.max_positions == 4096
+    assert options.limited_by == "sliding_window"
     assert published(tmp_path, "mistral 7b v0.1", sliding_window=None).max_positions == 32768
 
 

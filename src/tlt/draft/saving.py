@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tlt.draft.average import Replica
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, load_drafter, save_drafter
-from tlt.files import flush
+from tlt.files import flush, share
 from tlt.models.families import DecoderOptions
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ def write(folder: Path, options: EagleOptions, number: int, replica: Replica, ag
     save_drafter(layer, draft)
     rest = {name: tensor for name, tensor in replica.tensors.items() if not name.startswith("mean.")}
     save_file(rest, draft / "training.safetensors")
+    share(draft)
     for path in (*draft.iterdir(), draft):
         flush(path)
     shutil.rmtree(final, ignore_errors=True)

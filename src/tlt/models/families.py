@@ -45,6 +45,8 @@ class DecoderOptions:
     """[head_dim / 2] float32, rope scaling applied"""
     attention_scaling: float
     """factor on cos and sin (yarn, longrope)"""
+    limited_by: str = "max_position_embeddings"
+    """the field of config.json that max_positions comes from"""
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -120,6 +122,7 @@ def _options(config: PreTrainedConfig) -> DecoderOptions:
     biased = c.model_type in ("llama", "qwen3") and getattr(c, "attention_bias", False)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     rotary = _rotary_embedding(c, head_dim)
+    limit, limited_by = _max_positions(c)
     return DecoderOptions(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
@@ -134,7 +137,8 @@ def _options(config: PreTrainedConfig) -> DecoderOptions:
         out_bias=biased,
         mlp_bias=c.model_type == "llama" and getattr(c, "mlp_bias", False),
         tied=c.tie_word_embeddings,
-        max_positions=_max_positions(c),
+        max_positions=limit,
+        limited_by=limited_by,
         inv_freq=rotary.inv_freq.detach().to("cpu", torch.float32),
         attention_scaling=float(rotary.attention_scaling),
     )
@@ -184,13 +188,14 @@ def _last_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
-def _max_positions(config: Any) -> int:
-    """The longest sequence whose cached keys stay valid: past it these ropes change frequency, and a window cuts the
-    context."""
+def _max_positions(config: Any) -> tuple[int, str]:
+    """The longest sequence whose cached keys stay valid, and the field that says so: past it these ropes change
+    frequency, and a window cuts the context."""
     rope = config.rope_parameters or {}
-    limits = [config.max_position_embeddings]
+    limits = [(config.max_position_embeddings, "max_position_embeddings")]
     if rope.get("rope_type") == "longrope":  # "dynamic" keeps its frequencies up to max_position_embeddings
-        limits.append(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        limits.append((original, "original_max_position_embeddings"))
     if getattr(config, "sliding_window", None):
-        limits.append(config.sliding_window)
-    return min(limits)
+        limits.append((config.sliding_window, "sliding_window"))
+    return min(limits, key=lambda limit: limit[0])

@@ -23,7 +23,7 @@ def token_logprobs(
     cast = _autocast(micro.input_ids.device, autocast)
     with cast:
         hidden = model.base_model(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask
+            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False
         ).last_hidden_state[micro.predicts]
     head = model.get_output_embeddings()
 
@@ -43,7 +43,8 @@ def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
     """Logits [N, V] at each token of one sequence [N], by the arithmetic of `token_logprobs`."""
     with _autocast(tokens.device, autocast):
         positions = torch.arange(len(tokens), device=tokens.device)
-        hidden = model.base_model(input_ids=tokens[None], position_ids=positions[None]).last_hidden_state[0]
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
         return model.get_output_embeddings()(hidden)
 
 

@@ -314,7 +314,6 @@ def _load(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
         )
     model.to(device)
     model.eval()  # no dropout: old and new log-probs must come from the same function
-    model.config.use_cache = False
     return model
 
 

@@ -1,0 +1,42 @@
+"""The README.md beside a saved policy: what it was made from, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlt import __version__
+from tlt.config import Config
+
+_DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32, trained under bfloat16 autocast"}
+
+
+def model_card(config: Config, steps: int) -> str:
+    """In the form that the Hugging Face hub reads."""
+    base, rollout, train = Path(config.model.path), config.rollout, config.train
+    facts = {
+        "prompts": config.data.path or ", ".join(task.name for task in config.data.tasks),
+        "reward": ", ".join(term.name for term in config.reward.all_terms),
+        "a step": f"{rollout.prompts_per_step} prompts, {rollout.group_size} responses each",
+        "responses": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
+        "algorithm": f"advantage {train.advantage}, loss {train.loss}, learning rate {train.learning_rate:g}",
+        "weights": _DTYPES[config.model.dtype],
+    }
+    table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [tlt, reinforcement-learning]
+---
+# {base.name}, after {steps} steps of reinforcement learning
+
+Trained by [tlt](https://arxiv.org/abs/2511.16665) {__version__} from `{base}`. The licence is that of the base model.
+
+| | |
+|---|---|
+{table}
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+"""
