@@ -210,7 +210,7 @@ def at_every_point(recipe: Path, home: Path, most: int | None = None) -> dict[st
 
     def resumed(at: int) -> tuple[Faults, Path]:
         folder = home / f"cut {at}"
-        shutil.copytree(home / "cut base", folder)
+        shutil.copytree(home / "cut base", folder, symlinks=True)
         with faults(at) as found, suppress(Crash):
             train_here(recipe, folder, resume=True, steps=3, keep=1)  # so that the older one is removed
         return found, folder

@@ -240,7 +240,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a window that a response may outgrow": (
         lambda c: save_mistral(c.model),
-        r"may reach 15 tokens, but config\.json has sliding_window = 8, as the rollout decoder attends to all",
+        r"may reach 17 tokens, but config\.json has sliding_window = 8, as the rollout decoder attends to all",
     ),
     "responses that outgrow the positions": (
         lambda c: c.set("rollout", max_new_tokens=511),

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import save_tokenizer
+from tiny import tiny_model
 
 from tlt.build import load_tokenizer
 from tlt.config import DataConfig, EvalConfig
@@ -258,7 +258,7 @@ def test_parquet_faults_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None]}), path)
     with pytest.raises(DataError, match=r"rows\.parquet, row 1 has no text under 'question'"):
         load_prompts(config, encode)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt\[parquet\]'"):
         load_prompts(config, encode)
 
@@ -272,7 +272,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_tokenizer(save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def test_a_chat_template_is_laid_around_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

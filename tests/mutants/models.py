@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "a sliding window does not bound the positions",
         FAMILIES,
-        "limits.append(config.sliding_window)",
+        'limits.append((config.sliding_window, "sliding_window"))',
         "pass",
         LOADING,
     ),
