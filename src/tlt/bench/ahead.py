@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from tlt.build import load_tokenizer, make_target
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
@@ -25,21 +27,36 @@ class _Nobody:
     def response(self, response: Response) -> None: ...
 
 
-def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
-    """Train the recipe's policy for a few steps, here and by one worker; the older target is so many updates behind."""
-    speculation = config.speculation.model_copy(update={"drafter": "off"})
-    cluster = config.cluster.model_copy(update={"workers": 1})
-    config = config.model_copy(update={"speculation": speculation, "cluster": cluster})
+Weights = dict[str, Tensor]
+
+
+def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
+    """Train the recipe's policy for a few steps, here and by one worker: its weights then, and so many updates
+    before."""
+    changes = {
+        "speculation": config.speculation.model_copy(update={"drafter": "off"}),
+        "cluster": config.cluster.model_copy(update={"workers": 1}),
+        "engine": config.engine.model_copy(update={"backend": "tlt"}),
+    }
+    config = config.model_copy(update=changes)
     parts, policy = make_parts(config, load_tokenizer(config.model.path))
-    older, present = make_target(config.model), make_target(config.model)
+    older: Weights = {}
     try:
         for step in range(_FIRST_STEPS + steps):
             if step == _FIRST_STEPS:
-                older.load(policy.state_dict(), version=step)
+                older = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
             one_step(parts, config, _Nobody(), step)
-        present.load(policy.state_dict(), version=_FIRST_STEPS + steps)
     finally:
         parts.rollout.close()
+    return dict(policy.state_dict()), older
+
+
+def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
+    """Targets with the weights of `trained`."""
+    older, present = make_target(config.model), make_target(config.model)
+    now, before = trained(config, steps)
+    older.load(before, version=_FIRST_STEPS)
+    present.load(now, version=_FIRST_STEPS + steps)
     return older, present
 
 

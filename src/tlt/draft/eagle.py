@@ -140,13 +140,17 @@ def _checkpoint_name(name: str, kind: Kind) -> str:
     return layer + home.get(part, "") + name
 
 
+def checkpoint_tensors(layer: EagleLayer) -> dict[str, Tensor]:
+    """In host memory, by the published names."""
+    state, kind = layer.state_dict(), layer.options.kind
+    return {_checkpoint_name(name, kind): tensor.detach().contiguous().cpu() for name, tensor in state.items()}
+
+
 def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
     """model.safetensors with the published names, and config.json."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    state, kind = layer.state_dict(), layer.options.kind
-    tensors = {_checkpoint_name(name, kind): tensor.detach().contiguous().cpu() for name, tensor in state.items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(checkpoint_tensors(layer), path / "model.safetensors", metadata={"format": "pt"})
     config = {"tlt_drafter": asdict(layer.options), "agreement": layer.agreement}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

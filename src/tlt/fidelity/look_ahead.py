@@ -13,6 +13,7 @@ from tlt.cluster.local import LocalRollout
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
+from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.types import Request, Response, RolloutStats
@@ -64,7 +65,7 @@ class LookAheadRollout(LocalRollout):
     """Before it decodes, its store takes what the older target said; `spoil` puts something else in its place."""
 
     def __init__(
-        self, engine: Engine, older: OlderTarget, spoil: Callable[[Sequence[Ahead]], list[Ahead]] = list
+        self, engine: RolloutEngine, older: OlderTarget, spoil: Callable[[Sequence[Ahead]], list[Ahead]] = list
     ) -> None:
         super().__init__(engine)
         self.older, self.spoil = older, spoil

@@ -61,12 +61,12 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     console = Console(highlight=False)
     config = _verify_config(config, dtype, full)
     tokenizer = load_tokenizer(config.model.path)
-    parts, policy = make_parts(config, tokenizer)
+    parts, policy = make_parts(_by_our_engine(config), tokenizer)
     assert isinstance(parts.rollout, LocalRollout)
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
-    rollouts = modes(config, target, tokenizer)
+    rollouts = _modes(config, target, tokenizer)
     runs = {name: ModeRun(name) for name in rollouts}
     forks: list[Fork] = []
     tokens = 0
@@ -112,6 +112,18 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
         found = {"forks": [asdict(f) for f in forks], "oracle": oracle, "look_ahead": look_ahead}
         write_json(json_file, {**result, **found, **provenance()})
     return agree
+
+
+def _by_our_engine(config: Config) -> Config:
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "tlt"})})
+
+
+def _modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
+    if config.engine.backend == "tlt":
+        return modes(config, target, tokenizer)
+    from tlt.fidelity.vllm_modes import vllm_modes  # vLLM is an extra
+
+    return vllm_modes(config, target, tokenizer)
 
 
 def _verify_config(config: Config, dtype: str, full: bool) -> Config:

@@ -106,6 +106,8 @@ class Processes:
         self.rank, self.size = rank, size
         host, _, port = address.rpartition(":")
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM's in this process, which has no use for it
+            dist.destroy_process_group()
         try:
             store = TCPStore(host, int(port), timeout=_MEETING)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_MEETING)

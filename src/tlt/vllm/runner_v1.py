@@ -3,6 +3,7 @@ it speculates (vllm#43672). One method of one runner is wrapped: `_sample`, whic
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class NoisySampling:
     def __init__(self, runner: Any) -> None:
         """Raises VllmError for a version whose runner was not tested."""
         require_vllm()
-        self.runner, self._sample = runner, runner._sample
+        before = getattr(type(runner)._sample, "original", None)  # where our plugin has been
+        self.runner, self._sample = runner, MethodType(before, runner) if before else runner._sample
         slots = _SLOTS * runner.max_num_reqs
         self.table = NoiseTable(slots, runner.device)
         self._slots: dict[str, int] = {}

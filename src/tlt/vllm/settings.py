@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
@@ -26,7 +27,7 @@ def set_environment() -> None:
 
 
 def engine_arguments(
-    model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int, device: str
+    model: ModelConfig, engine: EngineConfig, speculative: dict[str, Any] | None, longest: int, device: str
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`. `longest`: tokens of a prompt with its response. Raises VllmError."""
     ours = {
@@ -35,7 +36,7 @@ def engine_arguments(
         "max_model_len": longest,
         "max_num_seqs": engine.max_rows,
         "kv_cache_memory_bytes": engine.kv_memory_mb * 2**20,
-        "speculative_config": speculative_arguments(speculation),
+        "speculative_config": speculative,
         "worker_extension_cls": "tlt.vllm.worker.WorkerExtension",
         "skip_tokenizer_init": True,
         "enable_sleep_mode": device == "cuda",  # to give the cache's memory back for the update
@@ -49,8 +50,11 @@ def engine_arguments(
     return ours | engine.vllm
 
 
-def speculative_arguments(speculation: SpeculationConfig) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for a drafter of ours. Raises VllmError where there is none."""
+def speculative_arguments(
+    speculation: SpeculationConfig, export: Callable[[], tuple[str, str]]
+) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` for a drafter of ours; `export` writes the learned one for vLLM and gives its method
+    and folder. Raises VllmError where there is none."""
     if speculation.drafter == "off":
         return None
     if speculation.drafter == "suffix":
@@ -58,7 +62,10 @@ def speculative_arguments(speculation: SpeculationConfig) -> dict[str, Any] | No
         return {"method": "ngram", "num_speculative_tokens": speculation.depth, **lookup}
     if speculation.drafter == "adaptive":
         return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": WIDEST}
+    if speculation.drafter == "eagle":
+        method, folder = export()
+        return {"method": method, "model": folder, "num_speculative_tokens": speculation.depth}
     raise VllmError(
         f"speculation.drafter = {speculation.drafter!r} is not for engine.backend = 'vllm': take 'adaptive' "
-        "(look-ahead), 'suffix' (vLLM's n-gram lookup) or 'off'"
+        "(look-ahead), 'eagle' (the learned one), 'suffix' (vLLM's n-gram lookup) or 'off'"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
+from tlt.draft.eagle import EagleLayer, checkpoint_tensors, load_drafter
 from tlt.models.families import DecoderOptions
+from tlt.vllm.drafter import export_drafter
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import engine_arguments, set_environment
+from tlt.vllm.settings import engine_arguments, set_environment, speculative_arguments
 from tlt.vllm.versions import VllmError, require_vllm
 
 _PROCESSOR = "tlt.vllm.processor:SharedNoise"
@@ -39,7 +42,14 @@ class VllmTarget:
         self.parallel = int(engine.vllm.get("tensor_parallel_size", 1)) > 1
         self._keys = itertools.count()
         self._asleep = False
-        arguments = engine_arguments(model, engine, speculation, self.longest, device.type)
+        self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # of the learned drafter, where there is one
+
+        def export() -> tuple[str, str]:
+            layer = load_drafter(str(speculation.path), options)
+            return export_drafter(layer, model.path, self._folder.name), self._folder.name
+
+        speculative = speculative_arguments(speculation, export)
+        arguments = engine_arguments(model, engine, speculative, self.longest, device.type)
         with _threads_kept():
             self.llm: Any = _start(arguments)
         self.llm.collective_rpc("tlt_begin")
@@ -52,6 +62,11 @@ class VllmTarget:
         self.llm.collective_rpc("tlt_load", args=(given,))
         self.llm.reset_prefix_cache()
         self.version = version
+
+    def load_drafter(self, layer: EagleLayer) -> None:
+        """The learned drafter takes these weights, amid a rollout if need be: no token depends on them. What it has
+        of live rows stays that of the one before."""
+        self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
 
     def text_logits(self, tokens: Tensor) -> Tensor:
         """[1, V] logits, up to a constant, of the token behind this text [n]; vLLM has no requests under way."""

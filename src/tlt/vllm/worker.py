@@ -24,6 +24,13 @@ class WorkerExtension:
     def tlt_load(self, weights: Mapping[str, Tensor]) -> None:
         self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
 
+    def tlt_load_drafter(self, weights: Mapping[str, Tensor]) -> None:
+        from vllm.model_executor.model_loader.reload import inplace  # type: ignore[import-not-found]
+
+        drafter = getattr(self.model_runner, "drafter", None) or self.model_runner.speculator
+        config = drafter.vllm_config
+        inplace.reload_weights(config, drafter.model, iter(weights.items()), None, is_checkpoint_format=True)
+
     def tlt_take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Drawn]:
         return self._tlt_table.take(wanted)
 

@@ -1,0 +1,150 @@
+"""`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with our noise, by batch size and drafter.
+
+All decode the same requests to the same tokens, which is checked against our own engine's; in turn, several times, in
+this process. Plain is vLLM at its best, compiled unless `engine.vllm.enforce_eager` says otherwise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tlt.bench.ahead import decode_ahead, trained
+from tlt.build import Workplace, detokenizer, load_tokenizer, make_target, open_target, open_workplace
+from tlt.config import Config
+from tlt.draft.ahead import AheadStore
+from tlt.engine.engine import Engine
+from tlt.engine.protocol import RolloutEngine
+from tlt.metrics import provenance, write_json
+from tlt.models.decoder import Decoder
+from tlt.sampling import request_seed
+from tlt.types import Request, RolloutStats
+from tlt.vllm.engine import VllmEngine
+from tlt.vllm.target import VllmTarget
+from tlt.vllm.versions import vllm_version
+
+_MOST_FORKS = 2e-5  # of the tokens, that rounding may turn
+
+
+class _Contender(NamedTuple):
+    name: str
+    engine: RolloutEngine
+    looks_ahead: bool = False
+
+
+def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: Path | None, look_ahead: int) -> None:
+    """`look_ahead`: policy updates between the target that decoded ahead and the one that decodes now; 0: none did."""
+    console = Console(highlight=False)
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_rows": max(batches)})})
+    place, older = open_workplace(config), make_target(config.model)
+    present = place.target
+    now, before = trained(config, look_ahead)
+    present.load(now, 0)
+    older.load(before, 0)
+    targets = _targets(config)
+    for target in targets.values():
+        target.load(now, 0)
+    rows = []
+    for batch in batches:
+        with console.status(f"batch {batch}"):
+            contenders = _contenders(config, batch, targets, present, look_ahead > 0)
+            rows += _batch(place, config, batch, repeats, contenders, older)
+    _print(console, rows)
+    if json_file:
+        facts = {"dtype": config.model.dtype, "vllm": vllm_version(), "arguments": config.engine.vllm}
+        write_json(json_file, {"rows": rows, "look_ahead": look_ahead, **facts, **provenance()})
+
+
+def _targets(config: Config) -> dict[str, VllmTarget]:
+    """A vLLM each, as it is told at its start how it speculates."""
+    learned = {"eagle": "eagle"} if config.speculation.path else {}
+    # where vLLM has loaded numba, for its n-gram lookup, no other vLLM starts in the same process
+    kinds = {"plain": "off", "look-ahead": "adaptive", **learned, "n-gram": "suffix"}
+    found = {}
+    for name, drafter in kinds.items():
+        speculation = config.speculation.model_copy(update={"drafter": drafter})
+        target = open_target(config.model_copy(update={"speculation": speculation}), config.model.path)
+        assert isinstance(target, VllmTarget), "of the backend that is measured"
+        found[name] = target
+    return found
+
+
+def _contenders(
+    config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder, look_ahead: bool
+) -> list[_Contender]:
+    engine = config.engine.model_copy(update={"max_rows": batch})
+    spell = detokenizer(load_tokenizer(config.model.path))
+    found = [_Contender("tlt plain", Engine(present, engine, detokenize=spell))]
+    for name, target in targets.items():
+        if look_ahead or name != "look-ahead":
+            store = AheadStore(config.speculation.look_ahead_tokens)
+            ours = VllmEngine(target, engine, spell, store=store)
+            found.append(_Contender(f"vllm {name}", ours, name == "look-ahead"))
+    return found
+
+
+def _batch(
+    place: Workplace, config: Config, batch: int, repeats: int, contenders: Sequence[_Contender], older: Decoder
+) -> list[dict[str, Any]]:
+    speeds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    stats = {contender.name: RolloutStats() for contender in contenders}
+    differ = dict.fromkeys(speeds, 0)
+    for repeat in range(repeats + 1):  # the first one warms up
+        requests = _requests(place, config, max(2 * config.rollout.group_size, 2 * batch), repeat)
+        ahead = decode_ahead(older, config, requests)
+        said: dict[int, list[int]] = {}
+        for contender in contenders if repeat % 2 else [*contenders[:1], *contenders[:0:-1]]:
+            if contender.looks_ahead:
+                contender.engine.store.put(ahead)
+            began = time.perf_counter()
+            responses = list(contender.engine.generate(requests))
+            seconds = time.perf_counter() - began
+            said = said or {response.request.seed: response.token_ids for response in responses}
+            if repeat:
+                speeds[contender.name].append(contender.engine.stats.tokens / seconds)
+                stats[contender.name] += contender.engine.stats
+            differ[contender.name] += sum(said[r.request.seed] != r.token_ids for r in responses)
+    for name, count in differ.items():
+        assert count <= max(1, _MOST_FORKS * stats[name].tokens), f"{name}: {count} responses differ"
+    return [
+        {
+            "batch": batch,
+            "strategy": name,
+            "tokens_per_second": statistics.median(found),
+            "speeds": found,
+            "accept_length": stats[name].accept_length,
+            "accepted_of_drafted": stats[name].accepted / max(1, stats[name].drafted),
+            "differ": differ[name],
+            "to_vllm_plain": statistics.median(a / b for a, b in zip(found, speeds["vllm plain"], strict=True)),
+            "threads": torch.get_num_threads(),
+        }
+        for name, found in speeds.items()
+    ]
+
+
+def _requests(place: Workplace, config: Config, count: int, repeat: int) -> list[Request]:
+    size, seed = config.rollout.group_size, config.run.seed
+    return [
+        Request(
+            prompt, i % size, repeat, request_seed(seed, "bench", prompt.prompt_id, repeat, i % size), place.sampling
+        )
+        for i in range(count)
+        for prompt in [place.prompts[(i // size) % len(place.prompts)]]
+    ]
+
+
+def _print(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    columns = ("rows", "engine", "tokens/s", "accept length", "of drafted accepted", "against vLLM plain", "differ")
+    table = Table(*columns, title="vLLM with our noise, the recipe's prompts (medians)")
+    for row in rows:
+        share = f"{row['accepted_of_drafted']:.0%}" if row["accept_length"] > 1 else ""
+        numbers = (f"{row['tokens_per_second']:,.0f}", f"{row['accept_length']:.2f}", share)
+        table.add_row(str(row["batch"]), row["strategy"], *numbers, f"{row['to_vllm_plain']:.2f}", str(row["differ"]))
+    console.print(table)

@@ -1,0 +1,237 @@
+"""vLLM itself, where a tested version is installed: `make test-vllm`. On a CPU it takes its model runner V1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tlt.build import open_engine, open_target, open_workplace
+from tlt.config import Config, load_config
+from tlt.engine.engine import Engine
+from tlt.fidelity.forks import EXPLAINED_GAP, float64_target, fork_of
+from tlt.models.weights import read_safetensors
+from tlt.rl.agreement import check_agreement
+from tlt.rl.policy import Policy
+from tlt.sampling import request_seed
+from tlt.types import Request, Response, SamplingParams
+from tlt.vllm.engine import VllmEngine
+from tlt.vllm.versions import VllmError, is_tested, vllm_version
+
+pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")
+ROOT = Path(__file__).parent.parent.parent
+LAWS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.0),
+)
+
+
+def recipe(*overrides: str) -> Config:
+    eager = ("--engine.backend", "vllm", "--engine.vllm.enforce_eager", "true", "--engine.kv_memory_mb", "256")
+    return load_config(ROOT / "recipes" / "longtail.toml", [*eager, "--rollout.max_new_tokens", "160", *overrides])
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Callable[[str], VllmEngine]]:
+    """A vLLM for each drafter; numba, which the n-gram lookup loads, must come last."""
+    engines: dict[str, VllmEngine] = {}
+
+    def engine(drafter: str) -> VllmEngine:
+        if drafter not in engines:
+            config = recipe("--speculation.drafter", drafter, "--speculation.depth", "4")
+            found = open_engine(config, open_target(config, config.model.path))
+            assert isinstance(found, VllmEngine)
+            engines[drafter] = found
+        return engines[drafter]
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def place() -> Any:
+    return open_workplace(recipe())
+
+
+def requests(place: Any, count: int, **changes: Any) -> list[Request]:
+    laws = [replace(law, stop_token_ids=place.sampling.stop_token_ids, max_new_tokens=160, **changes) for law in LAWS]
+    return [
+        Request(place.prompts[i // 4], i % 4, 0, request_seed(0, "test", i // 4, 0, i % 4), laws[i % len(laws)])
+        for i in range(count)
+    ]
+
+
+def plain(place: Any, asked: Sequence[Request], spell: Any = None) -> dict[int, Response]:
+    engine = Engine(place.target, recipe().engine, detokenize=spell)
+    return {response.request.seed: response for response in engine.generate(asked)}
+
+
+def assert_same(place: Any, responses: Sequence[Response], ours: dict[int, Response]) -> None:
+    """Token for token, but where rounding explains it."""
+    assert len(responses) == len(ours)
+    for response in responses:
+        expected = ours[response.request.seed]
+        if response.token_ids == expected.token_ids:
+            assert response.finish_reason == expected.finish_reason
+            for name in ("logprobs", "full_logprobs"):
+                pair = (torch.tensor(getattr(r, name)) for r in (response, expected))
+                torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+        else:
+            exact = float64_target(recipe(), read_safetensors(recipe().model.path))
+            assert fork_of("vllm", 0, expected, response, exact).gap < EXPLAINED_GAP["float32"]
+
+
+@pytest.mark.parametrize("drafter", ["off", "adaptive", "eagle"])
+def test_every_drafter_and_law_gives_our_tokens(drafter: str, opened: Any, place: Any) -> None:
+    asked = requests(place, 24)
+    engine = opened(drafter)
+    assert_same(place, list(engine.generate(asked)), plain(place, asked))
+    if drafter == "eagle":
+        assert engine.stats.accept_length > 2
+        assert 0 < engine.stats.accepted < engine.stats.drafted
+
+
+def test_what_was_decoded_ahead_is_accepted(opened: Any, place: Any) -> None:
+    asked, engine = requests(place, 24), opened("adaptive")
+    engine.start(())
+    engine.look_ahead(asked)
+    while engine.looks_ahead:
+        engine.round()
+    assert all(engine.store.has_ended(request) for request in asked)
+    assert_same(place, list(engine.generate(asked)), plain(place, asked))
+    assert engine.stats.seen_ahead > 0.9 * engine.stats.ahead_drafted > 0
+    engine.store.forget(request.seed for request in asked)
+
+
+def test_requests_go_from_engine_to_engine(opened: Any, place: Any) -> None:
+    asked, engine = requests(place, 16), opened("adaptive")
+    ours = plain(place, asked)
+    engine.start(asked)
+    responses = [response for _ in range(9) for response in engine.round()]
+    left = engine.give_up([request.seed for request in asked[::2]])
+    assert {len(row.logprobs) for row in left} == {9} | {len(row.tokens) for row in left}
+    back, away = left[::2], left[1::2]
+    engine.submit([], back)
+    while engine.busy:
+        responses += engine.round()
+    other = Engine(place.target, recipe().engine)
+    other.submit([], away)
+    while other.busy:
+        responses += other.round()
+    assert_same(place, responses, ours)
+
+
+def test_stop_strings_end_a_response_as_with_us(opened: Any, place: Any) -> None:
+    asked, engine = requests(place, 16, stop_strings=("=",)), opened("off")
+    responses = list(engine.generate(asked))
+    assert_same(place, responses, plain(place, asked, engine.detokenize))
+    assert any(response.finish_reason == "stop" and response.text.endswith("=") for response in responses)
+
+
+def test_new_weights_are_taken_and_compared_with_the_policy(opened: Any, place: Any) -> None:
+    config, engine = recipe(), opened("adaptive")
+    policy = Policy(config.model.path, torch.float32, torch.device("cpu"), config.train, config.rollout)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    moved = {name: tensor * 1.01 for name, tensor in before.items()}
+    asked = requests(place, 16)
+    try:
+        policy.model.load_state_dict(moved)
+        for target in (engine.target, place.target):
+            target.load(moved, 1)
+            check_agreement(target, policy)
+        assert_same(place, list(engine.generate(asked)), plain(place, asked))
+        policy.model.load_state_dict(before)
+        with pytest.raises(ValueError, match="not one model"):
+            check_agreement(engine.target, policy)
+    finally:
+        for target in (engine.target, place.target):
+            target.load(before, 0)
+
+
+def test_a_request_that_is_too_long_is_refused(opened: Any, place: Any) -> None:
+    law = replace(LAWS[0], max_new_tokens=10_000)
+    with pytest.raises(ValueError, match=r"lower rollout\.max_new_tokens"):
+        opened("off").start([Request(place.prompts[0], 0, 0, 1, law)])
+
+
+def test_memory_that_does_not_suffice_is_one_sentence() -> None:
+    config = recipe("--engine.kv_memory_mb", "1")
+    with pytest.raises(VllmError, match=r"vLLM cannot run .*: .*KV cache"):
+        open_target(config, config.model.path)
+
+
+def test_arguments_that_are_ours_are_refused() -> None:
+    config = recipe("--engine.vllm.max_num_seqs", "3")
+    with pytest.raises(VllmError, match=r"engine\.vllm\.max_num_seqs is set by tlt"):
+        open_target(config, config.model.path)
+
+
+def test_any_vllm_draws_as_we_do_where_tlt_is_installed(place: Any) -> None:
+    """By the plugin that vLLM loads itself, with a speculator of its own."""
+    asked = requests(place, 4)
+    rows = [
+        (list(r.prompt.token_ids), r.seed, r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in asked
+    ]
+    said = subprocess.run(
+        [sys.executable, "-c", _FOREIGN, recipe().model.path, repr(rows), repr(list(place.sampling.stop_token_ids))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expected = plain(place, asked)
+    assert said.stdout.splitlines()[-1:] == [repr([expected[r.seed].token_ids for r in asked])], said.stderr[-2000:]
+
+
+_FOREIGN = """
+import ast, os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+from vllm import LLM, SamplingParams
+from tlt.vllm.noise import Draw
+path, rows, stops = sys.argv[1], *map(ast.literal_eval, sys.argv[2:])
+ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+llm = LLM(path, dtype="float32", max_model_len=512, kv_cache_memory_bytes=2**28, enforce_eager=True,
+          skip_tokenizer_init=True, speculative_config=ngram)
+laws = [
+    SamplingParams(temperature=0, max_tokens=160, stop_token_ids=stops, ignore_eos=True, detokenize=False,
+                   extra_args=Draw(key, seed, len(prompt), *law).as_extra())
+    for key, (prompt, seed, *law) in enumerate(rows)
+]
+found = llm.generate([{"prompt_token_ids": prompt} for prompt, *_ in rows], laws, use_tqdm=False)
+print([list(output.outputs[0].token_ids) for output in found])
+"""
+
+
+def test_two_steps_of_training_end_in_the_same_policy(tmp_path: Path) -> None:
+    """With two workers on Ray, each with its own vLLM, looking ahead."""
+    pytest.importorskip("ray")
+    digests = set()
+    for backend in ("tlt", "vllm"):
+        folder = tmp_path / backend
+        options = {
+            "--engine.backend": backend,
+            "--engine.vllm.enforce_eager": "true",
+            "--train.steps": "2",
+            "--rollout.max_new_tokens": "160",
+            "--run.folder": str(folder),
+            "--workers": "2",
+        }
+        words = [word for pair in options.items() for word in pair]
+        subprocess.run([sys.executable, "-m", "tlt", "train", str(ROOT / "recipes/longtail.toml"), *words], check=True)
+        summary = (folder / "summary.json").read_text(encoding="utf-8")
+        digests |= {line for line in summary.splitlines() if "policy_sha256" in line}
+    assert len(digests) == 1
+
+
+def test_the_ngram_lookup_gives_our_tokens(opened: Any, place: Any) -> None:
+    asked = requests(place, 16)
+    engine = opened("suffix")
+    assert_same(place, list(engine.generate(asked)), plain(place, asked))
+    assert engine.stats.drafted > engine.stats.accepted > 0
