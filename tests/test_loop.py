@@ -302,6 +302,21 @@ def test_counters_of_all_waves_are_summed() -> None:
     assert metrics.reward == pytest.approx((6 * 0.5 + 2 * (0 + 1 + 2)) / 12)  # of all that was decoded
 
 
+def test_a_group_is_settled_once_in_the_step_that_trains_on_it_or_drops_it() -> None:
+    fake = Fake(score=spread_in({1, 2, 3, 5, 6, 7, 8, 9}))
+    parts = make_parts(fake, prompts=MANY)
+    decoded, settled, carried = [], [], []
+    for step in range(2):
+        result = one_step(parts, make_config(max_waves=9), fake, step)
+        decoded += [group.prompt.prompt_id for group in result.groups]
+        now = [group.prompt.prompt_id for group in result.settled]
+        assert set(trained(fake.batches[step])) <= set(now)
+        settled += now
+        carried.append([group.prompt.prompt_id for group in parts.carried])
+    assert carried[0], "else this says little"
+    assert sorted([*settled, *carried[-1]]) == sorted(decoded)
+
+
 def test_without_dynamic_sampling_groups_without_spread_are_kept() -> None:
     fake = Fake(score=spread_in({1}))
     (result,) = run(fake, make_config(steps=1))

@@ -26,7 +26,7 @@ MUTANTS = [
         "loop.py",
         "if id(group) not in kept]",
         "]",
-        RECORD,
+        "test_loop.py",
     ),
     Mutant(
         "a tracker that fails ends the run",
