@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.models.families import ModelError
 from tlt.rewards import RewardError
+from tlt.rewards.isolated import IsolatedScore
+from tlt.stopping import stop_request
 
 
 @pytest.fixture(scope="module")
@@ -222,21 +225,54 @@ def test_an_error_amid_an_update_leaves_the_checkpoint_before(home: Path, monkey
 
     def fails(self: Policy, *arguments: Any) -> dict[str, Any]:
         calls[0] += 1
-        if calls[0] == 6:  # the second of the third step
+        if calls[0] == 8:  # the second of the fourth step
             raise ValueError("what went wrong")
         return real(self, *arguments)
 
     monkeypatch.setattr(Policy, "_optimizer_step", fails)
-    config = afresh(home, train={"steps": 3, "updates_per_step": 2}, run={"save_every": 1, "keep": 9})
+    config = afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2})
     with pytest.raises(ValueError, match="what went wrong") as error:
         train(config)
     assert note_of(error) == f"saved after step 2 in {home / 'run'}: go on with --resume"
     found = checkpoint.latest(home / "run" / "checkpoints")
     assert found.state["step"] == 2
-    assert [path.name for path in found.folder.parent.iterdir()] in (
-        ["step_00000001", "step_00000002"],
-        ["step_00000002", "step_00000001"],
-    )
+    assert [path.name for path in found.folder.parent.iterdir()] == ["step_00000002"]
+
+
+def test_a_reward_process_that_cannot_be_started_again_loses_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = IsolatedScore._start, []
+
+    def starts_once(self: IsolatedScore) -> None:
+        if started:
+            raise RewardError("it cannot start")
+        started.append(self)
+        start(self)
+
+    class Ending(Display):
+        def phase(self, step: int, name: str, total: int) -> None:
+            if (step, name) == (1, "rollout"):
+                started[0].close()
+
+    monkeypatch.setattr(IsolatedScore, "_start", starts_once)
+    with pytest.raises(RewardError, match="it cannot start") as error:
+        train(afresh(home), Ending(Console(quiet=True)))
+    assert note_of(error) == f"saved after step 1 in {home / 'run'}: go on with --resume"
+
+
+def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
+    """nohup tlt train ... &"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_request() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(0, "nothing was saved yet"), (1, "saved after step 1 in ")])
