@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "the oldest row leaves where there is no room",
         "engine/scheduler.py",
-        "self.rows.remove(len(self.rows) - 1)",
-        "self.rows.remove(0)",
+        "self._leave(len(self.rows) - 1)",
+        "self._leave(0)",
         "engine/test_scheduler.py",
     ),
     # -- what drafters and their training get

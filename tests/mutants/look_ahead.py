@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 
 STORE = "draft/test_ahead.py"
 ENGINE = "engine/test_look_ahead.py"
+PARKING = "engine/test_parking.py"
 TUNER = "engine/test_tuner.py"
 CREW = "cluster/test_looking_ahead.py"
 WORKER = "cluster/test_worker.py"
@@ -166,21 +167,21 @@ MUTANTS = [
     Mutant(
         "what is decoded ahead as a new rollout begins is lost",
         "engine/engine.py",
-        "            self.keep_ahead()\n            self.rollout = self._new_rollout()\n",
-        "            self.rollout = self._new_rollout()\n",
+        "            self.keep_ahead()\n            if not",
+        "            if not",
         ENGINE,
     ),
     Mutant(
         "those that are asked for again are decoded twice",
         "engine/scheduler.py",
-        "for seed, request in requests.items() if seed not in live)",
-        "for seed, request in requests.items())",
+        "for seed, request in requests.items() if seed not in live\n",
+        "for seed, request in requests.items()\n",
         ENGINE,
     ),
     Mutant(
         "those that are no longer asked for go on",
         "engine/scheduler.py",
-        "            elif row.ahead:\n                self.rows.remove(place)\n",
+        "            elif row.ahead:\n                self._leave(place)\n",
         "",
         ENGINE,
     ),
@@ -194,8 +195,8 @@ MUTANTS = [
     Mutant(
         "those that make way are forgotten",
         "engine/scheduler.py",
-        "self.ahead.appendleft(Row(self.rows.remove(place).request, ahead=True))",
-        "self.rows.remove(place)",
+        "self.ahead.appendleft(self._leave(place))",
+        "self._leave(place)",
         ENGINE,
     ),
     Mutant(
@@ -211,6 +212,70 @@ MUTANTS = [
         "(self.ahead if row.ahead else self.waiting).appendleft(row)",
         "self.waiting.appendleft(row)",
         ENGINE,
+    ),
+    # -- those that leave and come back
+    Mutant(
+        "a row of this step begins with what one of a coming step left behind",
+        "engine/kv_cache.py",
+        "() if row.ahead else row.request.prompt.token_ids",
+        "row.request.prompt.token_ids",
+        PARKING,
+    ),
+    Mutant(
+        "keys and values do not come back",
+        "engine/parking.py",
+        "self.cache.write(place, parked.keys_values)",
+        "pass",
+        PARKING,
+    ),
+    Mutant(
+        "what a drafter reads does not come back",
+        "engine/parking.py",
+        "self.window.restore(place, parked.first, *parked.features)",
+        "pass",
+        PARKING,
+    ),
+    Mutant(
+        "entries that a window no longer has are read",
+        "draft/features.py",
+        "        self.first[row] = first\n        self.write(",
+        "        self.write(",
+        PARKING,
+    ),
+    Mutant(
+        "what is parked has no bound",
+        "engine/parking.py",
+        "while self.tokens > self.cache.bound_tokens:",
+        "while False:",
+        PARKING,
+    ),
+    Mutant(
+        "a request of this step is parked on",
+        "engine/engine.py",
+        "self.parking.forget(request.seed for request in requests)",
+        "pass",
+        PARKING,
+    ),
+    Mutant(
+        "what nobody asks for any more is parked on",
+        "engine/engine.py",
+        "self.parking.keep_only(wanted)",
+        "pass",
+        PARKING,
+    ),
+    Mutant(
+        "rows of a round that failed are parked",
+        "engine/engine.py",
+        "if not self._amid_round:  # else",
+        "if True:  # else",
+        PARKING,
+    ),
+    Mutant(
+        "all are begun in one round",
+        "engine/scheduler.py",
+        ", live + _AHEAD_AT_ONCE)",
+        ")",
+        PARKING,
     ),
     # -- when it pays
     Mutant(
@@ -413,8 +478,8 @@ MUTANTS = [
     Mutant(
         "an idle worker does what saves less",
         "cluster/coordinator.py",
-        "self._rollout_seconds) > self.ahead.value.saves(second",
-        "self._rollout_seconds) < self.ahead.value.saves(second",
+        "training > self.ahead.value.saves(second",
+        "training < self.ahead.value.saves(second",
         CREW,
     ),
 ]

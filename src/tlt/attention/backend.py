@@ -71,6 +71,14 @@ class AttentionBackend(Protocol):
         """Slot `target` holds the first `length` positions of slot `source`."""
         ...
 
+    def read(self, slot: int, length: int) -> Tensor:
+        """A copy in host memory of the first `length` positions of a slot, for `write`."""
+        ...
+
+    def write(self, slot: int, values: Tensor) -> None:
+        """A slot begins with what `read` gave, of this or another slot."""
+        ...
+
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Position `sources[i]` of slot `slots[i]` goes to `targets[i]`; all are read before any is written."""
         ...

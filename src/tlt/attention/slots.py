@@ -95,6 +95,13 @@ class SlotAttention:
         for tensor in self.layers:
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
+    def read(self, slot: int, length: int) -> Tensor:
+        return torch.stack([tensor[:, slot, :, :length] for tensor in self.layers]).cpu()
+
+    def write(self, slot: int, values: Tensor) -> None:
+        for tensor, part in zip(self.layers, values, strict=True):
+            tensor[:, slot, :, : part.shape[2]] = part
+
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
         for tensor in self.layers:
             tensor[:, slots, :, targets] = tensor[:, slots, :, sources]

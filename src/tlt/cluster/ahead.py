@@ -30,6 +30,7 @@ class LookingAhead:
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> what it decodes ahead
+        self._home: dict[int, int] = {}  # seed -> the worker that has its keys and values
         self._given: list[Request] = []  # in this rollout
         self._drafted = 0  # tokens that it began with
 
@@ -48,6 +49,8 @@ class LookingAhead:
     def end(self, stats: RolloutStats, seconds: float, workers: int) -> None:
         self.value.learn(stats, self._drafted, seconds * workers)
         self.store.forget(request.seed for request in self._given)
+        for request in self._given:
+            self._home.pop(request.seed, None)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
         """Of requests that will come again."""
@@ -72,8 +75,10 @@ class LookingAhead:
             wanted += sorted(left, key=lambda r: -self.store.length(r.seed))  # the last of a step to end is waited for
         if not wanted:
             return None
-        wanted = wanted[: min(self.slots, math.ceil((len(wanted) + len(elsewhere)) / idle))]
+        share = min(self.slots, math.ceil((len(wanted) + len(elsewhere)) / idle))
+        wanted = sorted(wanted, key=lambda r: self._home.get(r.seed, worker) != worker)[:share]
         self._at[worker] = wanted
+        self._home |= {r.seed: worker for r in wanted}
         return AheadWork(rollout, wanted, self.drafts(wanted))
 
     def _next_steps(self) -> Iterator[list[Request]]:

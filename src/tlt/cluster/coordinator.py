@@ -246,17 +246,20 @@ class Coordinator:
     def _would_rather_train(self) -> bool:
         """By the seconds that each is predicted to save in the rollouts to come; as long as that of training is not
         known, it gets every second slice."""
-        if not self.looks_ahead:
-            return True
-        second = 1.0
-        if not self.publication.worth.is_known:
+        if self.looks_ahead and not self.publication.worth.is_known:
             self._in_turn = not self._in_turn
             return self._in_turn
-        return self.publication.saves(second, self._rollout_seconds) > self.ahead.value.saves(second, self.crew.size)
+        return self._training_saves_more()
+
+    def _training_saves_more(self) -> bool:
+        second = 1.0
+        training = self.publication.saves(second, self._rollout_seconds)
+        return not self.looks_ahead or training > self.ahead.value.saves(second, self.crew.size)
 
     def _asks_for_work(self, index: int) -> bool:
-        """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. Until
-        it is given something, it waits: training would hold it up, and with it the rollout."""
+        """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. What
+        decoding ahead would save does not count against that: it can be done later, and little of it may be of the
+        responses that a step waits for."""
         if any(share.helper == index for share in self.shares):
             return True
         most = max(self.shares, key=lambda share: len(share.rows))
@@ -268,9 +271,9 @@ class Coordinator:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
             seconds = self.forecast.seconds_left(live, accept_length)
-            training = self.publication.saves(seconds, self._rollout_seconds) if self._may_train(index) else 0.0
-            ahead = self.ahead.value.saves(seconds, self.crew.size) if self.looks_ahead else 0.0
-            if not self.forecast.is_worth_helping(live, wanted, accept_length, max(training, ahead)):
+            trains = self._may_train(index) and self._training_saves_more()
+            training = self.publication.saves(seconds, self._rollout_seconds) if trains else 0.0
+            if not self.forecast.is_worth_helping(live, wanted, accept_length, training):
                 return False
         most.asked, most.helper = list(wanted), index
         return True

@@ -7,6 +7,7 @@ Only `come_back` is called beside another call.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -127,6 +128,8 @@ class Worker:
         self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the update under way
         self._wanted = 0.0  # calls of `spot` up to this number are to end
+        gc.collect()
+        gc.freeze()  # else a collection amid a rollout looks through all that was loaded, a quarter of a second
 
     def _spot_trainer(self, layer: EagleLayer) -> SpotTrainer:
         assert isinstance(self.target, Decoder), "its features are what a drafter is trained on"

@@ -85,6 +85,12 @@ class FeatureWindow:
         self._tokens[target, :used] = self._tokens[source, :used]
         self.first[target], self.length[target] = min(max(first, held), length), length
 
+    def restore(self, row: int, first: int, features: Tensor, next_tokens: Tensor) -> None:
+        """Entries from `first` on, as `read` gave them before the row left."""
+        count = len(next_tokens)
+        self.first[row] = first
+        self.write([row] * count, range(first, first + count), features.to(self.device), next_tokens.tolist())
+
     def write(
         self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]
     ) -> None:

@@ -27,6 +27,7 @@ from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.laws import LawTable
 from tlt.engine.noise import DraftNoise, NoiseWindow
+from tlt.engine.parking import Parking
 from tlt.engine.placing import seat
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
@@ -76,6 +77,7 @@ class Engine:
         shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         bound = kv_tokens or config.kv_memory_mb * 2**20 // shape.bytes_per_token
         self.cache = KVCache(attention_for(shape), bound)
+        self.parking = Parking(self.cache)
         self.rollout = self._new_rollout()
         self._amid_round = False
 
@@ -94,9 +96,10 @@ class Engine:
         widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
         self.yardstick.begin()
+        self.parking.begin(window)
         return RolloutState(
             rows=rows,
-            scheduler=Scheduler(rows, self.cache, config.max_rows, widest, target.options.max_positions),
+            scheduler=Scheduler(rows, self.cache, self.parking, config.max_rows, widest, target.options.max_positions),
             laws=laws,
             noise=noise,
             window=window,
@@ -122,6 +125,8 @@ class Engine:
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._amid_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
+            if not self._amid_round:  # else rows may be half-filled
+                self.rollout.scheduler.put_off_ahead()
             self.rollout = self._new_rollout()
             self._amid_round = False
         self.submit(requests)
@@ -129,7 +134,9 @@ class Engine:
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
         one that can never run."""
+        requests = list(requests)
         self.rollout.scheduler.submit(requests, resumed)
+        self.parking.forget(request.seed for request in requests)
 
     def give_up(self, seeds: Collection[int]) -> list[Row]:
         """Between two rounds: these requests leave, wherever they stand; whoever goes on with one ends it with the same
@@ -142,6 +149,8 @@ class Engine:
         that can never run."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
+        if wanted:
+            self.parking.keep_only(wanted)
         self.rollout.scheduler.look_ahead(wanted)
 
     def keep_ahead(self) -> None:
@@ -241,13 +250,13 @@ class Engine:
             self._put_off_ahead()
         admitted = self.rollout.scheduler.admit(self._most_beside_ahead())
         if admitted:
-            self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache)
+            self.stats.prefill_tokens += seat(admitted, self.rollout, self.cache, self.parking)
         return bool(admitted)
 
     def _most_beside_ahead(self) -> int:
         """Live rows, with those of coming steps among them: they must not hold up the others."""
         own = sum(not row.ahead for row in self.rows)
-        return self.tuner.free_rows(own) if own else self.config.max_rows
+        return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
     def make_room(self, strategy: Strategy) -> bool:
         """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back

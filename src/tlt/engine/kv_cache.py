@@ -39,7 +39,8 @@ class KVCache:
 
     def append(self, row: Row, kept: int) -> None:
         self._rows.append(row)
-        self._held[len(self._rows) - 1] = row.request.prompt.token_ids
+        # keys and values of a row that is decoded ahead may be an older target's: they serve no other row
+        self._held[len(self._rows) - 1] = () if row.ahead else row.request.prompt.token_ids
 
     def remove(self, place: int, last: int) -> None:
         row, mover = self._rows[place], self._rows[last]
@@ -99,6 +100,15 @@ class KVCache:
         if self.ledger:
             self.ledger.copied(source, target, length)
 
+    def read(self, slot: int, length: int) -> Tensor:
+        """A copy in host memory."""
+        return self.store.read(slot, length)
+
+    def write(self, slot: int, values: Tensor) -> None:
+        """What `read` gave, maybe of an older target: for a row that is decoded ahead."""
+        assert self._rows[slot].ahead, "no token of this step may rest on an older target's keys and values"
+        self.store.write(slot, values)
+
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
         self.store.move(slots, sources, targets)
         if self.ledger:
@@ -114,5 +124,5 @@ class KVCache:
     def check(self, version: int) -> None:
         """Where a ledger is kept: every slot holds what its row says, and a free one what `held` says."""
         if self.ledger:
-            contexts = [row.context for row in self._rows] + self._held[len(self._rows) :]
+            contexts = [() if row.ahead else row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

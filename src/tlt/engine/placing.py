@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tlt.engine.kv_cache import KVCache
+from tlt.engine.parking import Parking
 from tlt.engine.state import RolloutState
 from tlt.types import Row
 
@@ -21,11 +22,16 @@ class Placing(NamedTuple):
     """a sibling, live or among the two above, has their prompt"""
 
 
-def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
+def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache, parking: Parking) -> int:
     """Prefill each context once, then copy it to the siblings that share it. Returns the tokens that were
     prefilled, but for those of coming steps."""
     rows, window = rollout.rows, rollout.window
-    kept, fresh, copies = place_new_rows(admitted, rows, cache)
+    for row in admitted:
+        if parking.row(row.request.seed) is row:
+            rows.append(row)
+            parking.restore(len(rows) - 1, row)
+    live = {id(row) for row in rows}
+    kept, fresh, copies = place_new_rows([row for row in admitted if id(row) not in live], rows, cache)
     for row in kept:
         rows.append(row, kept=row.kv_length)
     first = len(rows)

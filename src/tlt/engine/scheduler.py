@@ -6,17 +6,28 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from tlt.engine.kv_cache import KVCache
+from tlt.engine.parking import Parking
 from tlt.engine.rows import RowTable
 from tlt.types import Request, Row
 
+_AHEAD_AT_ONCE = 4  # rows of coming steps that a round begins with
 _HEADROOM = 32  # tokens that rows must be able to grow by before one more is worth admitting
 
 
 class Scheduler:
     """`max_positions`: the longest sequence that the target is good for; `verify_tokens`: the largest tree."""
 
-    def __init__(self, rows: RowTable, cache: KVCache, max_rows: int, verify_tokens: int, max_positions: int) -> None:
-        self.rows, self.cache, self.max_rows, self.max_positions = rows, cache, max_rows, max_positions
+    def __init__(
+        self,
+        rows: RowTable,
+        cache: KVCache,
+        parking: Parking,
+        max_rows: int,
+        verify_tokens: int,
+        max_positions: int,
+    ) -> None:
+        self.rows, self.cache, self.parking = rows, cache, parking
+        self.max_rows, self.max_positions = max_rows, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
         self.ahead: deque[Row] = deque()  # of coming steps: they get slots that nobody waits for
@@ -39,14 +50,22 @@ class Scheduler:
             if (row := self.rows[place]).ahead and row.request.seed in requests:
                 live.add(row.request.seed)
             elif row.ahead:
-                self.rows.remove(place)
-        self.ahead = deque(Row(request, ahead=True) for seed, request in requests.items() if seed not in live)
+                self._leave(place)
+        self.ahead = deque(
+            self.parking.row(seed) or Row(request, ahead=True) for seed, request in requests.items() if seed not in live
+        )
 
     def put_off_ahead(self) -> None:
         """Those that are decoded ahead leave; they come first when there are free slots again."""
         for place in reversed(range(len(self.rows))):
             if self.rows[place].ahead:
-                self.ahead.appendleft(Row(self.rows.remove(place).request, ahead=True))
+                self.ahead.appendleft(self._leave(place))
+
+    def _leave(self, place: int) -> Row:
+        """Before it has ended."""
+        if self.rows[place].ahead:
+            self.parking.park(place, self.rows[place])
+        return self.rows.remove(place)
 
     def _check(self, request: Request) -> None:
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
@@ -72,16 +91,16 @@ class Scheduler:
         """Take from the waiting line what fits, in order, and have the cache hold it together with the live rows, and
         what all may grow by until the next admission is worth a thought.
 
-        Where nobody waits, those of coming steps are taken, as long as there are fewer rows than `most_ahead`.
-
         An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
-        to be free.
+        to be free. Where nobody waits, those of coming steps are taken, as long as there are fewer rows than
+        `most_ahead`, and a few in a round: as soon as the worker is wanted for something else, a round is too long.
         """
         live = len(self.rows)
         admitted: list[Row] = []
         line = self.waiting or self.ahead
-        slots = self.max_rows if self.waiting else min(self.max_rows, most_ahead)
-        if slots - live < min(len(line), slots // 8):
+        if not self.waiting:
+            slots = min(self.max_rows, most_ahead, live + _AHEAD_AT_ONCE)
+        elif (slots := self.max_rows) - live < min(len(line), slots // 8):
             return admitted
         longest = self._longest()
         while line and live + len(admitted) < slots:
@@ -99,7 +118,7 @@ class Scheduler:
         and stand first in the waiting line. Returns how many left."""
         left = 0
         while not self.has_room(new):
-            row = self.rows.remove(len(self.rows) - 1)
+            row = self._leave(len(self.rows) - 1)
             (self.ahead if row.ahead else self.waiting).appendleft(row)
             left += 1
         self.cache.reserve(len(self.rows), self._longest() + new)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ _VAGUE = 2  # and what is known of the guess before, or of a chain where the dra
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
 _FREE = 0.03  # by which a round may take longer for rows that nobody waits for
+_BRIEF = 2.5  # times the round of one row, what a round that is to be over soon may take
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 _AHEAD_KIND = ("ahead", 1)
 _AGREES = 0.97  # how often a look-ahead is thought to be right before any was seen
@@ -62,6 +64,10 @@ class Tuner(Protocol):
 
     def free_rows(self, rows: int) -> int:
         """How many rows a round may have to take no longer than one of `rows`."""
+        ...
+
+    def brief_rows(self) -> int:
+        """How many rows a round may have that is to be over soon, as somebody else may want the worker."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
@@ -93,6 +99,9 @@ class Fixed:
 
     def free_rows(self, rows: int) -> int:
         return rows
+
+    def brief_rows(self) -> int:
+        return sys.maxsize
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
 
@@ -327,7 +336,14 @@ class Bandit:
 
     def free_rows(self, rows: int) -> int:
         """By the profile: on a GPU many, on a CPU hardly any."""
-        most = self._profiled(PLAIN, rows) * (1 + _FREE)
+        return self._rows_within(rows, 1 + _FREE)
+
+    def brief_rows(self) -> int:
+        """By the profile: on a GPU a full batch."""
+        return self._rows_within(1, _BRIEF)
+
+    def _rows_within(self, rows: int, longer: float) -> int:
+        most = self._profiled(PLAIN, rows) * longer
         return max([rows, *(more for more in self.profile if self._profiled(PLAIN, more) <= most)])
 
     def renew(self, drafter: str, chance: float | None) -> None:
