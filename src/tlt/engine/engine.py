@@ -134,9 +134,7 @@ class Engine:
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
         """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
         one that can never run."""
-        requests = list(requests)
         self.rollout.scheduler.submit(requests, resumed)
-        self.parking.forget(request.seed for request in requests)
 
     def give_up(self, seeds: Collection[int]) -> list[Row]:
         """Between two rounds: these requests leave, wherever they stand; whoever goes on with one ends it with the same
@@ -149,8 +147,6 @@ class Engine:
         that can never run."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
-        if wanted:
-            self.parking.keep_only(wanted)
         self.rollout.scheduler.look_ahead(wanted)
 
     def keep_ahead(self) -> None:

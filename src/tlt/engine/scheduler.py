@@ -39,6 +39,7 @@ class Scheduler:
         for row in rows:
             self._check(row.request)
         self.waiting.extend(rows)
+        self.parking.forget(row.request.seed for row in rows)
 
     def look_ahead(self, requests: Mapping[int, Request]) -> None:
         """By seed, in the place of those that were to be decoded ahead; of these the live ones go on. Raises
@@ -51,6 +52,8 @@ class Scheduler:
                 live.add(row.request.seed)
             elif row.ahead:
                 self._leave(place)
+        if requests:
+            self.parking.keep_only(requests)
         self.ahead = deque(
             self.parking.row(seed) or Row(request, ahead=True) for seed, request in requests.items() if seed not in live
         )
