@@ -276,7 +276,7 @@ class Engine:
         """Rows that have a look-ahead are drafted by it, the others by the strategy's drafter."""
         offers = self._offers() if now.strategy.ahead else [0] * len(now.rows)
         chains = self.rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
-        drafted = self._drafted(now, chains) if not all(chains) else _roots(now)
+        drafted = self._drafted(now, chains) if not all(chains) else now.roots()
         return [
             DraftTree.chain(row.root, chain) if chain else tree
             for row, chain, tree in zip(now.rows, chains, drafted, strict=True)
@@ -298,7 +298,7 @@ class Engine:
                 lambda: grow(drafter, roots, strategy, noise, vocab_size, self.calibration),
                 "propose",
             )
-        return trees or _roots(now)
+        return trees or now.roots()
 
     def _offers(self) -> list[int]:
         """How far each row's look-ahead goes, as far as a pass may."""
@@ -317,7 +317,7 @@ class Engine:
         if spoiled and any(len(tree.tokens) > 1 for tree in trees):
             for place in spoiled:
                 self.cache.wipe(place, now.lengths[place])
-            trees = _roots(now)
+            trees = now.roots()
             sampled = self._pass(now, trees)
         for place in _spoiled(now, sampled):
             now.rows[place].finite = False
@@ -398,8 +398,3 @@ def _spoiled(now: Round, sampled: Sampled) -> list[int]:
     """Rows that were finite until this pass."""
     finite = sampled.finite or [True] * len(now.rows)
     return [place for place, row in enumerate(now.rows) if row.finite and not finite[place]]
-
-
-def _roots(now: Round) -> list[DraftTree]:
-    """Trees without a draft."""
-    return [DraftTree([row.root]) for row in now.rows]

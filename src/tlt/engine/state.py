@@ -52,6 +52,10 @@ class Round:
     """[B] of the next token in each response"""
     batch: BatchLaw
 
+    def roots(self) -> list[DraftTree]:
+        """Trees without a draft."""
+        return [DraftTree([row.root]) for row in self.rows]
+
 
 class Clock:
     """Seconds of a round's phases."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.guesses import Guesses, chance
+from tlt.engine.interpolate import interpolate
 
 X = TypeVar("X", bound=float)
 
@@ -382,14 +383,6 @@ class Bandit:
         self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen if drafter != _AHEAD_KIND[0]}
         for bucket, guesses in state.get("here", ()):
             self.here.setdefault(Bucket(*bucket), Guesses()).load_state(guesses, drafters)
-
-
-def interpolate(points: Mapping[X, float], x: float) -> float:
-    """Linear between the points, flat beyond them."""
-    below = max((k for k in points if k <= x), default=min(points))
-    above = min((k for k in points if k >= x), default=max(points))
-    low, high = points[below], points[above]
-    return low if above == below else low + (high - low) * (x - below) / (above - below)
 
 
 def _blend(count: int, seen: float, prior: float) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.tuner import interpolate
+from tlt.engine.interpolate import interpolate
 
 _EVERY, _FIRST = 200, 2  # rounds of about as many rows: of so many one is plain, the first of them soon
 _FADES = 0.8  # what a bucket's plain rounds took before counts so much against the newest one

@@ -1,0 +1,13 @@
+"""What lies between two measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def interpolate(points: Mapping[X, float], x: float) -> float:
+    """Linear between the points, flat beyond them."""
+    below = max((k for k in points if k <= x), default=min(points))
+    above = min((k for k in points if k >= x), default=max(points))
+    low, high = points[below], points[above]
+    return low if above == below else low + (high - low) * (x - below) / (above - below)
