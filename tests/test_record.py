@@ -22,7 +22,7 @@ from tlt.config import Config, ConfigError
 from tlt.display import Display
 from tlt.measure import measure, tokens_of
 from tlt.metrics import MetricsWriter, read_metrics
-from tlt.trackers import Place, Trackers, names_of, scalars
+from tlt.trackers import Place, Trackers, known_id, names_of, remember_id, scalars
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -303,6 +303,13 @@ def test_a_service_is_told_every_metric_and_goes_on_after_a_resume(tmp_path: Pat
     assert service.closed == 2
     train(config_of(tmp_path, run=run | {"overwrite": True}))
     assert service.began[2]["id"] is None, "that is another run"
+
+
+def test_only_a_run_that_is_gone_on_with_is_the_one_a_service_knows(tmp_path: Path) -> None:
+    remember_id(Place(tmp_path, 0, {}), "wandb", "the-first")
+    assert known_id(Place(tmp_path, 3, {}), "wandb") == "the-first"
+    assert known_id(Place(tmp_path, 3, {}), "mlflow") is None
+    assert known_id(Place(tmp_path, 0, {}), "wandb") is None
 
 
 def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(
