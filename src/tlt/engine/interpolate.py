@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
+
+X = TypeVar("X", bound=float)
 
 
 def interpolate(points: Mapping[X, float], x: float) -> float:

@@ -17,15 +17,13 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.guesses import Guesses, chance
 from tlt.engine.interpolate import interpolate
-
-X = TypeVar("X", bound=float)
 
 _WINDOW = 64  # rounds whose seconds are remembered of an arm in a bucket
 _LOOK = 4  # rounds between two looks at all arms; one that is tried is tried for so many
