@@ -175,7 +175,7 @@ class SpeculationConfig(Section):
     """a drafted token less likely to be reached than this is not verified; the chances are counted online"""
     history_tokens: int = Field(default=200_000, gt=0)
     """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
-    look_ahead: int = Field(default=2, ge=0)
+    look_ahead: int = Field(default=4, ge=0)
     """with `adaptive`, idle workers decode the requests of so many steps to come, as drafts of what the target will say
     then; 0: of none"""
     look_ahead_tokens: int = Field(default=16_000_000, gt=0)
