@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer
@@ -33,6 +33,9 @@ from tlt.models.weights import read_safetensors
 from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 
+if TYPE_CHECKING:
+    from tlt.vllm.target import VllmTarget
+
 
 def make_engine(
     config: EngineConfig,
@@ -57,15 +60,20 @@ def make_engine(
 def open_target(config: Config, folder: str | Path) -> Target:
     """What the recipe's engine decodes with, with the weights of `folder`. Raises ModelError, or VllmError."""
     if config.engine.backend == "vllm":
-        from tlt.vllm.target import VllmTarget  # an extra
-
-        options, device = decoder_options(read_config(config.model.path)), torch_device(config.model)
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        target: Target = VllmTarget(config.model, config.engine, config.speculation, options, device, longest)
+        target: Target = vllm_target(config.model, config.engine, config.speculation, longest)
     else:
         target = make_target(config.model)
     target.load(read_safetensors(folder), 0)
     return target
+
+
+def vllm_target(model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int) -> VllmTarget:
+    """A vLLM for prompts and responses of up to so many tokens together. Raises ModelError, or VllmError."""
+    from tlt.vllm.target import VllmTarget
+
+    options = decoder_options(read_config(model.path))
+    return VllmTarget(model, engine, speculation, options, torch_device(model), longest)
 
 
 def open_engine(

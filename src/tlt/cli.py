@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt import __version__
-from tlt.config import ConfigError, ModelConfig, RolloutConfig, SpeculationConfig, load_config, parse_section
+from tlt.config import (
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    SpeculationConfig,
+    load_config,
+    parse_section,
+)
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.stopping import Stopped
 
@@ -71,21 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
 
-    generate = commands.add_parser("generate", help="answer prompts with a model folder")
-    generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
-    generate.add_argument("--prompt", action="append", required=True, help="give it again for more prompts")
-    generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=512)
-    generate.add_argument("--temperature", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
-    generate.add_argument("--device", default="auto")
-    generate.add_argument("--drafter", default="suffix", choices=["off", "suffix", "eagle", "mixed", "adaptive"])
-    generate.add_argument("--drafter-path", help="folder of a learned drafter")
-    generate.set_defaults(command=_generate)
-
+    _add_generate(commands.add_parser("generate", help="answer prompts with a model folder"))
     verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
     verify.add_argument("recipe")
     verify.add_argument("--steps", type=int, default=2)
@@ -110,6 +104,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_draft(commands.add_parser("draft", help="make and judge a learned drafter"))
     _add_bench(commands.add_parser("bench", help="measure", epilog=_OVERRIDES))
     return parser
+
+
+def _add_generate(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
+    generate.add_argument("--prompt", action="append", required=True, help="give it again for more prompts")
+    generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
+    generate.add_argument("--max-new-tokens", type=int, default=512)
+    generate.add_argument("--temperature", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
+    generate.add_argument("--device", default="auto")
+    generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="the same tokens by either")
+    generate.add_argument("--drafter", default="suffix", choices=["off", "suffix", "eagle", "mixed", "adaptive"])
+    generate.add_argument("--drafter-path", help="folder of a learned drafter")
+    generate.set_defaults(command=_generate)
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -206,7 +217,8 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     from tlt.generate import generate
 
-    generate(*sections, arguments.prompt, arguments.samples, arguments.seed)
+    backend = parse_section(EngineConfig, {"backend": arguments.backend}, "tlt generate")
+    generate(*sections, arguments.prompt, arguments.samples, arguments.seed, backend)
     return 0
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from tlt.build import load_tokenizer, make_engine, make_target, sampling_params
+from tlt.build import detokenizer, load_tokenizer, make_engine, make_target, sampling_params, vllm_target
 from tlt.checkpoint import latest
 from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError
+from tlt.engine.protocol import RolloutEngine
 from tlt.files import is_text
 from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
@@ -26,16 +27,16 @@ def generate(
     prompts: Sequence[str],
     samples: int,
     seed: int,
+    backend: EngineConfig,
 ) -> None:
     """Print `samples` responses to each prompt, each as it finishes, and the speed at the end."""
     console = Console(highlight=False)
     model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
-    target = make_target(model)
-    target.load(read_safetensors(model.path), version=0)
-    engine = make_engine(EngineConfig(), speculation, target, tokenizer)
     params = sampling_params(rollout, model.path, tokenizer)
     asked = [_prompt(i, text, tokenizer) for i, text in enumerate(prompts)]
+    longest = max(len(prompt.token_ids) for prompt in asked) + params.max_new_tokens
+    engine = _engine(model, backend, speculation, tokenizer, longest)
     requests = [
         Request(prompt, index, 0, request_seed(seed, "generate", prompt.prompt_id, 0, index), params)
         for prompt in asked
@@ -50,6 +51,18 @@ def generate(
     speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
+
+
+def _engine(
+    model: ModelConfig, config: EngineConfig, speculation: SpeculationConfig, tokenizer: Any, longest: int
+) -> RolloutEngine:
+    if config.backend == "vllm":
+        from tlt.vllm.engine import VllmEngine
+
+        return VllmEngine(vllm_target(model, config, speculation, longest), config, detokenizer(tokenizer))
+    target = make_target(model)
+    target.load(read_safetensors(model.path), version=0)
+    return make_engine(config, speculation, target, tokenizer)
 
 
 def policy_in(folder: str | Path) -> Path:
