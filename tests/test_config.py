@@ -106,7 +106,7 @@ def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
         ("reward.weight", "-inf"),
         ("cluster.patience", "inf"),
         ("train.advantage", "gae"),
-        ("train.loss", "ppo"),
+        ("train.loss", "reinforce"),
         ("train.schedule", "step"),
         ("train.clip_low", "1.5"),
         ("train.kl_weight", "-0.1"),

@@ -68,6 +68,11 @@ class Fake:
         self.weight += 1.0
         return {"loss": -1.0, "step_seen": float(step)}
 
+    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        """The policy's number."""
+        self.events.append("logprobs")
+        return [[self.weight] * len(response) for response in batch.response_ids]
+
     def state_dict(self) -> Mapping[str, Tensor]:
         return {"weight": torch.tensor(self.weight)}
 
@@ -93,13 +98,18 @@ def answer(request: Request) -> Response:
     return Response(request, token_ids, logprobs, full, reason, text)
 
 
-def make_config(prompts_per_step: int = 2, steps: int = 2, max_waves: int = 0) -> Config:
+def make_config(prompts_per_step: int = 2, steps: int = 2, max_waves: int = 0, leftover: str = "carry") -> Config:
     return parse_config(
         {
             "model": {"path": "-"},
             "data": {"path": "-"},
             "reward": {"name": "exact"},
-            "rollout": {"prompts_per_step": prompts_per_step, "group_size": G, "max_waves": max_waves},
+            "rollout": {
+                "prompts_per_step": prompts_per_step,
+                "group_size": G,
+                "max_waves": max_waves,
+                "leftover": leftover,
+            },
             "train": {"steps": steps},
             "run": {"seed": 9},
         }
@@ -255,9 +265,21 @@ def test_the_batch_is_the_first_groups_in_prompt_order_and_the_rest_open_the_nex
     assert drawn(fake) == [0, 1, 2, 3, 4, 5]  # prompt 3 is not decoded again
     assert trained(fake.batches[1]) == [3, 5]
     assert fake.batches[1].response_ids[:G] == [response.token_ids for response in kept.responses]
-    assert [batch.carried for batch in fake.batches] == [0, G]
+    # the policy before the first update, 0.0, decoded them
+    lengths = [len(response.token_ids) for response in kept.responses]
+    assert [batch.old_logprobs for batch in fake.batches] == [{}, {i: [0.0] * n for i, n in enumerate(lengths)}]
     assert [first.metrics.batch["carried"], second.metrics.batch["carried"]] == [1, 0]
     assert [[g.prompt.prompt_id for g in result.groups] for result in (first, second)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_what_is_left_over_may_be_dropped() -> None:
+    fake = Fake(score=spread_in({1, 2, 3, 5, 6}))
+    parts = make_parts(fake, prompts=[Prompt(i, f"prompt {i}", (i, i + 1)) for i in range(8)])
+    for step in range(2):
+        one_step(parts, make_config(max_waves=9, leftover="drop"), fake, step)
+    assert [trained(batch) for batch in fake.batches] == [[1, 2], [5, 6]]
+    assert parts.carried == []
+    assert "logprobs" not in fake.events
 
 
 def test_waves_are_bounded_and_then_the_step_goes_on_with_what_there_is() -> None:

@@ -184,7 +184,15 @@ def refuse_too_long(prompts: Sequence[Prompt], max_new_tokens: int, options: Dec
         )
 
 
+def settled(config: Config) -> Config:
+    """With the dtype that `auto` stands for on this machine: what is recorded of a run must say it."""
+    dtype = str(torch_dtype(config.model)).removeprefix("torch.")
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
 def torch_dtype(config: ModelConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if torch_device(config).type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
 
 

@@ -115,7 +115,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
+    generate.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     generate.add_argument("--device", default="auto")
     generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="the same tokens by either")
     generate.add_argument("--drafter", default="suffix", choices=["off", "suffix", "eagle", "mixed", "adaptive"])

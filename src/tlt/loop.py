@@ -6,8 +6,9 @@
 4. update the policy on the batch, in prompt order whatever the order of arrival
 5. give the new weights to the engine, and start over
 
-A group that dynamic sampling leaves over is kept as it is and opens the next step: it is one update old by then, as no
-step leaves over more than the next one takes. Decoding its prompt again would be exact and cost up to half the rollout.
+A group that dynamic sampling leaves over opens the next step (or is dropped, `rollout.leftover`): it is one update old
+by then, as no step leaves over more than the next one takes, and its ratio is to the policy that decoded it. Decoding
+its prompt again would be on-policy and cost up to half the rollout.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.unrewarded import Unrewarded
 from tlt.rl.finite import refuse_responses
-from tlt.rl.groups import make_batch, usable
+from tlt.rl.groups import make_batch, rewarded, usable
 from tlt.sampling import request_seed
 from tlt.trace import Span, Tracer
 from tlt.types import (
@@ -97,6 +98,10 @@ class Trainable(Protocol):
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]: ...
 
+    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        """Of each response's tokens, under the present policy."""
+        ...
+
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
 
@@ -140,14 +145,14 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     with timed("total", seconds):
         groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
         parts.unrewarded.refuse_another(groups, step, last=step + 1 == config.train.steps)
-        carried = len(parts.carried)
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
-        before, used, parts.carried = parts.carried, good[:count], good[count:]
+        before, used, left_over = parts.carried, good[:count], good[count:]
         with timed("update", seconds, parts.tracer):
-            batch = make_batch(used, config, carried)
+            batch = make_batch(used, config)
             watcher.phase(step, "update", len(batch.response_ids))
             parts.rollout.release()
+            parts.carried = _carry(left_over, parts.policy, config) if config.rollout.leftover == "carry" else []
             update = parts.policy.update(batch, step)
         with timed("sync", seconds, parts.tracer):
             parts.rollout.sync(parts.policy, version=step + 1)
@@ -156,6 +161,15 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     kept = {id(group) for group in parts.carried}
     settled = [group for group in (*before, *groups) if id(group) not in kept]
     return StepResult(groups, settled, replace(metrics, compared=compared))
+
+
+def _carry(groups: list[Group], policy: Trainable, config: Config) -> list[Group]:
+    """By the next step the policy that decoded these is gone: its log-probs are kept with them."""
+    responses = [response for group in groups for response in rewarded(group)]
+    if responses:
+        for response, logprobs in zip(responses, policy.logprobs(make_batch(groups, config)), strict=True):
+            response.old_logprobs = logprobs
+    return groups
 
 
 def _decode(

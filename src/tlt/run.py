@@ -17,6 +17,7 @@ from tlt.build import (
     open_target,
     refuse_too_long,
     sampling_params,
+    settled,
     starting_drafter,
     steps_ahead,
     torch_device,
@@ -131,6 +132,7 @@ def train(
     names the fields that a resumed run may change although it will end elsewhere. Raises a ValueError of one sentence
     for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
     names_of(config.run.trackers)  # refuses what is not there
+    config = settled(config)
     with stop_request() as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
         found = checkpoint.latest(folder.path / "checkpoints") if resume else None
         run = _prepare(config, folder, display, found, ending, force)

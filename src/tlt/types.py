@@ -139,6 +139,8 @@ class Response:
     """None: the policy is not trained on it"""
     decoded: Passes = field(default_factory=Passes)
     """how it came to its tokens"""
+    old_logprobs: list[float] | None = None
+    """the trainer's, of the policy that decoded it, where it is kept for the next step"""
 
 
 @dataclass
@@ -208,8 +210,12 @@ class TrainBatch:
     advantages: list[float]
     rollout_logprobs: list[list[float]]
     """for the mismatch metric, and for truncated importance weights where those are on"""
-    carried: int = 0
-    """the first so many responses were decoded a step before, by another target: the mismatch leaves them out"""
+    rewards: list[list[float]] = field(default_factory=list)
+    """[group][response], of which the advantages were made"""
+    old_logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """of the responses that were decoded a step before: those of the policy that did it"""
+    masked: set[int] = field(default_factory=set)
+    """responses that are compared with the others of their group, and no token of which is trained on"""
 
     def lengths(self, members: Sequence[int]) -> list[int]:
         """Tokens of these sequences, their prompts among them."""

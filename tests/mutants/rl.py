@@ -11,22 +11,22 @@ MUTANTS = [
     Mutant(
         "the deviation of rewards is with n, not n - 1",
         "rl/advantages.py",
-        "for a in centred) / (len(rewards) - 1))",
-        "for a in centred) / len(rewards))",
+        "for a in dr_grpo(rewards)) / (len(rewards) - 1))",
+        "for a in dr_grpo(rewards)) / len(rewards))",
         "rl/test_advantages.py",
     ),
     Mutant(
         "REINFORCE++ compares within each group",
         "rl/advantages.py",
         '"reinforce_pp": reinforce_pp',
-        '"reinforce_pp": _in_each_group(grpo)',
+        '"reinforce_pp": grpo_batch',
         "rl/test_advantages.py",
     ),
     Mutant(
         "RLOO's mean is of all, its own response included",
         "rl/advantages.py",
-        '"rloo": _in_each_group(rloo)',
-        '"rloo": _in_each_group(dr_grpo)',
+        "[rloo(group) for",
+        "[dr_grpo(group) for",
         "rl/test_advantages.py",
     ),
     Mutant(
@@ -44,10 +44,10 @@ MUTANTS = [
         "rl/test_groups.py",
     ),
     Mutant(
-        "carried responses are counted with those that have no reward",
+        "old log-probs go with the response one before",
         "rl/groups.py",
-        "sum(map(len, kept[:carried]))",
-        "sum(len(group.responses) for group in groups[:carried])",
+        "batch.old_logprobs[number] =",
+        "batch.old_logprobs[number - 1] =",
         "rl/test_groups.py",
     ),
     Mutant(
@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "the bounds of the clip change places",
         "rl/losses.py",
-        "ratio.clamp(1 - clip_low, 1 + clip_high)",
-        "ratio.clamp(1 - clip_high, 1 + clip_low)",
+        "ratio.clamp(1 - clip.low, 1 + clip.high)",
+        "ratio.clamp(1 - clip.high, 1 + clip.low)",
         "rl/test_losses.py",
     ),
     Mutant(
@@ -193,9 +193,38 @@ MUTANTS = [
     Mutant(
         "later optimizer steps take their own log-probs for the old ones",
         POLICY,
-        "group) if parts > 1 else None",
-        "group) if parts > 9 else None",
+        "several = self.config.updates_per_step * self.config.epochs > 1",
+        "several = self.config.updates_per_step * self.config.epochs > 9",
         UPDATE,
+    ),
+    Mutant(
+        "carried responses have a ratio of 1",
+        POLICY,
+        "[known.get(i, now) for i, now in zip",
+        "[now for i, now in zip",
+        UPDATE,
+    ),
+    Mutant(
+        "a divergence is added to the reward",
+        POLICY,
+        "[r - self.config.kl_weight * next(apart)",
+        "[r + self.config.kl_weight * next(apart)",
+        UPDATE,
+    ),
+    Mutant("norms decay", POLICY, '"weight_decay": 0.0}', '"weight_decay": self.config.weight_decay}', UPDATE),
+    Mutant(
+        "masked tokens weigh in the loss",
+        POLICY,
+        "[0 if i in batch.masked else len(batch.response_ids[i]) for i in members]",
+        "[len(batch.response_ids[i]) for i in members]",
+        UPDATE,
+    ),
+    Mutant(
+        "a ratio is bounded where the advantage is positive alone",
+        "rl/losses.py",
+        "ratio.clamp(max=clip.dual) * inputs.advantages",
+        "ratio * inputs.advantages",
+        "rl/test_losses.py",
     ),
     Mutant(
         "a gradient that is not finite is applied",
@@ -216,13 +245,6 @@ MUTANTS = [
         POLICY,
         "            if parameter.grad is None:",
         "            if False:",
-        UPDATE,
-    ),
-    Mutant(
-        "the mismatch of the first response of this target is left out",
-        "rl/token_metrics.py",
-        "if i >= batch.carried]",
-        "if i > batch.carried]",
         UPDATE,
     ),
     Mutant(

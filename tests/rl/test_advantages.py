@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.config import TrainConfig
-from tlt.rl.advantages import ADVANTAGES, dr_grpo, grpo, reinforce_pp, rloo
+from tlt.rl.advantages import ADVANTAGES, EPSILON, dr_grpo, grpo, grpo_batch, reinforce_pp, rloo
 
 REWARDS = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 
@@ -82,6 +82,17 @@ def test_reinforce_pp_by_hand() -> None:
     assert found[1] == pytest.approx([0, 1 / 1.581140, 2 / 1.581140], abs=1e-6)
 
 
+def test_grpo_batch_by_hand() -> None:
+    # all four: mean 1/4; squares 9/16 + 3/16 = 3/4, / 3 = 1/4, root 1/2
+    assert grpo_batch([[1.0, 0.0], [0.0, 0.0]]) == [pytest.approx([1.0, -1.0], abs=1e-5), [0.0, 0.0]]
+
+
+def test_what_is_added_to_a_deviation_is_what_was_asked_for() -> None:
+    assert ADVANTAGES["grpo"]([[1.0, 2.0, 3.0]], 1.0) == [[-0.5, 0.0, 0.5]]
+    assert grpo_batch([[1.0, 0.0], [0.0, 0.0]], 0.5)[0] == [0.5, -0.5]
+    assert reinforce_pp([[1.0, 0.0], [0.0, 0.0]], 1.0)[0] == pytest.approx([0.5, -1 / 6])
+
+
 def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
     # mean 1/4; squares 9/16 + 3/16 = 3/4, / 3 = 1/4, root 1/2
     assert reinforce_pp([[1.0, 0.0], [0.0, 0.0]]) == [
@@ -94,6 +105,7 @@ def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
     ("name", "expected"),
     [
         ("grpo", [[0.707106, -0.707106], [-0.707106, 0.707106]]),
+        ("grpo_batch", [[0.353553, -0.353553], [-1.060660, 1.060660]]),  # by 1.414214, as below
         ("dr_grpo", [[0.5, -0.5], [-1.5, 1.5]]),
         ("rloo", [[1.0, -1.0], [-3.0, 3.0]]),
         ("reinforce_pp", [[0.0, -0.707107], [-0.707107, 1.414214]]),  # squares 0 + 1 + 1 + 4, / 3, root 1.414214
@@ -101,20 +113,21 @@ def test_reinforce_pp_of_a_group_of_equal_rewards_is_not_zero() -> None:
 )
 def test_each_name_stands_for_its_own(name: str, expected: list[list[float]]) -> None:
     """Of the rewards 1, 0 and 0, 3, the mean of all of which is 1."""
-    found = ADVANTAGES[name]([[1.0, 0.0], [0.0, 3.0]])
+    found = ADVANTAGES[name]([[1.0, 0.0], [0.0, 3.0]], EPSILON)
     assert [a for group in found for a in group] == pytest.approx([a for group in expected for a in group], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_rollout_without_spread_or_without_groups_teaches_nothing(name: str) -> None:
-    assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7]) == [[0.0] * 3, [0.0] * 7]
-    assert ADVANTAGES[name]([]) == []
+    assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7], EPSILON) == [[0.0] * 3, [0.0] * 7]
+    assert ADVANTAGES[name]([], EPSILON) == []
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_groups_do_not_see_each_other(name: str) -> None:
     one, other = [1.0, 0.0, 0.5], [7.0, 9.0]
-    assert ADVANTAGES[name]([one, other]) == [*ADVANTAGES[name]([one]), *ADVANTAGES[name]([other])]
+    apart = [ADVANTAGES[name]([group], EPSILON)[0] for group in (one, other)]
+    assert ADVANTAGES[name]([one, other], EPSILON) == apart
 
 
 @pytest.mark.parametrize(("advantage", "share"), [(rloo, 1.0), (dr_grpo, 2 / 3)])

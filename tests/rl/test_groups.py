@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tlt.config import Config, parse_config
-from tlt.rl.advantages import ADVANTAGES, grpo
+from tlt.rl.advantages import ADVANTAGES, EPSILON, grpo
 from tlt.rl.groups import from_plain, has_spread, is_comparable, make_batch, to_plain, usable
 from tlt.types import Group, Prompt, Request, Response, SamplingParams
 
@@ -69,12 +69,25 @@ def test_a_response_without_a_reward_is_as_if_it_had_never_been() -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_named_advantage_is_taken(name: str) -> None:
     batch = make_batch([group(0, 1.0, 0.0), group(1, 2.0, 4.0)], make_config(train={"advantage": name}))
-    assert batch.advantages == [a for each in ADVANTAGES[name]([[1.0, 0.0], [2.0, 4.0]]) for a in each]
+    assert batch.advantages == [a for each in ADVANTAGES[name]([[1.0, 0.0], [2.0, 4.0]], EPSILON) for a in each]
 
 
-def test_carried_responses_are_counted_without_those_left_out() -> None:
-    groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0, 9.0)]
-    assert [make_batch(groups, make_config(), carried=n).carried for n in (0, 1, 2)] == [0, 2, 5]
+def test_old_log_probs_go_with_the_responses_that_have_them() -> None:
+    groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
+    for response in groups[1].responses:
+        response.old_logprobs = [-0.5 - response.request.index] * 3
+    assert make_batch(groups, make_config()).old_logprobs == {2: [-0.5] * 3, 3: [-1.5] * 3}
+
+
+@pytest.mark.parametrize(("masks", "masked"), [(False, set()), (True, {1, 2})])
+def test_responses_that_were_cut_off_are_compared_but_masked(masks: bool, masked: set[int]) -> None:
+    groups = [group(0, 1.0, None, 0.0), group(1, 2.0, 4.0)]
+    for response in (groups[0].responses[1], groups[0].responses[2], groups[1].responses[0]):
+        response.finish_reason = "length"
+    batch = make_batch(groups, make_config(train={"mask_truncated": masks}))
+    assert batch.masked == masked
+    assert batch.advantages == [*grpo([1.0, 0.0]), *grpo([2.0, 4.0])]
+    assert batch.rewards == [[1.0, 0.0], [2.0, 4.0]]
 
 
 def test_no_groups_make_an_empty_batch() -> None:
@@ -98,6 +111,7 @@ def test_the_penalty_enters_advantages_but_neither_rewards_nor_spread() -> None:
 
 def test_groups_survive_json_to_the_bit() -> None:
     groups = [group(3, 0.1 + 0.2, None, 1 / 3, lengths=[1, 4, 9]), group(1, 1e-300, -2.0)]
+    groups[0].responses[0].old_logprobs = [-0.1 / 3]
     plain = json.loads(json.dumps(to_plain(groups)))
     assert from_plain(plain, PROMPTS, SAMPLING) == groups
     assert "prompt 3" not in json.dumps(plain)  # prompts are read again from their source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,13 +11,17 @@ from torch import Tensor
 
 from tlt.config import TrainConfig
 from tlt.rl.losses import (
+    KL,
     LOSSES,
+    Clip,
     LossInputs,
     LossOutputs,
     by_longest,
     by_response,
     by_token,
     clipped_policy_loss,
+    k1,
+    k2,
     k3,
     sequence_policy_loss,
     truncated_weights,
@@ -39,7 +43,7 @@ def inputs(
 def one_token(ratio: float, advantage: float, low: float = 0.2, high: float = 0.2) -> tuple[LossOutputs, float]:
     """Its loss and the gradient with respect to its log-prob."""
     given, policy = inputs([ratio], [advantage])
-    out = clipped_policy_loss(given, low, high)
+    out = clipped_policy_loss(given, Clip(low, high))
     (gradient,) = torch.autograd.grad(out.loss, policy)
     return out, gradient.item()
 
@@ -76,40 +80,65 @@ def test_low_and_high_clip_are_not_mixed_up() -> None:
 def test_weighted_sum_by_hand() -> None:
     # ratios 1.5, 0.5, 1.0; A 1, -1, 2; terms -1.2, 0.8, -2; weights 0.5, 0.3, 0.2: -0.6 + 0.24 - 0.4 = -0.76
     given, _ = inputs([1.5, 0.5, 1.0], [1.0, -1.0, 2.0], [0.5, 0.3, 0.2])
-    out = clipped_policy_loss(given, 0.2, 0.2)
+    out = clipped_policy_loss(given, Clip(0.2, 0.2))
     assert out.loss.item() == pytest.approx(-0.76, abs=1e-12)
     assert out.clipped.item() == pytest.approx(0.8, abs=1e-12)  # the first two tokens
 
 
 def test_an_unchanged_policy_gives_minus_the_mean_advantage() -> None:
     given, _ = inputs([1.0] * 4, [0.3, -2.0, 1.0, 0.5])
-    out = clipped_policy_loss(given, 0.2, 0.2)
+    out = clipped_policy_loss(given, Clip(0.2, 0.2))
     assert out.loss.item() == pytest.approx(-(0.3 - 2.0 + 1.0 + 0.5) / 4, abs=1e-12)
     assert out.clipped.item() == 0.0
+
+
+def test_dual_clip_by_hand() -> None:
+    """Only where the advantage is negative, and there it bounds loss and gradient."""
+
+    def of(ratio: float, advantage: float) -> tuple[float, float]:
+        given, policy = inputs([ratio], [advantage])
+        out = clipped_policy_loss(given, Clip(0.2, 0.2, 3.0))
+        (gradient,) = torch.autograd.grad(out.loss, policy)
+        return out.loss.item(), gradient.item()
+
+    assert of(5.0, -2.0) == (pytest.approx(6.0), 0.0)
+    assert of(2.9, -2.0) == (pytest.approx(5.8), pytest.approx(5.8))
+    assert of(5.0, 2.0) == (pytest.approx(-2.4), 0.0)
+    assert of(0.5, -2.0) == (pytest.approx(1.6), 0.0)
+
+
+@pytest.mark.parametrize("surrogate", [clipped_policy_loss, sequence_policy_loss])
+def test_a_far_ratio_of_a_bad_token_stays_finite(surrogate: Any) -> None:
+    given, policy = inputs([1.0], [-1.0])
+    given = given._replace(old_logprobs=given.old_logprobs - 1000.0)
+    loss = surrogate(given, Clip(0.2, 0.2)).loss
+    (gradient,) = torch.autograd.grad(loss, policy)
+    assert loss.item() == pytest.approx(math.exp(20.0))
+    assert gradient.item() == 0.0
 
 
 def test_gradcheck() -> None:
     # no ratio at a corner (1, 0.8, 1.2), where there is no derivative to compare with
     given, policy = inputs([0.5, 0.9, 1.05, 1.15, 1.5, 2.0], [1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
     assert torch.autograd.gradcheck(
-        lambda p: clipped_policy_loss(given._replace(policy_logprobs=p), 0.2, 0.2).loss, policy
+        lambda p: clipped_policy_loss(given._replace(policy_logprobs=p), Clip(0.2, 0.2)).loss, policy
     )
 
 
 def test_gradient_of_a_batch_is_the_policy_gradient_where_nothing_is_clipped() -> None:
     given, policy = inputs([1.0, 1.0], [2.0, -3.0], [0.25, 0.75])
-    (gradient,) = torch.autograd.grad(clipped_policy_loss(given, 0.2, 0.2).loss, policy)
+    (gradient,) = torch.autograd.grad(clipped_policy_loss(given, Clip(0.2, 0.2)).loss, policy)
     assert gradient.tolist() == pytest.approx([-2.0 * 0.25, 3.0 * 0.75], abs=1e-12)
 
 
 def test_no_gradient_through_the_report() -> None:
     given, _ = inputs([1.5], [1.0])
-    assert not clipped_policy_loss(given, 0.2, 0.2).clipped.requires_grad
+    assert not clipped_policy_loss(given, Clip(0.2, 0.2)).clipped.requires_grad
 
 
 def test_a_far_ratio_stays_finite_for_a_good_token() -> None:
     given = LossInputs(*(torch.tensor([x]) for x in (0.0, -80.0, 1.0, 1.0)), [1])
-    assert math.isfinite(clipped_policy_loss(given, 0.2, 0.2).loss.item())
+    assert math.isfinite(clipped_policy_loss(given, Clip(0.2, 0.2)).loss.item())
 
 
 # -- one ratio a response ----------------------------------------------------------------------------------------------
@@ -123,7 +152,7 @@ def two_responses() -> tuple[LossInputs, Tensor]:
 
 def test_sequence_ratios_by_hand() -> None:
     given, policy = two_responses()
-    out = sequence_policy_loss(given, 0.2, 0.3)
+    out = sequence_policy_loss(given, Clip(0.2, 0.3))
     # half of -1.259921 and half of 2: nothing is clipped, as the bad response got likelier
     assert out.loss.item() == pytest.approx((-1.259921 + 2.0) / 2, abs=1e-6)
     assert out.clipped.item() == 0.0
@@ -135,7 +164,7 @@ def test_sequence_ratios_by_hand() -> None:
 
 def test_a_sequence_is_clipped_as_a_whole() -> None:
     given, policy = two_responses()
-    out = sequence_policy_loss(given, 0.2, 0.25)
+    out = sequence_policy_loss(given, Clip(0.2, 0.25))
     assert out.loss.item() == pytest.approx((-1.25 + 2.0) / 2, abs=1e-6)
     assert out.clipped.item() == pytest.approx(1 / 2)
     (gradient,) = torch.autograd.grad(out.loss, policy)
@@ -145,7 +174,7 @@ def test_a_sequence_is_clipped_as_a_whole() -> None:
 def test_gradcheck_of_sequences() -> None:
     given, policy = two_responses()
     assert torch.autograd.gradcheck(
-        lambda p: sequence_policy_loss(given._replace(policy_logprobs=p), 0.2, 0.3).loss, policy
+        lambda p: sequence_policy_loss(given._replace(policy_logprobs=p), Clip(0.2, 0.3)).loss, policy
     )
 
 
@@ -158,13 +187,26 @@ def test_shares_by_hand() -> None:
     assert by_longest([2, 4], 8) == [1 / 16, 1 / 16]
 
 
+def test_a_masked_response_counts_as_one_and_its_tokens_do_not() -> None:
+    assert by_response([2, 0], 8)[0] == 1 / 4
+    assert by_token([2, 0], 8)[0] == 1 / 2
+    assert by_longest([2, 0], 8)[0] == 1 / 16
+    assert by_token([0, 0], 8) == [1.0, 1.0]
+
+
 def test_the_configuration_knows_every_loss() -> None:
     assert set(get_args(TrainConfig.model_fields["loss"].annotation)) == set(LOSSES)
 
 
 def test_clips_are_those_of_the_papers() -> None:
     clips = {name: (loss.clip_low, loss.clip_high) for name, loss in LOSSES.items()}
-    assert clips == {"grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+    assert clips == {
+        "ppo": (0.2, 0.2),
+        "grpo": (0.2, 0.2),
+        "dapo": (0.2, 0.28),
+        "dr_grpo": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+    }
 
 
 def test_k3_by_hand() -> None:
@@ -177,9 +219,34 @@ def test_k3_by_hand() -> None:
     assert gradient.tolist() == pytest.approx([0.0, -1.0, 0.5], abs=1e-12)
 
 
-def test_the_mean_of_k3_is_the_divergence() -> None:
+def test_k1_and_k2_by_hand() -> None:
+    policy, reference = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -1.0])
+    assert k1(policy, reference).tolist() == [0.5, -2.0]
+    assert k2(policy, reference).tolist() == [0.125, 2.0]
+
+
+def test_a_far_reference_stays_finite() -> None:
+    assert k3(torch.tensor([-1000.0]), torch.tensor([0.0])).isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "share"), [("k1", 0.0), ("k2", 1.0), ("k3", None)])
+def test_the_mean_gradients_of_the_estimates(name: str, share: float | None) -> None:
+    """k1 pulls nowhere and k2 as the divergence does; k3 as the divergence of the policy from the reference."""
+    scores = torch.tensor([0.1, 1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    q = torch.softmax(torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64), -1)
+    log_p = torch.log_softmax(scores, -1)
+    p = log_p.exp()
+    (found,) = torch.autograd.grad((p.detach() * KL[name](log_p, q.log())).sum(), scores, retain_graph=True)
+    forward = (p * (log_p - q.log())).sum()
+    backward = (q * (q.log() - log_p)).sum()
+    (expected,) = torch.autograd.grad(backward if share is None else share * forward, scores)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimate", [k1, k3])
+def test_the_mean_of_the_estimate_is_the_divergence(estimate: Any) -> None:
     p, q = (torch.softmax(torch.tensor(x, dtype=torch.float64), -1) for x in ([0.1, 1.0, -2.0], [0.5, -1.0, 0.0]))
-    assert (p * k3(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-12)
+    assert (p * estimate(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-12)
 
 
 def test_truncated_weights_by_hand() -> None:
@@ -192,7 +259,9 @@ def test_importance_scales_each_tokens_loss_and_nothing_else(loss: str) -> None:
     given, _ = two_responses()
     surrogate = LOSSES[loss].surrogate
     factors = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
-    scaled = surrogate(given._replace(importance=factors), 0.2, 0.3)
-    alone = [surrogate(given._replace(weights=given.weights * (torch.arange(5) == t)), 0.2, 0.3) for t in range(5)]
+    scaled = surrogate(given._replace(importance=factors), Clip(0.2, 0.3))
+    alone = [
+        surrogate(given._replace(weights=given.weights * (torch.arange(5) == t)), Clip(0.2, 0.3)) for t in range(5)
+    ]
     assert scaled.loss.item() == pytest.approx(sum(f * o.loss.item() for f, o in zip(factors, alone, strict=True)))
-    assert scaled.clipped == surrogate(given, 0.2, 0.3).clipped
+    assert scaled.clipped == surrogate(given, Clip(0.2, 0.3)).clipped

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
-from tlt.build import make_drafters, make_tuner, open_workplace
+from tlt.build import make_drafters, make_tuner, open_workplace, settled
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.buffer import HarvestBuffer
@@ -62,7 +62,7 @@ def bench_rollout(
     """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends. `look_ahead`:
     policy updates between the target that decoded ahead and the one that decodes now; 0: none did, nothing is
     trained. `only`: how the names of those begin that are measured, beside plain decoding."""
-    console = Console(highlight=False)
+    console, config = Console(highlight=False), settled(config)
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
     if look_ahead:

@@ -25,6 +25,7 @@ from tlt.bench.forks import FILE as RESPONSES
 from tlt.bench.forks import Comparison, compare
 from tlt.bench.rollout import ratio
 from tlt.bench.turns import Process, Run, race
+from tlt.build import settled
 from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
 from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
@@ -118,7 +119,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Raises a ValueError of one sentence."""
     _refuse(config, workers, names)
-    console = Console(highlight=False)
+    console, config = Console(highlight=False), settled(config)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
     sizes = {name: shape if name == "plain" else workers for name in names}
     reference = next((name for name in names if sizes[name] == workers), None)

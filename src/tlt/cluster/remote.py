@@ -79,6 +79,9 @@ class ClusterPolicy:
         self.version = step + 1
         return metrics
 
+    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        return self.crew.whole("logprobs", batch)
+
     def state_dict(self) -> Mapping[str, Tensor]:
         return self.crew.whole("policy_state")
 

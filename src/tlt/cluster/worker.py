@@ -326,6 +326,9 @@ class Worker:
         self.policy.load_state_dict(state.policy)
         self.policy.load_optimizer_state(state.optimizer)
 
+    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        return self.policy.logprobs(batch)
+
     def policy_state(self) -> dict[str, Tensor]:
         return _copies(self.policy.state_dict())
 

@@ -20,7 +20,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: str
     """folder of a Hugging Face checkpoint, looked up beside the recipe first, then from the working directory"""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a CUDA device, over float32 masters, and float32 on the CPU"""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
     """`auto`, `cpu`, or a CUDA device such as `cuda:0`"""
 
@@ -139,7 +140,9 @@ class RolloutConfig(Section):
     """a response ends with the first of them, beside the model's end tokens"""
     max_waves: int = Field(default=0, ge=0)
     """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
-    that differ; groups left over open the next step. 0: one wave, every group is used"""
+    that differ. 0: one wave, every group is used"""
+    leftover: Literal["carry", "drop"] = "carry"
+    """groups that dynamic sampling has decoded beyond those open the next step, or are dropped, as DAPO does"""
     overlong_tokens: int = Field(default=0, ge=0)
     """soft overlong penalty: over the last so many of max_new_tokens a reward sinks by up to 1; 0: off"""
 
@@ -234,28 +237,45 @@ class DrafterTrainConfig(Section):
 
 class TrainConfig(Section):
     steps: int = Field(default=100, gt=0)
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     """the rate rises evenly over the first so many steps"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """of the rate after the warm-up; linear and cosine fall towards 0 at the last step"""
     weight_decay: float = Field(default=0.0, ge=0)
+    """of the matrices; norms and biases do not decay"""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = "grpo"
-    """grpo: every response counts the same; dapo: every token, and a higher upper clip; dr_grpo: every token, divided
-    by rollout.max_new_tokens; gspo: one ratio a response"""
+    advantage: Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """grpo: (reward - mean) / deviation in the group; grpo_batch: the deviation of the whole rollout; dr_grpo: reward -
+    mean; rloo: reward - mean of the others; reinforce_pp: mean and deviation of the whole rollout"""
+    advantage_epsilon: float = Field(default=1e-6, ge=0)
+    """added to a deviation that divides; 1e-4 in TRL"""
+    loss: Literal["ppo", "grpo", "dapo", "dr_grpo", "gspo"] = "ppo"
+    """ppo: every token counts the same; grpo: every response; dapo: every token, and a higher upper clip; dr_grpo:
+    every token, divided by rollout.max_new_tokens; gspo: every response, with one ratio each"""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """the ratio is clipped below 1 minus this; left out, as the loss's authors have it: 0.2, gspo 3e-4"""
     clip_high: float | None = Field(default=None, gt=0)
     """the ratio is clipped above 1 plus this; left out: 0.2, dapo 0.28, gspo 4e-4"""
+    dual_clip: float = Field(default=3.0, ge=0)
+    """where the advantage is negative the ratio counts as at most this; 0: as what it is"""
+    mask_truncated: bool = False
+    """responses cut off at rollout.max_new_tokens are compared with their group, but not trained on"""
     kl_weight: float = Field(default=0.0, ge=0)
     """of the divergence from the model that training started from, which is kept in memory as a second model; 0: off"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """added to the loss of each token, or, summed over a response, taken off its reward before rewards are compared"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """of the divergence at each token; left out: k3 in the loss, k1 in the reward"""
     importance_cap: float = Field(default=0.0, ge=0)
     """truncated importance weights min(trainer / rollout, cap) on the loss; rollout log-probs enter the update only
     here, so that runs which round differently no longer end in the same bits. 0: off"""
     updates_per_step: int = Field(default=1, gt=0)
     """optimizer steps on each rollout: its responses, in prompt order, are split into this many mini-batches"""
+    epochs: int = Field(default=1, gt=0)
+    """how often the update goes through all of these"""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """tokens of one forward and backward pass, packing gaps counted"""
     logits_mb: int = Field(default=256, gt=0)
@@ -375,6 +395,13 @@ def _trainable(rollout: RolloutConfig, train: TrainConfig) -> None:
         raise ValueError(
             f"train.schedule = {train.schedule!r} begins after train.warmup_steps, which must be less than train.steps"
         )
+    if train.kl_in == "loss" and train.kl_estimator == "k1":
+        raise ValueError(
+            "train.kl_estimator = 'k1' has no gradient on average, so in the loss it would do nothing: give 'k2' or "
+            "'k3', or train.kl_in = 'reward'"
+        )
+    if 0 < train.dual_clip <= 1:
+        raise ValueError("train.dual_clip must be above 1, or 0 for none: it bounds a ratio that is 1 at first")
     if train.importance_cap and (rollout.top_k or rollout.top_p < 1):
         raise ValueError(
             "train.importance_cap needs rollout.top_k = 0 and rollout.top_p = 1: no weight brings back a token that "

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
+"""added to a standard deviation that divides, as verl does; TRL adds 1e-4"""
 
 Rewards = Sequence[Sequence[float]]
 """[group][response]; every group has at least two"""
-Advantage = Callable[[Rewards], list[list[float]]]
+Advantage = Callable[[Rewards, float], list[list[float]]]
+"""from rewards, and what is added to a deviation that divides"""
 
 
-def grpo(rewards: Sequence[float]) -> list[float]:
-    """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + 1e-6), the deviation with n - 1 as torch.std
+def grpo(rewards: Sequence[float], epsilon: float = EPSILON) -> list[float]:
+    """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + epsilon), the deviation with n - 1 as torch.std
     has it.
 
     [1, 0, 0, 1] -> mean 0.5, deviation 0.57735 -> [0.866, -0.866, -0.866, 0.866]. A group of equal rewards gives zeros.
     """
-    centred = dr_grpo(rewards)
-    deviation = math.sqrt(math.fsum(a**2 for a in centred) / (len(rewards) - 1))
-    return [a / (deviation + _EPSILON) for a in centred]
+    deviation = _deviation(rewards)
+    return [a / (deviation + epsilon) for a in dr_grpo(rewards)]
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
@@ -42,23 +43,35 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [a * len(rewards) / (len(rewards) - 1) for a in dr_grpo(rewards)]
 
 
-def reinforce_pp(rewards: Rewards) -> list[list[float]]:
-    """REINFORCE++ (arXiv 2501.03262): (reward - mean) / (standard deviation + 1e-6) over the whole rollout, with n - 1.
+def grpo_batch(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
+    """Lite PPO (arXiv 2508.08221): the mean of the group, the standard deviation of the whole rollout, with n - 1.
+
+    [[1, 0], [0, 0]] -> means 0.5 and 0, deviation 0.5 -> [[1, -1], [0, 0]]: a group with little spread counts little.
+    """
+    if not rewards:
+        return []
+    deviation = _deviation([r for group in rewards for r in group])
+    return [[a / (deviation + epsilon) for a in dr_grpo(group)] for group in rewards]
+
+
+def reinforce_pp(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
+    """REINFORCE++ (arXiv 2501.03262): (reward - mean) / (standard deviation + epsilon) over the whole rollout, n - 1.
 
     Each response counts once, whatever its length. [[1, 0], [0, 0]] -> mean 0.25, deviation 0.5 -> [[1.5, -0.5],
     [-0.5, -0.5]]: a group of equal rewards teaches as well.
     """
-    flat = iter(grpo([r for group in rewards for r in group]) if rewards else [])
+    flat = iter(grpo([r for group in rewards for r in group], epsilon) if rewards else [])
     return [[next(flat) for _ in group] for group in rewards]
 
 
-def _in_each_group(advantage: Callable[[Sequence[float]], list[float]]) -> Advantage:
-    return lambda rewards: [advantage(group) for group in rewards]
+def _deviation(rewards: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(a**2 for a in dr_grpo(rewards)) / (len(rewards) - 1))
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "grpo": _in_each_group(grpo),
-    "dr_grpo": _in_each_group(dr_grpo),
-    "rloo": _in_each_group(rloo),
+    "grpo": lambda rewards, epsilon: [grpo(group, epsilon) for group in rewards],
+    "grpo_batch": grpo_batch,
+    "dr_grpo": lambda rewards, _: [dr_grpo(group) for group in rewards],
+    "rloo": lambda rewards, _: [rloo(group) for group in rewards],
     "reinforce_pp": reinforce_pp,
 }

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tlt.config import Config
+from tlt.config import Config, TrainConfig
 from tlt.rewards.scores import length_penalty
-from tlt.rl.advantages import ADVANTAGES
+from tlt.rl.advantages import ADVANTAGES, Rewards
 from tlt.types import Group, Passes, Prompt, Request, Response, SamplingParams, TrainBatch
 
 
@@ -33,19 +33,32 @@ def usable(groups: Sequence[Group], config: Config) -> list[Group]:
     return [group for group in groups if (has_spread if config.rollout.max_waves else is_comparable)(group)]
 
 
-def make_batch(groups: Sequence[Group], config: Config, carried: int = 0) -> TrainBatch:
-    """The responses of usable groups, the first `carried` of them decoded a step before."""
-    kept = [[response for response in group.responses if response.reward is not None] for group in groups]
+def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
+    """The responses of usable groups."""
+    kept = [rewarded(group) for group in groups]
     rewards = [[_shaped(response, config) for response in responses] for responses in kept]
-    batch = TrainBatch([], [], [], [], carried=sum(map(len, kept[:carried])))
-    for responses, advantages in zip(kept, ADVANTAGES[config.train.advantage](rewards), strict=True):
+    batch = TrainBatch([], [], [], [], rewards=rewards)
+    for responses, advantages in zip(kept, advantages_of(rewards, config.train), strict=True):
         for response, advantage in zip(responses, advantages, strict=True):
+            number = len(batch.response_ids)
             batch.prompt_ids.append(response.request.prompt.token_ids)
             batch.response_ids.append(response.token_ids)
             batch.advantages.append(advantage)
             response.advantage = advantage
             batch.rollout_logprobs.append(response.full_logprobs)
+            if response.old_logprobs is not None:
+                batch.old_logprobs[number] = response.old_logprobs
+            if config.train.mask_truncated and response.finish_reason == "length":
+                batch.masked.add(number)
     return batch
+
+
+def rewarded(group: Group) -> list[Response]:
+    return [response for response in group.responses if response.reward is not None]
+
+
+def advantages_of(rewards: Rewards, train: TrainConfig) -> list[list[float]]:
+    return ADVANTAGES[train.advantage](rewards, train.advantage_epsilon)
 
 
 def _shaped(response: Response, config: Config) -> float:

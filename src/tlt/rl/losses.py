@@ -6,18 +6,30 @@ it; T response tokens in all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+_FARTHEST = 20.0  # a log-ratio beyond this counts as this (as in verl): its exponential must stay finite
+
+
+class Clip(NamedTuple):
+    """The ratio r = policy / old is clipped to [1 - low, 1 + high] where that makes the surrogate smaller. Where the
+    advantage is negative it counts as at most `dual` (dual clip, arXiv 1912.09729), which keeps the loss finite."""
+
+    low: float
+    high: float
+    dual: float = math.inf
+
 
 class LossInputs(NamedTuple):
     policy_logprobs: Tensor
     """[T] of the policy being trained, with gradient"""
     old_logprobs: Tensor
-    """[T] of the policy before the first gradient step on this rollout, recomputed by the trainer"""
+    """[T] of the policy that decoded the response, by the trainer"""
     advantages: Tensor
     """[T] its response's advantage"""
     weights: Tensor
@@ -37,42 +49,44 @@ class LossOutputs(NamedTuple):
 # -- surrogates --------------------------------------------------------------------------------------------------------
 
 
-def clipped_policy_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
+def clipped_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
     """The clipped surrogate of PPO as GRPO uses it (arXiv 1707.06347, 2402.03300): -min(r A, clip(r, 1 - low, 1 +
     high) A).
 
     r = exp(policy - old). For A = 1, r = 1.5, high = 0.2 a token gives -1.2 and no gradient; for A = -1 it gives 1.5.
     """
-    return _clipped(torch.exp(inputs.policy_logprobs - inputs.old_logprobs), inputs, clip_low, clip_high)
+    return _clipped(inputs.policy_logprobs - inputs.old_logprobs, inputs, clip)
 
 
-def sequence_policy_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
+def sequence_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
     """GSPO (arXiv 2507.18071): the same with one ratio a response, exp(mean over its tokens of policy - old)."""
     apart = (inputs.policy_logprobs - inputs.old_logprobs).split(list(inputs.lengths))
     means = torch.stack([response.mean() for response in apart])
     repeats = torch.tensor(inputs.lengths, device=means.device)
-    return _clipped(torch.exp(means).repeat_interleave(repeats), inputs, clip_low, clip_high)
+    return _clipped(means.repeat_interleave(repeats), inputs, clip)
 
 
-def _clipped(ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    plain, clipped = ratio * inputs.advantages, bounded * inputs.advantages
+def _clipped(log_ratio: Tensor, inputs: LossInputs, clip: Clip) -> LossOutputs:
+    ratio = torch.exp(log_ratio.clamp(-_FARTHEST, _FARTHEST))
+    bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
+    plain, clipped = ratio.clamp(max=clip.dual) * inputs.advantages, bounded * inputs.advantages
     loss = -(torch.minimum(plain, clipped) * inputs.weights * inputs.importance).sum()
     return LossOutputs(loss, ((clipped < plain) * inputs.weights).sum().detach())
 
 
 # -- shares ------------------------------------------------------------------------------------------------------------
-# the weight of a token of each response, from the lengths of all responses of an optimizer step and the longest allowed
+# The weight of a token of each response, from the lengths of all responses of an optimizer step and the longest that is
+# allowed. A length of 0 stands for a response that is masked: it counts as a response, and none of its tokens does.
 
 
 def by_response(lengths: Sequence[int], longest: int) -> list[float]:
     """Every response counts the same: [2, 4] -> [1/4, 1/8]."""
-    return [1 / (n * len(lengths)) for n in lengths]
+    return [1 / (max(1, n) * len(lengths)) for n in lengths]
 
 
 def by_token(lengths: Sequence[int], longest: int) -> list[float]:
     """Every token counts the same: [2, 4] -> [1/6, 1/6]."""
-    return [1 / sum(lengths)] * len(lengths)
+    return [1 / max(1, sum(lengths))] * len(lengths)
 
 
 def by_longest(lengths: Sequence[int], longest: int) -> list[float]:
@@ -81,13 +95,14 @@ def by_longest(lengths: Sequence[int], longest: int) -> list[float]:
 
 
 class Loss(NamedTuple):
-    surrogate: Callable[[LossInputs, float, float], LossOutputs]
+    surrogate: Callable[[LossInputs, Clip], LossOutputs]
     share: Callable[[Sequence[int], int], list[float]]
     clip_low: float
     clip_high: float
 
 
 LOSSES = {
+    "ppo": Loss(clipped_policy_loss, by_token, 0.2, 0.2),  # as verl and, under the name of dapo, TRL have it
     "grpo": Loss(clipped_policy_loss, by_response, 0.2, 0.2),
     "dapo": Loss(clipped_policy_loss, by_token, 0.2, 0.28),  # arXiv 2503.14476
     "dr_grpo": Loss(clipped_policy_loss, by_longest, 0.2, 0.2),  # arXiv 2503.20783
@@ -98,11 +113,24 @@ LOSSES = {
 # -- what may be added -------------------------------------------------------------------------------------------------
 
 
+def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """[T] log-ratio policy / reference: its mean is KL(policy | reference), and the mean of its gradient is 0."""
+    return policy_logprobs - reference_logprobs
+
+
+def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """[T] half the log-ratio's square: biased, but the mean of its gradient is that of the divergence."""
+    return (policy_logprobs - reference_logprobs).square() / 2
+
+
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """[T] Schulman's estimate of KL(policy | reference) at drawn tokens, never negative: d = reference - policy,
-    exp(d) - d - 1."""
+    """[T] never negative, and of mean KL(policy | reference): d = reference - policy, exp(d) - d - 1."""
     apart = reference_logprobs - policy_logprobs
-    return torch.exp(apart) - apart - 1
+    return torch.exp(apart.clamp(max=_FARTHEST)) - apart - 1
+
+
+KL = {"k1": k1, "k2": k2, "k3": k3}
+"""Schulman's estimates of KL(policy | reference) at drawn tokens: joschu.net/blog/kl-approx.html"""
 
 
 def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.files import telling
 from tlt.models import weights
-from tlt.models.families import ModelError
 from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
+from tlt.rl.groups import advantages_of
+from tlt.rl.hugging_face import checkpoint_layers, load_model
 from tlt.rl.logprobs import sequence_logits, token_logprobs
-from tlt.rl.losses import LOSSES, LossInputs, k3, truncated_weights
+from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
 from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
@@ -31,6 +30,15 @@ log = logging.getLogger(__name__)
 
 _BACK = 3  # passes that one with its gradient takes as long as
 _ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
+
+
+class Fixed(NamedTuple):
+    """Log-probs of a rollout that stay while the policy is updated on it: response -> [its tokens]."""
+
+    old: dict[int, Tensor]
+    """by the policy that decoded it"""
+    reference: dict[int, Tensor]
+    """by the model that training started from; empty without a KL term"""
 
 
 class Policy:
@@ -54,15 +62,17 @@ class Policy:
         self.config, self.rollout, self.device = config, rollout, device
         self.autocast = dtype == torch.bfloat16
         masters = torch.float32 if self.autocast else dtype
-        self.model = _load(folder, masters, self._home())
+        self.model = load_model(folder, masters, self._home())
         if config.gradient_checkpointing:
-            _checkpoint_layers(self.model)
-        self.reference = _load(reference or folder, masters, self._home()) if config.kl_weight else None
+            checkpoint_layers(self.model)
+        self.reference = load_model(reference or folder, masters, self._home()) if config.kl_weight else None
         self.loss = LOSSES[config.loss]
-        self.clip = (
+        self.clip = Clip(
             self.loss.clip_low if config.clip_low is None else config.clip_low,
             self.loss.clip_high if config.clip_high is None else config.clip_high,
+            config.dual_clip or math.inf,
         )
+        self.kl = KL[config.kl_estimator or ("k3" if config.kl_in == "loss" else "k1")]
         self.optimizer = self._make_optimizer()
         refuse_weights(self._own_weights(), Alone(), f"in {folder}", "fetch or save the model again")
         self._skipped = 0  # updates in a row that were left out as a whole
@@ -77,11 +87,13 @@ class Policy:
         return self.device
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.config.weight_decay}
+        stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
         return torch.optim.AdamW(
-            self.model.parameters(),
+            [group for group in (decays, stays) if group["params"]],
             lr=self.config.learning_rate,
-            weight_decay=self.config.weight_decay,
-            betas=(0.9, 0.95),
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
             fused=self.fused,
         )
 
@@ -101,51 +113,85 @@ class Policy:
         rate = learning_rate(self.config, step)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
-        count = len(batch.response_ids)
-        parts = self.config.updates_per_step
-        borders = [round(count * k / parts) for k in range(parts + 1)]
-        turns = [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
+        divergence = None
+        if self.reference and self.config.kl_in == "reward":
+            batch, divergence = self._penalized(batch, group)
+        turns = _turns(len(batch.response_ids), self.config.updates_per_step)
         shards = [self._own(batch, members, group) for members in turns]
         self.updated, self._token_share = 0.0, self._share_of_a_token(batch, shards)
-        tokens = TokenMetrics(self.device)
-        self._look_at_untaught(batch, tokens, group)
-        old = self._old_logprobs(batch, [i for own in shards for i in own], group) if parts > 1 else None
+        fixed = self._fixed(batch, [i for own in shards for i in own], group)
+        # later epochs look at what the first one has moved
+        tokens = [TokenMetrics(self.device) for _ in range(self.config.epochs)]
+        self._look_at_untaught(batch, tokens[0], group)
         reports = [
-            self._optimizer_step(batch, members, own, old, tokens, step, group)
+            self._optimizer_step(batch, members, own, fixed, seen, step, group)
+            for seen in tokens
             for members, own in zip(turns, shards, strict=True)
         ]
         names = ("loss", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
-        metrics |= tokens.over(group)
+        if divergence is not None:
+            metrics["kl"] = divergence
+        metrics |= tokens[0].over(group)
         refuse_weights(self._own_weights(), group, f"after step {step + 1}")
         self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
         self.version, self.updated = step + 1, 0.0
         return metrics | {"learning_rate": rate}
+
+    def _penalized(self, batch: TrainBatch, group: ProcessGroup) -> tuple[TrainBatch, float]:
+        """With the divergence of each response taken off its reward; and its mean over all tokens."""
+        everyone = range(len(batch.response_ids))
+        own = shard(everyone, batch.lengths(everyone), group)
+        old = self._old_logprobs(batch, own, group)
+        reference = self._logprobs_of(self.reference, batch, own, group)
+        sums = torch.zeros(len(everyone), dtype=torch.float64, device=self.device)
+        for i in own:
+            sums[i] = self.kl(old[i].double(), reference[i].double()).sum()
+        group.sum_(sums)
+        apart = iter(sums.tolist())
+        rewards = [[r - self.config.kl_weight * next(apart) for r in alike] for alike in batch.rewards]
+        advantages = [a for alike in advantages_of(rewards, self.config) for a in alike]
+        tokens = sum(map(len, batch.response_ids))
+        return replace(batch, rewards=rewards, advantages=advantages), float(sums.sum()) / max(1, tokens)
+
+    def _fixed(self, batch: TrainBatch, own: Sequence[int], group: ProcessGroup) -> Fixed:
+        """Of a member's own responses."""
+        several = self.config.updates_per_step * self.config.epochs > 1
+        # with one optimizer step on a rollout the policy is still the old one: its log-probs need no pass of their own
+        old = self._old_logprobs(batch, own, group) if several else self._carried(batch, own)
+        return Fixed(old, self._logprobs_of(self.reference, batch, own, group) if self._kl_in_loss else {})
+
+    def _old_logprobs(self, batch: TrainBatch, own: Sequence[int], group: ProcessGroup) -> dict[int, Tensor]:
+        """Before the first gradient step."""
+        known = self._carried(batch, own)
+        return known | self._logprobs_of(self.model, batch, [i for i in own if i not in known], group)
+
+    def _carried(self, batch: TrainBatch, own: Sequence[int]) -> dict[int, Tensor]:
+        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        known = [i for i in own if i in batch.old_logprobs]
+        return {i: torch.tensor(batch.old_logprobs[i], dtype=dtype, device=self.device) for i in known}
 
     def _optimizer_step(
         self,
         batch: TrainBatch,
         members: range,
         own: Sequence[int],
-        old: dict[int, Tensor] | None,
+        fixed: Fixed,
         tokens: TokenMetrics,
         step: int,
         group: ProcessGroup,
     ) -> dict[str, float]:
-        lengths = [len(batch.response_ids[i]) for i in members]
+        lengths = [0 if i in batch.masked else len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         totals = dict.fromkeys(("loss", "clipped", "kl", "weight"), 0.0)
         first_wrong = ""
-        for micro in self._micro_batches(batch, own, group):
+        for micro in self._micro_batches(self.model, batch, own, group):
             logprobs, entropy = self._logprobs(self.model, micro)
-            # with one optimizer step on a rollout the policy is still the old one: its log-probs need no second pass
-            old_logprobs = logprobs.detach() if old is None else torch.cat([old[i] for i in micro.sequences])
-            inputs = self._loss_inputs(batch, micro, logprobs, old_logprobs, shares)
-            loss, clipped = self.loss.surrogate(inputs, *self.clip)
-            if self.reference:
-                with torch.no_grad():
-                    reference, _ = self._logprobs(self.reference, micro)
-                apart = (k3(logprobs, reference) * inputs.weights).sum()
+            inputs = self._loss_inputs(batch, micro, logprobs, fixed.old, shares)
+            loss, clipped = self.loss.surrogate(inputs, self.clip)
+            if self._kl_in_loss:
+                reference = torch.cat([fixed.reference[i] for i in micro.sequences])
+                apart = (self.kl(logprobs, reference) * inputs.weights).sum()
                 loss = loss + self.config.kl_weight * apart
                 totals["kl"] += apart.item()
             loss.backward()
@@ -154,7 +200,7 @@ class Policy:
                 first_wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
             totals["clipped"] += clipped.item()
             totals["weight"] += inputs.weights.sum().item()
-            tokens.add(batch, micro, old_logprobs, _rollout_logprobs(batch, micro, old_logprobs), entropy)
+            tokens.add(inputs.old_logprobs, _rollout_logprobs(batch, micro, logprobs), entropy)
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         group.sum_(sums)
         totals = dict(zip(totals, sums.tolist(), strict=True))
@@ -195,9 +241,15 @@ class Policy:
         return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
     def _loss_inputs(
-        self, batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, old_logprobs: Tensor, shares: dict[int, float]
+        self,
+        batch: TrainBatch,
+        micro: MicroBatch,
+        logprobs: Tensor,
+        old: Mapping[int, Tensor],
+        shares: dict[int, float],
     ) -> LossInputs:
         lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+        old_logprobs = _old_logprobs(batch, micro, logprobs, old)
         repeats = torch.tensor(lengths, device=self.device)
 
         def of_tokens(values: list[float]) -> Tensor:
@@ -210,14 +262,26 @@ class Policy:
         return LossInputs(logprobs, old_logprobs, advantages, weights, lengths, importance)
 
     @torch.no_grad()
-    def _old_logprobs(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> dict[int, Tensor]:
-        """response -> [its tokens], before the first gradient step."""
+    def _logprobs_of(
+        self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+    ) -> dict[int, Tensor]:
+        """response -> [its tokens], by the policy or the reference."""
         found: dict[int, Tensor] = {}
-        for micro in self._micro_batches(batch, members, group):
-            logprobs, _ = self._logprobs(self.model, micro)
+        for micro in self._micro_batches(model, batch, members, group):
+            logprobs, _ = self._logprobs(model, micro)
             lengths = [len(batch.response_ids[i]) for i in micro.sequences]
             found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
+
+    def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
+        """Of each response's tokens, under the present policy."""
+        members = range(len(batch.response_ids))
+        found = self._logprobs_of(self.model, batch, members, group or Alone())
+        return [found[i].tolist() for i in members]
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self.reference is not None and self.config.kl_in == "loss"
 
     def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[int]:
         """This member's share of those that have a gradient."""
@@ -225,7 +289,7 @@ class Policy:
         return shard(taught, batch.lengths(taught), group)
 
     def _teaches(self, batch: TrainBatch, i: int) -> bool:
-        return bool(batch.advantages[i]) or self.reference is not None
+        return (bool(batch.advantages[i]) or self._kl_in_loss) and i not in batch.masked
 
     @torch.no_grad()
     def _look_at_untaught(self, batch: TrainBatch, tokens: TokenMetrics, group: ProcessGroup) -> None:
@@ -234,16 +298,20 @@ class Policy:
         untaught = [i for i in range(len(batch.response_ids)) if not self._teaches(batch, i)]
         sample = untaught[::_ONE_IN]
         count, drawn = (sum(len(batch.response_ids[i]) for i in some) for some in (untaught, sample))
-        for micro in self._micro_batches(batch, shard(sample, batch.lengths(sample), group), group):
+        own = shard(sample, batch.lengths(sample), group)
+        carried = self._carried(batch, own)
+        for micro in self._micro_batches(self.model, batch, own, group):
             logprobs, entropy = self._logprobs(self.model, micro)
-            rollout = _rollout_logprobs(batch, micro, logprobs)
-            tokens.add(batch, micro, logprobs, rollout, entropy, weight=count / drawn)
+            old = _old_logprobs(batch, micro, logprobs, carried)
+            tokens.add(old, _rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)
 
     def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
         return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
 
-    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> Iterator[MicroBatch]:
-        """Those of this member."""
+    def _micro_batches(
+        self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+    ) -> Iterator[MicroBatch]:
+        """Those of this member, for passes through `model`."""
         for rows in self._plan(batch, members):
             yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
             done = sum(batch.lengths([members[i] for row in rows for i in row]))
@@ -251,8 +319,9 @@ class Policy:
 
     def _share_of_a_token(self, batch: TrainBatch, shards: Sequence[Sequence[int]]) -> float:
         """Of the update's work, of a token that goes through the model without a gradient."""
-        several = self.config.updates_per_step > 1
-        return 1 / max(1, (_BACK + several) * sum(sum(batch.lengths(own)) for own in shards))
+        forward = (self.config.updates_per_step * self.config.epochs > 1) + self._kl_in_loss
+        passes = _BACK * self.config.epochs + forward
+        return 1 / max(1, passes * sum(sum(batch.lengths(own)) for own in shards))
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(model, micro, self.rollout.temperature, self.config.logits_mb, self.autocast)
@@ -299,6 +368,12 @@ class Policy:
         self.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
 
 
+def _turns(count: int, parts: int) -> list[range]:
+    """`count` responses in so many mini-batches, those without any left out."""
+    borders = [round(count * k / parts) for k in range(parts + 1)]
+    return [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Of step 0, 1, ..: `warmup_steps` of even rise, then the schedule, which is above 0 at the last step."""
     if step < config.warmup_steps or config.schedule == "constant":
@@ -307,23 +382,10 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2)
 
 
-def _load(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
-        )
-    model.to(device)
-    model.eval()  # no dropout: old and new log-probs must come from the same function
-    return model
-
-
-def _checkpoint_layers(model: Any) -> None:
-    newer = getattr(model, "activation_checkpointing_enable", None)  # the other name warns that it is going
-    enable = newer or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True  # transformers checkpoints in training alone; the parts within stay without dropout
+def _old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:
+    """Those of the present policy where no others are known."""
+    present = logprobs.detach().split([len(batch.response_ids[i]) for i in micro.sequences])
+    return torch.cat([known.get(i, now) for i, now in zip(micro.sequences, present, strict=True)])
 
 
 def _rollout_logprobs(batch: TrainBatch, micro: MicroBatch, like: Tensor) -> Tensor:

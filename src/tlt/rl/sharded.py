@@ -58,25 +58,30 @@ class ShardedPolicy(Policy):
         except RuntimeError as error:
             raise broken(error) or error from None
 
-    def _micro_batches(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> Iterator[MicroBatch]:
+    def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
+        """The same on every member. Raises GroupBroken."""
+        try:
+            return super().logprobs(batch, self.group)
+        except RuntimeError as error:
+            raise broken(error) or error from None
+
+    def _micro_batches(
+        self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+    ) -> Iterator[MicroBatch]:
         """As each pass through a layer is one of all members, those who have fewer join in with passes of nothing."""
         own = torch.tensor([len(self._plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
-        yield from super()._micro_batches(batch, members, group)
+        yield from super()._micro_batches(model, batch, members, group)
         for _ in range(missing):
-            self._pass_nothing()
+            self._pass_nothing(model)
 
-    def _pass_nothing(self) -> None:
+    def _pass_nothing(self, model: Any) -> None:
         """A token that predicts nothing goes through the layers as a micro-batch does; its gradient is 0."""
         token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
         nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
-        logprobs, _ = self._logprobs(self.model, nothing)
-        if not torch.is_grad_enabled():
-            return
-        if self.reference:
-            with torch.no_grad():
-                self._logprobs(self.reference, nothing)
-        logprobs.sum().backward()
+        logprobs, _ = self._logprobs(model, nothing)
+        if torch.is_grad_enabled():
+            logprobs.sum().backward()
 
     def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
         return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt.rl.batching import MicroBatch
 from tlt.rl.parallel import ProcessGroup
-from tlt.types import TrainBatch
 
 _TAIL = 0.999
 
@@ -21,22 +19,11 @@ class TokenMetrics:
         self._gaps = [torch.zeros(0, device=device)]
         self._weights = [torch.zeros(0, device=device)]
 
-    def add(
-        self,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        old_logprobs: Tensor,
-        rollout_logprobs: Tensor,
-        entropy: Tensor,
-        weight: float = 1.0,
-    ) -> None:
-        """[T] each, of the response tokens of `micro`. What another target decoded has no mismatch."""
+    def add(self, old_logprobs: Tensor, rollout_logprobs: Tensor, entropy: Tensor, weight: float = 1.0) -> None:
+        """[T] each, of response tokens; the old log-probs are those of the policy that decoded them."""
         self._entropy += weight * torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))]).double()
-        gaps = (old_logprobs - rollout_logprobs).abs().float()
-        parts = gaps.split([len(batch.response_ids[i]) for i in micro.sequences])
-        own = [part for i, part in zip(micro.sequences, parts, strict=True) if i >= batch.carried]
-        self._gaps += own
-        self._weights += [torch.full_like(part, weight) for part in own]
+        self._gaps.append((old_logprobs - rollout_logprobs).abs().float())
+        self._weights.append(torch.full_like(self._gaps[-1], weight))
 
     def over(self, group: ProcessGroup) -> dict[str, float]:
         """Of the tokens of all members; 0 where there are none."""
