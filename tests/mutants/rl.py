@@ -211,6 +211,13 @@ MUTANTS = [
         "[r + self.config.kl_weight * next(apart)",
         UPDATE,
     ),
+    Mutant(
+        "a divergence is not multiplied by the ratio",
+        POLICY,
+        "(ratio if self.config.kl_unbiased else 1.0)",
+        "1.0",
+        UPDATE,
+    ),
     Mutant("norms decay", POLICY, '"weight_decay": 0.0}', '"weight_decay": self.config.weight_decay}', UPDATE),
     Mutant(
         "masked tokens weigh in the loss",

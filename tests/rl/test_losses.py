@@ -229,6 +229,18 @@ def test_a_far_reference_stays_finite() -> None:
     assert k3(torch.tensor([-1000.0]), torch.tensor([0.0])).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_with_the_ratio_the_mean_gradient_is_that_of_the_divergence(name: str) -> None:
+    scores = torch.tensor([0.1, 1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    q = torch.softmax(torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64), -1)
+    log_p = torch.log_softmax(scores, -1)
+    old = log_p.detach()
+    drawn = (old.exp() * torch.exp(log_p - old) * KL[name](log_p, q.log())).sum()
+    (found,) = torch.autograd.grad(drawn, scores, retain_graph=True)
+    (expected,) = torch.autograd.grad((log_p.exp() * (log_p - q.log())).sum(), scores)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
 @pytest.mark.parametrize(("name", "share"), [("k1", 0.0), ("k2", 1.0), ("k3", None)])
 def test_the_mean_gradients_of_the_estimates(name: str, share: float | None) -> None:
     """k1 pulls nowhere and k2 as the divergence does; k3 as the divergence of the policy from the reference."""

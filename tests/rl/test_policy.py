@@ -488,7 +488,8 @@ def test_the_divergence_from_where_training_started_is_zero_at_first(folder: Pat
     assert policy.update(random_batch(VOCAB), 1)["kl"] > 1e-4
 
 
-def test_the_divergence_is_added_to_the_loss(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_the_divergence_is_added_to_the_loss(folder: Path, tmp_path: Path, unbiased: bool) -> None:
     batch, model = random_batch(VOCAB), plain_model(folder)
     starting = save_weights(tmp_path, VOCAB, seed=1, scale=0.3)
     old, reference = (all_plain_logprobs(m, batch, 1.0) for m in (model, plain_model(starting)))
@@ -497,17 +498,21 @@ def test_the_divergence_is_added_to_the_loss(folder: Path, tmp_path: Path) -> No
     def loss(m: Any) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
-            d = reference[i] - plain_logprobs(m, prompt, response, 1.0)
-            total = total + (torch.exp(d) - d - 1).mean() / len(old)
+            logprobs = plain_logprobs(m, prompt, response, 1.0)
+            ratio = torch.exp(logprobs - old[i]) if unbiased else 1.0
+            d = reference[i] - logprobs
+            total = total + (ratio * (torch.exp(d) - d - 1)).mean() / len(old)
         apart.append(total.item())
         return plain_loss(m, batch, 1.0, range(len(old)), old) + 0.3 * total
 
     expected = gradient_of(model, loss)
-    policy = make_policy(folder, reference=starting, kl_weight=0.3)
+    policy = make_policy(folder, reference=starting, kl_weight=0.3, kl_unbiased=unbiased)
     frozen = sha256(policy.reference.state_dict())
     # transformers' norms work in float32 even in a float64 model, and here two gradients meet in them
     assert_close(gradient_of_update(policy, batch), expected, 2e-6)
-    assert make_policy(folder, reference=starting, kl_weight=0.3).update(batch, 0)["kl"] == pytest.approx(apart[0])
+    assert make_policy(folder, reference=starting, kl_weight=0.3, kl_unbiased=unbiased).update(batch, 0)[
+        "kl"
+    ] == pytest.approx(apart[0])
     assert sha256(policy.reference.state_dict()) == frozen
 
 

@@ -269,6 +269,9 @@ class TrainConfig(Section):
     """added to the loss of each token, or, summed over a response, taken off its reward before rewards are compared"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """of the divergence at each token; left out: k3 in the loss, k1 in the reward"""
+    kl_unbiased: bool = True
+    """in the loss it is multiplied by the ratio, so that its gradient is on average that of the divergence (DeepSeek-
+    V3.2, arXiv 2512.02556), as TRL does; false: as verl does"""
     importance_cap: float = Field(default=0.0, ge=0)
     """truncated importance weights min(trainer / rollout, cap) on the loss; rollout log-probs enter the update only
     here, so that runs which round differently no longer end in the same bits. 0: off"""
@@ -395,10 +398,10 @@ def _trainable(rollout: RolloutConfig, train: TrainConfig) -> None:
         raise ValueError(
             f"train.schedule = {train.schedule!r} begins after train.warmup_steps, which must be less than train.steps"
         )
-    if train.kl_in == "loss" and train.kl_estimator == "k1":
+    if train.kl_in == "loss" and train.kl_estimator == "k1" and not train.kl_unbiased:
         raise ValueError(
             "train.kl_estimator = 'k1' has no gradient on average, so in the loss it would do nothing: give 'k2' or "
-            "'k3', or train.kl_in = 'reward'"
+            "'k3', train.kl_unbiased = true, or train.kl_in = 'reward'"
         )
     if 0 < train.dual_clip <= 1:
         raise ValueError("train.dual_clip must be above 1, or 0 for none: it bounds a ratio that is 1 at first")

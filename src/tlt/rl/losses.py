@@ -44,6 +44,8 @@ class LossOutputs(NamedTuple):
     loss: Tensor
     clipped: Tensor
     """weighted count of tokens whose ratio was clipped"""
+    ratio: Tensor
+    """[T] with gradient"""
 
 
 # -- surrogates --------------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ def _clipped(log_ratio: Tensor, inputs: LossInputs, clip: Clip) -> LossOutputs:
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
     plain, clipped = ratio.clamp(max=clip.dual) * inputs.advantages, bounded * inputs.advantages
     loss = -(torch.minimum(plain, clipped) * inputs.weights * inputs.importance).sum()
-    return LossOutputs(loss, ((clipped < plain) * inputs.weights).sum().detach())
+    return LossOutputs(loss, ((clipped < plain) * inputs.weights).sum().detach(), ratio)
 
 
 # -- shares ------------------------------------------------------------------------------------------------------------

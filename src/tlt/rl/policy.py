@@ -188,10 +188,11 @@ class Policy:
         for micro in self._micro_batches(self.model, batch, own, group):
             logprobs, entropy = self._logprobs(self.model, micro)
             inputs = self._loss_inputs(batch, micro, logprobs, fixed.old, shares)
-            loss, clipped = self.loss.surrogate(inputs, self.clip)
+            loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
             if self._kl_in_loss:
                 reference = torch.cat([fixed.reference[i] for i in micro.sequences])
-                apart = (self.kl(logprobs, reference) * inputs.weights).sum()
+                apart = self.kl(logprobs, reference) * (ratio if self.config.kl_unbiased else 1.0)
+                apart = (apart * inputs.weights).sum()
                 loss = loss + self.config.kl_weight * apart
                 totals["kl"] += apart.item()
             loss.backward()
