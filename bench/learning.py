@@ -32,6 +32,12 @@ class Shuffled:
     def __init__(self, reward: Any, seed: int) -> None:
         self.reward, self.random = reward, random.Random(seed)
 
+    def submit(self, response: Any) -> None:
+        self.reward.submit(response)
+
+    def close(self) -> None:
+        self.reward.close()
+
     def __call__(self, responses: Sequence[Any]) -> None:
         self.reward(responses)
         results = [(response.reward, response.outcome) for response in responses]
@@ -48,8 +54,8 @@ def run(config: Config, shuffled: bool) -> dict[str, Any]:
 
     make_reward = run_module.make_reward
 
-    def reward(config: Config, prompts: Sequence[Any]) -> Any:
-        made = make_reward(config, prompts)
+    def reward(config: Config, prompts: Sequence[Any], *more: Any) -> Any:
+        made = make_reward(config, prompts, *more)
         return Shuffled(made, config.run.seed) if shuffled else made
 
     with patch.object(run_module, "make_reward", reward):

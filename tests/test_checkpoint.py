@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tlt.checkpoint import CheckpointError, latest, save
+from tlt.checkpoint import Best, CheckpointError, latest, save
 
 
 def write_step(step: int) -> Callable[[Path], None]:
@@ -262,3 +262,16 @@ def test_everything_is_flushed_before_the_folder_gets_its_name(tmp_path: Path, m
     flushed = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "policy"}
     assert set(events[:at]) == flushed | {".step_00000001.partial"}
     assert events[at + 1 :] == ["checkpoints"]
+
+
+# -- the best one ------------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_that_was_worth_most_stays(tmp_path: Path) -> None:
+    best = Best(tmp_path / "best")
+
+    for step, worth in ((0, 9.0), (10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)):
+        Best(tmp_path / "best").offer(step, {"mean@2": worth}, worth, write_step(step))  # as after a resume
+    found = latest(best.root)
+    assert [path.name for path in best.root.iterdir()] == ["step_00000020"]
+    assert found.state == {"step": 20, "worth": 0.7, "eval": {"mean@2": 0.7}}

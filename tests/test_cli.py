@@ -277,3 +277,20 @@ def test_bench_rollout_writes_its_file(recipe: str, tmp_path: Path) -> None:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
         assert [row["batch"] for row in rows] == [1] * strategies + [2] * strategies
     assert {row["strategy"].split()[0] for row in rows} == {"plain", "suffix"}
+
+
+def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:
+    rows = [{"q": text, "answer": i} for i, text in enumerate(QUESTIONS[:2])]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    files = ("--data", str(tmp_path / "in.jsonl"), "--prompt-column", "q", "--out", str(tmp_path / "out.jsonl"))
+    assert exit_code("generate", str(home / "model"), *files, "--samples", "2", "--max-new-tokens", "6") == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert sorted((line["row"], line["index"], line["q"]) for line in lines) == [
+        (row, index, QUESTIONS[row]) for row in range(2) for index in range(2)
+    ]
+    assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
+
+
+def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert "give --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
+    assert "--system" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--system", "be brief")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -237,6 +238,64 @@ def test_a_held_out_file_that_holds_nothing_new_is_refused(tmp_path: Path) -> No
         load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
 
 
+# -- other files -------------------------------------------------------------------------------------------------------
+
+
+def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text('[{"question": "two"}, {"question": "three"}]', encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text('{"question": "one"}\n', encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("no rows", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "*.json*"):
+        assert [p.text for p in load_prompts(DataConfig(path=str(path)), encode)] == ["one", "two", "three"]
+
+
+def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
+    """As datasets.save_to_disk writes it: Arrow streams beside two JSON files."""
+    rows = pyarrow.Table.from_pylist([{"question": "one", "answer": "1"}, {"question": "two", "answer": "2"}])
+    with pyarrow.ipc.new_stream(tmp_path / "data-00000-of-00001.arrow", rows.schema) as stream:
+        stream.write_table(rows)
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    prompts = load_prompts(DataConfig(path=str(tmp_path)), encode)
+    assert [(p.text, p.data["answer"]) for p in prompts] == [("one", "1"), ("two", "2")]
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="is not an Arrow file that can be read"):
+        load_prompts(DataConfig(path=str(tmp_path)), encode)
+
+
+def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
+    """As verl has them."""
+    messages = [{"role": "user", "content": "what?"}]
+    row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "dotted"}
+    path = write(tmp_path, json.dumps(row))
+    seen: list[Any] = []
+    options = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth", "chat": True}
+    (prompt,) = load_prompts(DataConfig(path=path, **options), lambda asked: (seen.append(asked), [1])[1])
+    assert (seen, prompt.text, prompt.data["answer"]) == ([messages], "what?", "72")
+    (plain,) = load_prompts(DataConfig(path=path, prompt_column="a.b", answer_column="no.such"), encode)
+    assert (plain.text, plain.data["answer"]) == ("dotted", None)
+    with pytest.raises(DataError, match=r"no text under 'reward_model', and no messages"):
+        load_prompts(DataConfig(path=path, prompt_column="reward_model"), encode)
+
+
+def test_long_prompts_are_left_out_and_counted_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, *(json.dumps({"question": "x" * n}) for n in (3, 9, 4)))
+    prompts = load_prompts(DataConfig(path=path, max_prompt_tokens=5, long_prompts="drop"), encode)
+    assert [(p.prompt_id, p.text) for p in prompts] == [(0, "xxx"), (1, "xxxx")]
+    assert "1 of 3 prompts" in caplog.text
+    with pytest.raises(DataError, match="no prompt has at most"):
+        load_prompts(DataConfig(path=path, max_prompt_tokens=2, long_prompts="drop"), encode)
+
+
+def test_another_seed_draws_other_problems() -> None:
+    texts = [
+        {p.text for p in load_prompts(tasks({"name": "chain_sum"}, size=300, seed=seed), encode)} for seed in range(4)
+    ]
+    assert all(len(one & other) < 15 for one, other in itertools.combinations(texts, 2))
+
+
 # -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
@@ -275,11 +334,47 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
 
 
+def chat(**more: Any) -> DataConfig:
+    return DataConfig(path="-", chat=True, **more)
+
+
 def test_a_chat_template_is_laid_around_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    ids = encoder(tokenizer, chat=True)("what?")
+    ids = encoder(tokenizer, chat())("what?")
     assert tokenizer.decode(ids) == "<user>what?<bot>"
-    assert tokenizer.decode(encoder(tokenizer, chat=False)("what?")) == "what?"
+    assert tokenizer.decode(encoder(tokenizer, DataConfig(path="-"))("what?")) == "what?"
+
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "text"),
+    [
+        (MESSAGES, {}, "<user>a<assistant>b<user>c<bot>"),
+        (MESSAGES, {"system": "be brief"}, "<system>be brief<user>a<assistant>b<user>c<bot>"),
+        ([{"role": "system", "content": "s"}, *MESSAGES[:1]], {"system": "be brief"}, "<system>s<user>a<bot>"),
+        ("a", {"prefill": "Let me"}, "<user>a<bot>Let me"),
+        ("a", {"chat_arguments": {"enable_thinking": False}}, "<user>a<bot><no thoughts>"),
+        (MESSAGES[:2], {}, "<user>a<assistant>b"),  # the model goes on with its own turn
+    ],
+)
+def test_messages_system_arguments_and_prefill(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, question: Any, options: dict[str, Any], text: str
+) -> None:
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + thinking)
+    assert tokenizer.decode(encoder(tokenizer, chat(**options))(question)) == text
+
+
+def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
+        encoder(tokenizer, DataConfig(path="-"))(MESSAGES)
+
+
+def test_the_system_message_needs_the_chat_template() -> None:
+    with pytest.raises(ValueError, match=r"go with data\.chat = true"):
+        DataConfig(path="-", system="be brief")
 
 
 class BeginsWithOne:
@@ -292,7 +387,7 @@ class BeginsWithOne:
 
 
 def test_a_template_that_doubles_the_bos_is_mended_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    encode = encoder(BeginsWithOne(), chat=False)
+    encode = encoder(BeginsWithOne(), DataConfig(path="-"))
     assert [encode(text) for text in ("ab", "<s>ab", "a<s>", "<s>")] == [[1, 9, 9], [1, 9, 9], [1, 9, 1], [1]]
     encode("<s>again")
     assert caplog.text.count("prompts begin with two <s>") == 1
@@ -300,13 +395,13 @@ def test_a_template_that_doubles_the_bos_is_mended_with_a_word(caplog: pytest.Lo
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"data\.chat = true, but .* no chat template: set data\.chat = false"):
-        encoder(tokenizer, chat=True)
+        encoder(tokenizer, chat())
 
 
 def test_a_chat_template_that_fails_is_one_sentence(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
     with pytest.raises(DataError, match="refuses a prompt: a system turn is needed"):
-        encoder(tokenizer, chat=True)("what?")
+        encoder(tokenizer, chat())("what?")
 
 
 # -- cursor ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from tlt.config import parse_config
 from tlt.draft.ahead import Ahead
-from tlt.evaluate import evaluate, pass_at, summary_of
+from tlt.evaluate import evaluate, is_solved, pass_at, summary_of
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 
@@ -75,7 +75,11 @@ class Fake:
     def remember(self, drafts: Iterable[Ahead]) -> None:
         self.drafts = list(drafts)
 
-    def reward(self, responses: Sequence[Response]) -> None:
+    def submit(self, response: Response) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __call__(self, responses: Sequence[Response]) -> None:
         for response in responses:
             response.reward = float(response.request.index == 0 and response.request.prompt.prompt_id == 1)
 
@@ -96,7 +100,7 @@ def run(shuffle: int) -> tuple[dict[str, float], Fake]:
         }
     )
     fake = Fake(shuffle)
-    return evaluate(config, PROMPTS, fake, fake.reward, SamplingParams(), fake, 7), fake
+    return evaluate(config, PROMPTS, fake, fake, SamplingParams(), fake, 7), fake
 
 
 def test_the_order_of_arrival_leaves_no_trace() -> None:
@@ -110,3 +114,10 @@ def test_its_seeds_are_its_own_and_always_the_same() -> None:
     assert [r.seed for r in fake.requests] == [request_seed(9, "eval", p, 0, i) for p in range(3) for i in range(2)]
     training = {request_seed(9, "train", p, epoch, i) for p in range(3) for epoch in range(2) for i in range(2)}
     assert not training & {r.seed for r in fake.requests}
+
+
+def test_a_sum_that_is_right_but_for_its_rounding_is_right() -> None:
+    assert 0.6 + 0.3 + 0.1 < 1.0
+    assert is_solved(0.6 + 0.3 + 0.1, 1.0)
+    assert not is_solved(0.999, 1.0)
+    assert is_solved(-0.5, -0.5)

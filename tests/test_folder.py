@@ -148,6 +148,7 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
         ".lock",
         "latest",
         "config.json",
+        "reward.log",
         "metrics.jsonl",
         "completions.jsonl",
         "summary.json",

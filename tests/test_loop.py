@@ -89,6 +89,19 @@ class Fake:
         self.events.append("response")
 
 
+@dataclass
+class Scores:
+    fake: Fake
+
+    def submit(self, response: Response) -> None:
+        self.fake.events.append("submit")
+
+    def __call__(self, responses: Sequence[Response]) -> None:
+        self.fake.reward(responses)
+
+    def close(self) -> None: ...
+
+
 def answer(request: Request) -> Response:
     length = 1 + request.index + request.prompt.prompt_id
     token_ids = [10 * request.prompt.prompt_id + request.index] * length
@@ -117,7 +130,7 @@ def make_config(prompts_per_step: int = 2, steps: int = 2, max_waves: int = 0, l
 
 
 def make_parts(fake: Fake, shuffle: bool = False, prompts: Sequence[Prompt] = PROMPTS) -> Parts:
-    return Parts(prompts, Cursor(len(prompts), 0, shuffle), fake, fake.reward, fake, SamplingParams(temperature=0.7))
+    return Parts(prompts, Cursor(len(prompts), 0, shuffle), fake, Scores(fake), fake, SamplingParams(temperature=0.7))
 
 
 def run(fake: Fake, config: Config, first: int = 0, shuffle: bool = False) -> list[StepResult]:
@@ -132,7 +145,7 @@ def test_rollout_reward_update_sync_in_this_order() -> None:
     fake = Fake()
     run(fake, make_config(prompts_per_step=1, steps=1))
     rewards = [("reward", f"0/0/{index}") for index in range(G)]
-    watched = [("rollout", 0, G), "generate", *["response"] * G, ("reward", 0, G), *rewards]
+    watched = [("rollout", 0, G), "generate", *["submit", "response"] * G, ("reward", 0, G), *rewards]
     assert fake.events == [*watched, ("update", 0, G), "release", "update", "sync"]
 
 
@@ -407,7 +420,7 @@ def test_logits_of_the_engine_that_are_not_finite_end_the_run(value: float) -> N
 
 def test_metrics_by_hand() -> None:
     fake = Fake()
-    parts = Parts(PROMPTS, Cursor(4, 0, False), fake, fake.reward, fake, SamplingParams())
+    parts = Parts(PROMPTS, Cursor(4, 0, False), fake, Scores(fake), fake, SamplingParams())
     metrics = one_step(parts, make_config(prompts_per_step=4), fake, 0).metrics
     # lengths 1 + index + prompt: 1 2 3, 2 3 4, 3 4 5, 4 5 6; sorted 1 2 2 3 3 3 4 4 4 5 5 6
     assert metrics.lengths == pytest.approx({"mean": 42 / 12, "median": 4, "p99": 6, "max": 6, "truncated": 3 / 12})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -47,6 +49,57 @@ def raises_now_and_then(prompt: Any, answer: str) -> float:
     if len(answer) % 3 == 0:
         raise ValueError("a length that cannot be judged")
     return share_of_low_bytes(prompt, answer)
+
+
+def waits(prompt: Any, answer: str) -> float:
+    """As one that asks a server would."""
+    time.sleep(float(answer))
+    return 1.0
+
+
+async def asks_a_server(prompt: Any, answer: str, length: int) -> float:
+    await asyncio.sleep(float(answer))
+    return float(length)
+
+
+def of_lists(prompts: list[Any], answers: list[str], task: list[str]) -> list[float | None]:
+    """How many were given at once; nothing for an empty answer."""
+    match answers:
+        case ["raise", *_]:
+            raise KeyError("bonus")
+        case ["few", *_]:
+            return []
+    if "hang" in answers:
+        time.sleep(3600)
+    return [float(len(answers)) if answer else None for answer in answers]
+
+
+def all_there_is(
+    prompt: Any, answer: str, task: str, token_ids: list[int], *, response: str, length: int, finish_reason: str
+) -> float:
+    found = [prompt.prompt_id, answer, task, token_ids, response, length, finish_reason]
+    assert found == [5, "7", "sums", [1, 2], "it is 7", 2, "length"], found
+    return 1.0
+
+
+def wants_more(prompt: Any, answer: str, mood: str) -> float:
+    return 0.0
+
+
+def prints(prompt: Any, answer: str) -> float:
+    print("seen:", answer)
+    subprocess.run(["echo", "and from a program:", answer], check=True)
+    return 0.0
+
+
+def allocates(prompt: Any, answer: str) -> float:
+    return float(len(bytearray(int(answer) * 2**20)) > 0)
+
+
+def leaves_a_child(prompt: Any, answer: str) -> float:
+    """In a session of its own, started by a program that has ended."""
+    command = "setsid sleep 3600 >/dev/null 2>&1 & echo $!"
+    return float(subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout)
 
 
 constant = 3

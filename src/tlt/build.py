@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,7 +166,7 @@ class Workplace(NamedTuple):
 def open_workplace(config: Config) -> Workplace:
     """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     target = make_target(config.model)
     refuse_foreign_tokens(prompts, target.options.vocab_size)
     target.load(read_safetensors(config.model.path), version=0)
@@ -234,6 +235,13 @@ def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -
             "no response would ever end: set eos_token_id there, or give rollout.stop_strings"
         )
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
+
+
+def eval_sampling(config: Config, params: SamplingParams) -> SamplingParams:
+    """Of held-out prompts."""
+    names = ("temperature", "top_k", "top_p", "max_new_tokens")
+    given = {name: value for name in names if (value := getattr(config.eval, name)) is not None}
+    return replace(params, **given)
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Any) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -103,3 +104,21 @@ def _lists_all(manifest: dict[str, Any]) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Best:
+    """The policy that has answered the held-out prompts best so far, in a folder as a checkpoint has."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def offer(self, step: int, evaluation: dict[str, float], worth: float, write: Callable[[Path], None]) -> None:
+        """After `step` steps; kept where it is worth more than the one before. Raises CheckpointError."""
+        if step and worth > self._worth():
+            save(self.root, step, {"step": step, "worth": worth, "eval": evaluation}, write, keep=1)
+
+    def _worth(self) -> float:
+        try:
+            return latest(self.root).state["worth"]
+        except CheckpointError:  # there is none
+            return -math.inf

@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     _add_generate(commands.add_parser("generate", help="answer prompts with a model folder"))
+    _add_export(commands.add_parser("export", help="merge the adapters of a LoRA run into a whole model"))
+
     verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
     verify.add_argument("recipe")
     verify.add_argument("--steps", type=int, default=2)
@@ -108,7 +110,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
-    generate.add_argument("--prompt", action="append", required=True, help="give it again for more prompts")
+    generate.add_argument("--prompt", action="append", default=[], help="give it again for more prompts")
+    generate.add_argument("--data", help="a file of prompts, as data.path of a recipe")
+    generate.add_argument("--prompt-column", default="question", help="of that file")
+    generate.add_argument("--out", type=Path, help="write the responses to this JSONL file rather than print them")
+    generate.add_argument("--chat", default="auto", choices=["auto", "on", "off"], help="auto: if there is a template")
+    generate.add_argument("--system", default="", help="a system message, where the prompts have none")
     generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
     generate.add_argument("--max-new-tokens", type=int, default=512)
     generate.add_argument("--temperature", type=float, default=1.0)
@@ -121,6 +128,12 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--drafter", default="suffix", choices=["off", "suffix", "eagle", "mixed", "adaptive"])
     generate.add_argument("--drafter-path", help="folder of a learned drafter")
     generate.set_defaults(command=_generate)
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("adapters", type=Path, help="the policy folder of a checkpoint")
+    export.add_argument("--out", type=Path, required=True, help="folder of the model to be written")
+    export.set_defaults(command=_export)
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -215,10 +228,23 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             SpeculationConfig, {"drafter": arguments.drafter, "path": arguments.drafter_path}, "tlt generate"
         ),
     )
-    from tlt.generate import generate
+    if not arguments.prompt and not arguments.data:
+        raise ConfigError("nothing is asked: give --prompt TEXT or --data FILE")
+    from tlt.generate import Asked, generate
 
     backend = parse_section(EngineConfig, {"backend": arguments.backend}, "tlt generate")
-    generate(*sections, arguments.prompt, arguments.samples, arguments.seed, backend)
+    asked = Asked(arguments.prompt, arguments.data, arguments.prompt_column, arguments.chat, arguments.system)
+    generate(*sections, asked, arguments.samples, arguments.seed, backend, arguments.out)
+    return 0
+
+
+def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if overrides:
+        raise ConfigError(f"unknown option {overrides[0]}: see tlt export --help")
+    from tlt.rl.lora import export
+
+    export(arguments.adapters, arguments.out)
+    print(f"the model is in {arguments.out}")
     return 0
 
 

@@ -1,5 +1,4 @@
-"""Prompts: from reasoning-gym tasks by name, or from a JSONL or Parquet file; and the cursor that hands each out once
-an epoch."""
+"""Prompts: from reasoning-gym tasks by name, or from files; and the cursor that hands each out once an epoch."""
 
 from __future__ import annotations
 
@@ -12,42 +11,57 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
-from tlt.files import is_text, parse_json, telling
+from tlt.files import is_text
+from tlt.tables import DataError, column, messages_of, read_rows
 from tlt.types import Prompt
 
 log = logging.getLogger(__name__)
-Encode = Callable[[str], Sequence[int]]
-Row = tuple[str, dict[str, Any]]
+Question = str | list[dict[str, Any]]
+"""text, or messages"""
+Encode = Callable[[Question], Sequence[int]]
+Row = tuple[Question, dict[str, Any]]
 
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seeds item i of a task with seed + i
 
 
-class DataError(ValueError):
-    """Prompts that cannot be used; the message names the file, the row and the remedy."""
-
-
 def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
-    """All prompts of an epoch, in their source's order; `prompt_id` is the row. Raises DataError."""
-    rows = _task_rows(config) if config.tasks else _file_rows(config)
-    prompts = []
+    """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
+    DataError."""
+    rows = list(_task_rows(config) if config.tasks else _file_rows(config))
+    prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
-        text = config.template.replace("{question}", question)
-        if not is_text(text):
-            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {text[:80]!a}")
-        token_ids = tuple(encode(text))
+        asked = _asked(question, config)
+        if not is_text(str(asked)):
+            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {str(asked)[:80]!a}")
+        token_ids = tuple(encode(asked))
         if not token_ids:
             raise DataError(f"prompt {row} is empty: every prompt needs at least one token")
         if len(token_ids) > config.max_prompt_tokens:
+            if config.long_prompts == "drop":
+                continue
             raise DataError(
                 f"prompt {row} has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
-                f"{config.max_prompt_tokens}: shorten it or raise the limit"
+                f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
             )
-        prompts.append(Prompt(row, text, token_ids, data))
+        text = asked if isinstance(asked, str) else "\n".join(str(message["content"]) for message in asked)
+        prompts.append(Prompt(len(prompts), text, token_ids, data))
+    if left_out := len(rows) - len(prompts):
+        said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
+        log.warning(said, left_out, len(rows), config.max_prompt_tokens)
+    if not prompts:
+        raise DataError(f"no prompt has at most data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
     return prompts
+
+
+def _asked(question: Question, config: DataConfig) -> Question:
+    if isinstance(question, str):
+        return config.template.replace("{question}", question)
+    if config.template != "{question}":
+        raise DataError("data.template is for prompts that are text, and these are lists of messages: leave it out")
+    return question
 
 
 def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
@@ -62,20 +76,36 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
     return new[:: max(1, len(new) // held_out.size)][: held_out.size]
 
 
-def encoder(tokenizer: Any, chat: bool) -> Encode:
-    """Text -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
-    if not chat:
-        return lambda text: _one_bos(tokenizer, tokenizer(text)["input_ids"])
+def encoder(tokenizer: Any, config: DataConfig) -> Encode:
+    """Prompt -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
+    if not config.chat:
+
+        def plain(question: Question) -> Sequence[int]:
+            if not isinstance(question, str):
+                raise DataError("the prompts are lists of messages: set data.chat = true")
+            return _one_bos(tokenizer, tokenizer(question + config.prefill)["input_ids"])
+
+        return plain
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
 
-    def encode(text: str) -> Sequence[int]:
-        turn = [{"role": "user", "content": text}]
+    def encode(question: Question) -> Sequence[int]:
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        if config.system and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": config.system})
+        goes_on = turns[-1]["role"] == "assistant"  # a turn that the model goes on with
         try:
-            whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            whole = tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                tokenize=False,
+                **config.chat_arguments,
+            )
         except Exception as error:  # a template is a program of its own
             raise DataError(f"the tokenizer's chat template refuses a prompt: {error}") from None
-        return tokenizer(whole, add_special_tokens=False)["input_ids"]  # the template has written them already
+        # the template has written the special tokens already
+        return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
 
     return encode
 
@@ -125,12 +155,19 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
         raise DataError("data.tasks needs reasoning-gym: pip install 'tlt[tasks]'") from None
     tasks = [task for task in config.tasks if task.stage == stage]
     specs = [DatasetSpec(task.name, task.weight, dict(task.params)) for task in tasks]
-    seed = config.seed + stage * _NEXT_STAGE
+    seed = _first_seed(config.seed) + stage * _NEXT_STAGE
     try:
         return reasoning_gym.create_dataset("composite", size=config.size, seed=seed, datasets=specs)
     except (ValueError, TypeError, AssertionError) as error:
         names = ", ".join(task.name for task in tasks)
         raise DataError(f"reasoning-gym refuses data.tasks ({names}): {error}") from None
+
+
+def _first_seed(seed: int) -> int:
+    """Of the first item. Neighbouring seeds would share all items but one."""
+    held_out = _HELD_OUT if seed >= _HELD_OUT else 0
+    number = seed - held_out
+    return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)
 
 
 def _task_rows(config: DataConfig) -> Iterator[Row]:
@@ -156,38 +193,17 @@ def _stage_sizes(config: DataConfig) -> dict[int, int]:
 
 def _file_rows(config: DataConfig) -> list[Row]:
     assert config.path is not None, "the configuration has either tasks or a path"
-    path = Path(config.path)
-    if not path.is_file():
-        raise DataError(f"there is no file {path}: name a JSONL or Parquet file")
-    rows = []
-    for where, row in _parquet(path) if path.suffix == ".parquet" else _json_lines(path):
-        question = row.get(config.prompt_column) if isinstance(row, dict) else None
-        if not isinstance(question, str):
-            raise DataError(f"{path}, {where} has no text under {config.prompt_column!r}: set data.prompt_column")
-        rows.append((question, {**row, "answer": row.get(config.answer_column)}))
+    rows: list[Row] = []
+    for where, row in read_rows(config.path):
+        question = column(row, config.prompt_column)
+        if not isinstance(question, str) and messages_of(question) is None:
+            raise DataError(
+                f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
+            )
+        rows.append((question, {**row, "answer": column(row, config.answer_column)}))
     if not rows:
-        raise DataError(f"{path} holds no prompts: give one JSON object a line, or one row each")
+        raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
     return rows
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # str.splitlines breaks at U+2028 too
-        if not line.strip():
-            continue
-        try:
-            yield f"line {number}", parse_json(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise DataError(f"{path} needs pyarrow: pip install 'tlt[parquet]'") from None
-    with telling(DataError, f"{path} is not a Parquet file that can be read"):
-        rows = read_table(path).to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
 
 # -- the cursor --------------------------------------------------------------------------------------------------------

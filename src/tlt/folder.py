@@ -17,11 +17,12 @@ from tlt.config.sections import RunConfig
 
 FILES = (
     *("config.json", "metrics.jsonl", "completions.jsonl", "completions.old.jsonl", "summary.json"),
-    *("trackers.json", "trace.json", "journal.bin"),
+    *("trackers.json", "trace.json", "journal.bin", "reward.log"),
 )
 """what a run writes there, beside its workers' logs, which go on in the same files"""
 FOLDERS = {
     "checkpoints": re.compile(r"\.?step_\d{8}(\.partial)?"),
+    "best": re.compile(r"\.?step_\d{8}(\.partial)?"),
     "drafter": re.compile(r"\.?drafter_\d{8}(\.partial)?"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
 }

@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from tlt.build import detokenizer, load_tokenizer, make_engine, make_target, sampling_params, vllm_target
 from tlt.checkpoint import latest
-from tlt.config import EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
-from tlt.data import DataError
+from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
 from tlt.engine.protocol import RolloutEngine
 from tlt.files import is_text
+from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
-from tlt.types import Prompt, Request
+from tlt.types import Prompt, Request, Response
+
+
+class Asked(NamedTuple):
+    """What is asked, and in which words."""
+
+    prompts: Sequence[str]
+    file: str | None
+    """of more prompts, as `data.path`"""
+    column: str
+    chat: str
+    """`on`, `off`, or `auto`: where the tokenizer has a chat template"""
+    system: str
 
 
 def generate(
     model: ModelConfig,
     rollout: RolloutConfig,
     speculation: SpeculationConfig,
-    prompts: Sequence[str],
+    asked: Asked,
     samples: int,
     seed: int,
     backend: EngineConfig,
+    out: Path | None,
 ) -> None:
-    """Print `samples` responses to each prompt, each as it finishes, and the speed at the end."""
+    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out`; and the
+    speed at the end. Raises DataError."""
     console = Console(highlight=False)
     model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
+    prompts = _prompts(asked, tokenizer)
+    refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
     params = sampling_params(rollout, model.path, tokenizer)
-    asked = [_prompt(i, text, tokenizer) for i, text in enumerate(prompts)]
-    longest = max(len(prompt.token_ids) for prompt in asked) + params.max_new_tokens
+    longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
     engine = _engine(model, backend, speculation, tokenizer, longest)
     requests = [
         Request(prompt, index, 0, request_seed(seed, "generate", prompt.prompt_id, 0, index), params)
-        for prompt in asked
+        for prompt in prompts
         for index in range(samples)
     ]
     start = time.perf_counter()
-    for response in engine.generate(requests):
-        console.rule(f"prompt {response.request.prompt.prompt_id}, response {response.request.index}", align="left")
-        console.print(response.text, markup=False)
+    with _shown(out, console) as show:
+        for response in engine.generate(requests):
+            show(response)
     seconds = time.perf_counter() - start
     stats = engine.stats
     speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
@@ -73,11 +93,56 @@ def policy_in(folder: str | Path) -> Path:
     return path / "policy" if (path / "policy" / "config.json").is_file() else path
 
 
-def _prompt(number: int, text: str, tokenizer: Any) -> Prompt:
+def _prompts(asked: Asked, tokenizer: Any) -> list[Prompt]:
+    chat = asked.chat == "on" or (asked.chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
+    if asked.system and not chat:
+        raise DataError("--system needs a chat template, and the tokenizer has none, or --chat is off")
+    config = DataConfig(
+        path=asked.file or "-",
+        prompt_column=asked.column,
+        max_prompt_tokens=sys.maxsize,
+        chat=chat,
+        system=asked.system,
+    )
+    encode = encoder(tokenizer, config)
+    typed = [_typed(i, text, asked.column, encode) for i, text in enumerate(asked.prompts)]
+    if not asked.file:
+        return typed
+    return typed + [replace(p, prompt_id=len(typed) + p.prompt_id) for p in load_prompts(config, encode)]
+
+
+def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
     """Raises DataError."""
     if not is_text(text):
         raise DataError(f"--prompt holds what is no text in UTF-8: {text[:80]!a}")
-    token_ids = tuple(tokenizer(text)["input_ids"])
+    token_ids = tuple(encode(text)) if text else ()
     if not token_ids:
         raise DataError(f"--prompt {text!r} is empty: it needs at least one token")
-    return Prompt(number, text, token_ids)
+    return Prompt(number, text, token_ids, {column: text})
+
+
+@contextmanager
+def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], None]]:
+    def print_it(response: Response) -> None:
+        request = response.request
+        console.rule(f"prompt {request.prompt.prompt_id}, response {request.index}", align="left")
+        console.print(response.text, markup=False)
+
+    if out is None:
+        yield print_it
+        return
+    try:
+        file = out.open("w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{out} cannot be written ({error.strerror}): give another --out") from None
+    with file:
+
+        def write(response: Response) -> None:
+            """The row as it was, and what was said; rows come in the order in which they finish."""
+            request = response.request
+            said = {"row": request.prompt.prompt_id, "index": request.index, "response": response.text}
+            line = {**request.prompt.data, **said, "finish_reason": response.finish_reason}
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            file.flush()
+
+        yield write

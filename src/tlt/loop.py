@@ -189,7 +189,8 @@ def _decode(
                 plain = parts.rollout.plainly(requests, watcher.response)
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
-            responses, wave = parts.rollout.generate(requests, watcher.response, coming(parts, config, step + 1))
+            heard = heard_by(parts.reward.submit, watcher.response)
+            responses, wave = parts.rollout.generate(requests, heard, coming(parts, config, step + 1))
             refuse_responses(responses, step)
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
@@ -200,6 +201,16 @@ def _decode(
         if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
             break
     return groups, stats, waves, dict(compared)
+
+
+def heard_by(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:
+    """Each response is scored, and shown, as it finishes, while others still decode."""
+
+    def heard(response: Response) -> None:
+        for listener in listeners:
+            listener(response)
+
+    return heard
 
 
 def _compared(plain: Sequence[Response], responses: Sequence[Response]) -> dict[str, int]:

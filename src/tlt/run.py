@@ -6,12 +6,14 @@ import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from tlt import checkpoint
 from tlt.about import about_model, about_prompts
 from tlt.build import (
+    eval_sampling,
     load_tokenizer,
     open_engine,
     open_target,
@@ -20,8 +22,6 @@ from tlt.build import (
     settled,
     starting_drafter,
     steps_ahead,
-    torch_device,
-    torch_dtype,
 )
 from tlt.checkpoint import Checkpoint
 from tlt.cluster.budget import Budget
@@ -50,9 +50,9 @@ from tlt.models.weights import folder_sha256
 from tlt.record import Noting, Progress, Record
 from tlt.resume import allowed_changes, sentence
 from tlt.rewards import make_reward
-from tlt.rl.agreement import check_agreement
+from tlt.rl.agreement import take_weights
 from tlt.rl.groups import from_plain, to_plain
-from tlt.rl.policy import Policy
+from tlt.rl.kinds import make_policy, weights_folder
 from tlt.stopping import Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
@@ -160,9 +160,9 @@ def make_parts(
 ) -> tuple[Parts, Lasting]:
     """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
     folder = policy_folder or config.model.path
-    prompts = load_prompts(config.data, encoder(tokenizer, config.data.chat))
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts))
-    reward = make_reward(config, prompts)
+    reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
     options = decoder_options(read_config(config.model.path))
     refuse_foreign_tokens(prompts, options.vocab_size)
     refuse_too_long(prompts, config.rollout.max_new_tokens, options)
@@ -174,13 +174,12 @@ def make_parts(
 
 
 def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
-    target = open_target(config, folder)
+    target = open_target(config, weights_folder(config, folder))
     layer = starting_drafter(config, target.options)
     budget = Budget(layer, target, config) if layer and isinstance(target, Decoder) else None
     engine = open_engine(config, target, layer, budget.harvest if budget else None)
-    device, dtype = torch_device(config.model), torch_dtype(config.model)
-    policy = Policy(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
-    check_agreement(target, policy)
+    policy = make_policy(config, folder)
+    take_weights(target, policy, version=0)
     return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
 
 
@@ -210,7 +209,8 @@ def _prepare(
         display.note(sentence(change))
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
-    encode = encoder(tokenizer, config.data.chat)
+    ending.callback(parts.reward.close)
+    encode = encoder(tokenizer, config.data)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
     run = Run(
         config,
@@ -325,12 +325,15 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
         run.held_out,
         parts.rollout,
         parts.reward,
-        parts.sampling,
+        eval_sampling(run.config, parts.sampling),
         run.watcher,
         min(step, run.config.train.steps - 1),
         coming(parts, run.config, step),
     )
     run.display.evaluation(step, evaluation)
+    if run.config.eval.keep_best:
+        worth, best = evaluation[f"mean@{run.config.eval.samples}"], checkpoint.Best(run.folder.path / "best")
+        best.offer(step, evaluation, worth, partial(_write_policy, run, step))
     return evaluation
 
 
@@ -347,18 +350,18 @@ def _save_is_due(config: Config, done: int) -> bool:
     return done == config.train.steps or (every > 0 and done % every == 0)
 
 
+def _write_policy(run: Run, steps: int, folder: Path) -> None:
+    run.policy.save(folder)
+    run.tokenizer.save_pretrained(folder / "policy")
+    (folder / "policy" / "README.md").write_text(model_card(run.config, steps), encoding="utf-8")
+
+
 def _save(run: Run) -> None:
     """A checkpoint of the last step's end: what a resumed run needs to end as one that was never stopped."""
-    config, parts, standing = run.config, run.parts, run.standing
-
-    def write(folder: Path) -> None:
-        run.policy.save(folder)
-        run.tokenizer.save_pretrained(folder / "policy")
-        (folder / "policy" / "README.md").write_text(model_card(config, standing.done), encoding="utf-8")
-
+    parts, standing = run.parts, run.standing
     state = {
         "step": standing.done,
-        "config": config.model_dump(mode="json"),
+        "config": run.config.model_dump(mode="json"),
         "model": run.model_sha256,
         "changes": run.changes,
         "prompts": fingerprint(parts.prompts),
@@ -367,8 +370,8 @@ def _save(run: Run) -> None:
         "rollout": parts.rollout.state(),
         "metrics": standing.metrics,
     }
-    saved = checkpoint.save(run.folder.path / "checkpoints", standing.done, state, write, config.run.keep)
-    run.folder.point_to(saved)
+    root, write = run.folder.path / "checkpoints", partial(_write_policy, run, standing.done)
+    run.folder.point_to(checkpoint.save(root, standing.done, state, write, run.config.run.keep))
     standing.saved = standing.done
     run.folder.forget_before()
     if run.journal:

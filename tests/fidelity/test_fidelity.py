@@ -156,11 +156,16 @@ def test_with_importance_weights_a_reward_that_differs_is_seen(
 ) -> None:
     calls = itertools.count()
 
-    def always_another(responses: Sequence[Response]) -> None:
-        for response in responses:
-            response.reward = float(next(calls))
+    class AlwaysAnother:
+        def submit(self, response: Response) -> None: ...
 
-    monkeypatch.setattr("tlt.run.make_reward", lambda config, prompts: always_another)
+        def __call__(self, responses: Sequence[Response]) -> None:
+            for response in responses:
+                response.reward = float(next(calls))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("tlt.run.make_reward", lambda *_: AlwaysAnother())
     agree, _ = check(small(home, train={"importance_cap": 2.0}), tmp_path)
     assert not agree
 

@@ -161,10 +161,10 @@ MUTANTS = [
     Mutant(
         "a gradient is not clipped", POLICY, "parameters, self.config.max_grad_norm)", "parameters, math.inf)", UPDATE
     ),
-    Mutant("warm-up begins at 0", POLICY, "min(1.0, (step + 1) / max", "min(1.0, step / max", UPDATE),
+    Mutant("warm-up begins at 0", "rl/schedule.py", "min(1.0, (step + 1) / max", "min(1.0, step / max", UPDATE),
     Mutant(
         "the schedule falls as if there were no warm-up",
-        POLICY,
+        "rl/schedule.py",
         "gone = (step - config.warmup_steps) / (config.steps - config.warmup_steps)",
         "gone = (step - config.warmup_steps) / config.steps",
         UPDATE,

@@ -16,7 +16,8 @@ import pytest
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError, make_reward
 from tlt.rewards.isolated import IsolatedScore, judge
-from tlt.rewards.scores import Answer, Term
+from tlt.rewards.pool import ScorePool
+from tlt.rewards.scores import Answer, Term, one_by_one
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
@@ -50,7 +51,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("nan", "not a number", "nan"),
         ("infinite", "not a number", "-inf"),
         ("word", "not a number", "'good'"),
-        ("nothing", "not a number", "None"),
+        ("nothing", "does not apply", "None"),
         ("exit", "crash", "its process ended"),
         ("die", "crash", "its process ended"),
     ],
@@ -93,7 +94,7 @@ def raises_rudely(prompt: Any, answer: Any) -> float:
     ],
 )
 def test_whatever_a_value_does_it_is_a_named_outcome(terms: list[Any], outcome: str, detail: str) -> None:
-    verdict = judge([Term("own", weight, score) for weight, score in terms], PROMPT, answer("a"))
+    verdict = judge([Term("own", weight, one_by_one(score)) for weight, score in terms], PROMPT, answer("a"))
     assert (verdict.reward, verdict.outcome) == (None, outcome)
     assert verdict.detail.startswith(detail)
 
@@ -131,7 +132,9 @@ def test_every_response_gets_its_reward_or_an_outcome_whatever_the_number_of_pro
     for workers in (1, 2):
         given = responses(*texts)
         with caplog.at_level(logging.WARNING):
-            make_reward(config(workers=workers), [PROMPT])(given)
+            reward = make_reward(config(workers=workers), [PROMPT])
+            reward(given)
+            reward.close()
         assert [(r.reward, r.outcome) for r in given] == [*expected, (0.0, "")]
     assert "no reward (error: KeyError: 'bonus'; prompt 5, answer 'raise')" in caplog.text
 
@@ -140,6 +143,7 @@ def test_a_pattern_that_takes_for_ever_is_a_timeout() -> None:
     reward = make_reward(config("format", pattern="^(a+)+$", timeout_seconds=1.0), [])
     given = responses("a" * 60 + "b")
     reward(given)
+    reward.close()
     assert given[0].outcome == "timeout"
 
 
@@ -148,7 +152,7 @@ def test_what_cannot_hang_needs_no_process() -> None:
     given = responses("7", "8")
     reward(given)
     assert [r.reward for r in given] == [1.0, 0.0]
-    assert not any(isinstance(judge, IsolatedScore) for judge in reward.judges)
+    assert not isinstance(reward.judge, ScorePool)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "tiny_rewards:no_such", "tiny_rewards:constant"])

@@ -33,10 +33,31 @@ def answer(text: str, marker: str = "", tokens: int = 0) -> Answer:
 def make_score(given: Config) -> Score:
     """Of the only term."""
     (term,) = make_terms(given)
-    return term.score
+
+    def score(prompt: Prompt, answer: Answer) -> Any:
+        (found,) = term.scores([(prompt, answer)])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return score
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer>72</answer>", "72"),
+        ("<answer> 1 </answer> no: <answer> 72 </answer> done", "72"),
+        ("<answer>72", ""),
+        ("72</answer>", ""),
+    ],
+)
+def test_an_answer_may_have_an_end(text: str, found: str) -> None:
+    assert extract_answer(text, "<answer>", "</answer>") == found
+    assert extract_answer("72; more", "", ";") == "72"
 
 
 @pytest.mark.parametrize(

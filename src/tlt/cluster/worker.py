@@ -23,7 +23,6 @@ from tlt.build import (
     open_target,
     starting_drafter,
     torch_device,
-    torch_dtype,
 )
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
@@ -35,9 +34,9 @@ from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.models.decoder import Decoder
-from tlt.rl.agreement import check_agreement, take_weights
+from tlt.rl.agreement import take_weights
+from tlt.rl.kinds import make_policy, weights_folder
 from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
-from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
@@ -110,7 +109,7 @@ class Worker:
     ) -> None:
         """`folder` holds the policy to start from; `host` is this machine as the other workers reach it."""
         self.config, self.index, self.host, self._join = config, index, host, join
-        self.target = open_target(config, folder)
+        self.target = open_target(config, weights_folder(config, folder))
         layer = starting_drafter(config, self.target.options)
         self.spot_trainer = self._spot_trainer(layer) if layer else None
         self.tracer = Tracer()
@@ -118,11 +117,8 @@ class Worker:
         self.store = self.engine.store
         self.plain = self.engine.plain_beside()
         self.device = torch_device(config.model)
-        kind = ShardedPolicy if config.train.shard else Policy
-        self.policy = kind(
-            folder, torch_dtype(config.model), self.device, config.train, config.rollout, reference=config.model.path
-        )
-        check_agreement(self.target, self.policy)
+        self.policy = make_policy(config, folder)
+        take_weights(self.target, self.policy, version=0)
         self._rollout = -1
         self._told: dict[int, int] = {}  # tokens, by seed, that a slice has told of
         self._group: tuple[Any, ProcessGroup] | None = None
@@ -308,7 +304,7 @@ class Worker:
     def state(self) -> State:
         """As of before the update, while one is under way."""
         return self._before or State(
-            _copies(self.policy.state_dict()),
+            _copies(self.policy.trained_state()),
             _copies(self.policy.optimizer_state()),
             self.target.version,
             self.engine.tuner.state(),

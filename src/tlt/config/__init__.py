@@ -4,8 +4,8 @@ Imports neither torch nor transformers, so that a fault is found in a fraction o
 """
 
 from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section
+from tlt.config.rewards import BUILT_IN_REWARDS, RewardConfig, RewardTerm
 from tlt.config.sections import (
-    BUILT_IN_REWARDS,
     ClusterConfig,
     Config,
     DataConfig,
@@ -13,8 +13,6 @@ from tlt.config.sections import (
     EngineConfig,
     EvalConfig,
     ModelConfig,
-    RewardConfig,
-    RewardTerm,
     RolloutConfig,
     SpeculationConfig,
     TaskConfig,

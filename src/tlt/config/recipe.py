@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import math
 import os
@@ -13,7 +14,8 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tlt.config.sections import Config, RewardTerm, TaskConfig
+from tlt.config.rewards import RewardTerm
+from tlt.config.sections import Config, TaskConfig
 from tlt.files import is_text, telling
 
 S = TypeVar("S", bound=BaseModel)
@@ -44,7 +46,8 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
     def resolve(path: str) -> str:
         beside = recipe_folder / path
         with telling(ConfigError, f"{path[:80]} cannot be a path"):
-            return os.path.normpath(beside) if not Path(path).is_absolute() and beside.exists() else path
+            is_there = not Path(path).is_absolute() and (beside.exists() or bool(glob.glob(str(beside))))
+            return os.path.normpath(beside) if is_there else path
 
     paths = (("model", "path"), ("data", "path"), ("speculation", "path"), ("eval", "path"), ("reward", "folder"))
     found = {}

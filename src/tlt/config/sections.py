@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from tlt.config.lora import LoraConfig
+from tlt.config.rewards import RewardConfig
+from tlt.config.section import Section
 from tlt.types import MOST_GUESSES
-
-BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact", "format", "length")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
 
 
 class ModelConfig(Section):
@@ -41,15 +36,23 @@ class DataConfig(Section):
     tasks: list[TaskConfig] = []
     """a mixture of reasoning-gym tasks; give this or `path`"""
     path: str | None = None
-    """a JSONL file, one prompt a line, or a `.parquet` file; give this or `tasks`"""
+    """a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, or several by a
+    pattern such as `data/*.jsonl`; give this or `tasks`"""
     prompt_column: str = "question"
-    """of `path`: the column with the prompt's text"""
+    """of `path`: the column with the prompt, text or a list of messages with role and content"""
     answer_column: str = "answer"
-    """of `path`: the column with what a response is compared with"""
+    """of `path`: the column with what a response is compared with; this or the one before may lie deeper:
+    `reward_model.ground_truth`"""
     template: str = "{question}"
     """the text the model sees; `{question}` stands for the prompt's text"""
     chat: bool = False
-    """put that text into the tokenizer's chat template, as the user's turn"""
+    """put that text into the tokenizer's chat template, as the user's turn; lists of messages need it"""
+    system: str = ""
+    """with `chat`, a system message before prompts that have none"""
+    chat_arguments: dict[str, Any] = {}
+    """with `chat`, of the template, such as { enable_thinking = false }"""
+    prefill: str = ""
+    """what each answer begins with: the model goes on from there"""
     size: int = Field(default=2000, gt=0)
     """prompts generated from `tasks` (an epoch)"""
     seed: int = Field(default=0, ge=0)
@@ -57,7 +60,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """another order in each epoch; else that of the source"""
     max_prompt_tokens: int = Field(default=1024, gt=0)
-    """a longer prompt is refused at start"""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """what becomes of longer ones: an error at start, or left out and counted"""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -67,60 +71,9 @@ class DataConfig(Section):
             )
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
+        if (self.system or self.chat_arguments) and not self.chat:
+            raise ValueError("data.system and data.chat_arguments go with data.chat = true")
         return self
-
-
-class RewardTerm(Section):
-    name: str = "reasoning_gym"
-    """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`, called as f(prompt, answer)
-    -> float"""
-    weight: float = 1.0
-    """the reward is the sum of weight * score"""
-    pattern: str = ""
-    """format: 1 where this regular expression is found in the whole response, else 0"""
-    length_from: int = Field(default=0, ge=0)
-    """length: 0 up to so many tokens of the response, then falling ..."""
-    length_to: int = Field(default=0, ge=0)
-    """... to -1 at so many and above"""
-
-    @model_validator(mode="after")
-    def _possible(self) -> RewardTerm:
-        if self.name not in BUILT_IN_REWARDS and ":" not in self.name:
-            near = difflib.get_close_matches(self.name, BUILT_IN_REWARDS, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(BUILT_IN_REWARDS)}"
-            raise ValueError(f"unknown reward.name {self.name!r}: {meant}; your own is written 'module:function'")
-        if (self.name == "format") != bool(self.pattern):
-            raise ValueError("reward.name = 'format' goes with reward.pattern, a regular expression: give both")
-        try:
-            re.compile(self.pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"reward.pattern {self.pattern!r} is not a regular expression: {error}") from None
-        if self.name == "length" and self.length_to <= self.length_from:
-            raise ValueError("reward.name = 'length' needs reward.length_to above reward.length_from, in tokens")
-        return self
-
-
-class RewardConfig(RewardTerm):
-    terms: list[RewardTerm] = []
-    """several rewards to be summed; give these or `name`"""
-    answer_marker: str = ""
-    """the answer is the text after the last of these in a response; empty: the whole response"""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """a response whose reward takes longer has none"""
-    workers: int = Field(default=1, gt=0)
-    """processes that rewards are computed in"""
-    folder: str = "."
-    """where your module is: beside the recipe, or else in the working directory"""
-
-    @model_validator(mode="after")
-    def _one_or_several(self) -> RewardConfig:
-        if self.terms and self.name != "reasoning_gym":
-            raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
-        return self
-
-    @property
-    def all_terms(self) -> list[RewardTerm]:
-        return self.terms or [self]
 
 
 class RolloutConfig(Section):
@@ -286,6 +239,7 @@ class TrainConfig(Section):
     chunks; a chunk needs about four times this"""
     gradient_checkpointing: bool = False
     """keep only each layer's input and compute the rest once more for the gradient"""
+    lora: LoraConfig = LoraConfig()
     shard: bool = False
     """FSDP2, for a model that one device cannot hold: the decoder layers' parameters, gradients and moments are split
     over the workers; a lost worker then ends the run, which --resume takes up from a checkpoint (run.save_every)"""
@@ -302,6 +256,13 @@ class EvalConfig(Section):
     """held-out prompts for a `data.path`, with the same columns"""
     solved: float = 1.0
     """a response with at least this reward is right, for pass@k"""
+    keep_best: bool = True
+    """the policy with the highest mean reward of an evaluation stays in the run's folder, under best/"""
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """this and the three below: of these responses; left out, as in `rollout`"""
+    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_new_tokens: int | None = Field(default=None, gt=0)
 
 
 class ClusterConfig(Section):
@@ -375,6 +336,8 @@ class Config(Section):
             _for_vllm(self)
         if self.train.shard and self.cluster.workers == 1:
             raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
+        if self.train.shard and self.train.lora.rank:
+            raise ValueError("train.shard and train.lora.rank do not go together: set one of them to false or 0")
         _trainable(self.rollout, self.train)
         return self
 

@@ -190,12 +190,12 @@ class _Snapshot:
     @classmethod
     def take(cls, policy: Policy) -> _Snapshot:
         return cls(
-            {name: tensor.clone() for name, tensor in policy.state_dict().items()},
+            {name: tensor.clone() for name, tensor in policy.trained_state().items()},
             {name: tensor.clone() for name, tensor in policy.optimizer_state().items()},
         )
 
     def restore(self, policy: Policy) -> None:
-        policy.model.load_state_dict(self.weights)
+        policy.load_state_dict(self.weights)
         policy.load_optimizer_state(self.optimizer)
 
 

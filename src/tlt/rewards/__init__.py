@@ -3,59 +3,92 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from tlt.config import Config
 from tlt.rewards.isolated import IsolatedScore, Verdict, judge
-from tlt.rewards.scores import Answer, RewardError, extract_answer, make_terms
+from tlt.rewards.pool import ScorePool
+from tlt.rewards.scores import QUICK, Answer, RewardError, extract_answer, make_terms
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward"]
 
-Reward = Callable[[Sequence[Response]], None]
-"""Sets `reward` and `scores` of each response, or leaves None there and sets `outcome`."""
-
 _log = logging.getLogger(__name__)
-_OURS = ("exact", "length")  # neither runs code of others nor can hang: no process of its own
 
 
-def make_reward(config: Config, prompts: Sequence[Prompt]) -> Judges:
-    """By the recipe's reward section, for these prompts. Raises RewardError."""
-    names = {term.name for term in config.reward.all_terms}
+class Reward(Protocol):
+    def submit(self, response: Response) -> None:
+        """Begin to score a response that is there before the others of its step."""
+        ...
+
+    def __call__(self, responses: Sequence[Response]) -> None:
+        """Sets `reward` and `scores` of each response, or leaves None there and sets `outcome`."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Judges:
+    """By the recipe's reward section, for these prompts; what it prints goes to the file `log`. Raises RewardError."""
+    reward = config.reward
+    names = {term.name for term in reward.all_terms}
     if names & {"exact", "math"}:
         for prompt in prompts:
             if prompt.data.get("answer") is None:
                 raise RewardError(f"prompt {prompt.prompt_id} has no answer to compare with: set data.answer_column")
-    if names <= set(_OURS):
-        return Judges([partial(judge, make_terms(config))], config.reward.answer_marker)
-    isolated = [IsolatedScore(config) for _ in range(config.reward.workers)]
-    return Judges([one.judge for one in isolated], config.reward.answer_marker)
+    if names <= set(QUICK):  # no process of their own
+        return Judges(partial(judge, make_terms(config)), reward.answer_marker, reward.answer_end)
+    computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
+    return Judges(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
 
 
 class Judges:
-    """Responses go to the judges in turn, by their place in the list, so that one that remembers sees the same order
-    again."""
+    """What a recipe's rewards are: a function of ours, or a pool of processes that run those of others."""
 
-    def __init__(self, judges: Sequence[Callable[[Prompt, Answer], Verdict]], marker: str) -> None:
-        self.judges, self.marker = judges, marker
+    def __init__(self, judge: Callable[[Prompt, Answer], Verdict] | ScorePool, marker: str, end: str = "") -> None:
+        self.judge, self.marker, self.end = judge, marker, end
         self._told: set[str] = set()
+        self._begun: dict[int, tuple[Response, Future[Verdict]]] = {}  # by id
+
+    def submit(self, response: Response) -> None:
+        if isinstance(self.judge, ScorePool):
+            verdict = self.judge.submit(response.request.prompt, self._answer(response))
+            self._begun[id(response)] = response, verdict
 
     def __call__(self, responses: Sequence[Response]) -> None:
-        turns = [responses[k :: len(self.judges)] for k in range(len(self.judges))]
-        with ThreadPoolExecutor(len(self.judges)) as pool:
-            list(pool.map(self._judge_all, self.judges, turns))
-
-    def _judge_all(self, judge: Callable[[Prompt, Answer], Verdict], responses: Sequence[Response]) -> None:
         for response in responses:
-            prompt = response.request.prompt
-            answer = Answer(response.text, extract_answer(response.text, self.marker), len(response.token_ids))
-            response.reward, response.outcome, detail, scores = judge(prompt, answer)
-            response.scores = dict(scores)
-            if response.outcome and response.outcome not in self._told:
-                self._told.add(response.outcome)
-                said = f"{' '.join(detail.split())[:200]}; prompt {prompt.prompt_id}, answer {answer.answer[:80]!r}"
-                _log.warning(
-                    "a response has no reward (%s: %s); more of these are counted only", response.outcome, said
-                )
+            if id(response) not in self._begun:
+                self.submit(response)
+        for response in responses:
+            self._set(response, self._verdict(response))
+        self._begun.clear()
+
+    def close(self) -> None:
+        if isinstance(self.judge, ScorePool):
+            self.judge.close()
+
+    def _answer(self, response: Response) -> Answer:
+        answer = extract_answer(response.text, self.marker, self.end)
+        ids = tuple(response.token_ids)
+        return Answer(response.text, answer, len(ids), ids, response.finish_reason)
+
+    def _verdict(self, response: Response) -> Verdict:
+        if isinstance(self.judge, ScorePool):
+            return self.judge.result(self._begun[id(response)][1])
+        return self.judge(response.request.prompt, self._answer(response))
+
+    def _set(self, response: Response, verdict: Verdict) -> None:
+        response.reward, response.outcome, detail, scores = verdict
+        response.scores = dict(scores)
+        if response.outcome and response.outcome not in self._told:
+            self._told.add(response.outcome)
+            prompt, answer = response.request.prompt, self._answer(response).answer
+            said = f"{' '.join(detail.split())[:200]}; prompt {prompt.prompt_id}, answer {answer[:80]!r}"
+            _log.warning("a response has no reward (%s: %s); more of these are counted only", response.outcome, said)

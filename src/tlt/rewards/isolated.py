@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tlt.config import Config
 from tlt.rewards.scores import Answer, RewardError, Term, make_terms
@@ -20,13 +24,15 @@ from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # to import the user's module
+_GRACE_SECONDS = 1.0
+_PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
 
 
 class Verdict(NamedTuple):
     reward: float | None
     outcome: str = ""
-    """why there is no reward: timeout, error, not a number, crash"""
+    """why there is no reward: timeout, error, not a number, does not apply, crash"""
     detail: str = ""
     """for a person: what was raised or returned"""
     scores: Mapping[str, float] = {}
@@ -34,24 +40,47 @@ class Verdict(NamedTuple):
 
 
 def judge(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
-    """A term that fails leaves the response without a reward."""
-    reward, scores = 0.0, dict[str, float]()
-    for term in terms:
-        try:
-            value = term.score(prompt, answer)
-        except Exception as error:
-            return Verdict(None, "error", f"{type(error).__name__}: {_text(str, error)}")
-        try:
-            score = float(value)
-        except Exception:  # of a user's own class it may raise anything
-            score = math.nan
-        if not math.isfinite(score):
-            return Verdict(None, "not a number", f"it gave {_text(repr, value)}"[:200])
+    return judge_all(terms, [(prompt, answer)])[0]
+
+
+def judge_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
+    """A term that gives None does not apply. One that fails leaves the response without a reward, or is left out like
+    one that does not apply, as the recipe says."""
+    columns = [term.scores(asked) for term in terms]
+    return [_verdict(terms, values) for values in zip(*columns, strict=True)]
+
+
+def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
+    """Of one response, from what each term gave: a number, None or an exception."""
+    reward, scores, failed = 0.0, dict[str, float](), None
+    for term, value in zip(terms, values, strict=True):
+        if value is None:
+            continue
+        score, fault = _number(value)
+        if fault and term.if_fails == "response":
+            return fault
+        if fault:
+            failed = fault
+            continue
         scores[term.name] = score
         reward += term.weight * score
+    if not scores:
+        return failed or Verdict(None, "does not apply", "each term gave None")
     if not math.isfinite(reward):
         return Verdict(None, "not a number", f"the sum of its terms is {reward}")
     return Verdict(reward, scores=scores)
+
+
+def _number(value: Any) -> tuple[float, Verdict | None]:
+    if isinstance(value, TimeoutError):
+        return math.nan, Verdict(None, "timeout", _text(str, value))
+    if isinstance(value, Exception):
+        return math.nan, Verdict(None, "error", f"{type(value).__name__}: {_text(str, value)}")
+    try:
+        score = float(value)
+    except Exception:  # of a user's own class it may raise anything
+        score = math.nan
+    return score, None if math.isfinite(score) else Verdict(None, "not a number", f"it gave {_text(repr, value)}"[:200])
 
 
 def _text(form: Callable[[object], str], thing: object) -> str:
@@ -68,24 +97,37 @@ class IsolatedScore:
     Spawned, never forked: torch's threads do not survive a fork. Raises RewardError if the process cannot start.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, log: Path | None = None) -> None:
+        """What it prints goes to the file `log`."""
+        self.config, self.log = config, log
+        self.at_once = 1
+        """responses that it takes together"""
         self._process: BaseProcess | None = None
         self._start()
 
     def judge(self, prompt: Prompt, answer: Answer) -> Verdict:
+        return self.judge_all([(prompt, answer)])[0]
+
+    def judge_all(self, asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
+        """None, of several, where the process did not come back."""
         if self._process is None:
             self._start()
         limit = self.config.reward.timeout_seconds
+        # an async function keeps to the limit itself, so that the others of its batch are not lost
+        patience = limit if len(asked) == 1 else limit + _GRACE_SECONDS
         try:
-            self._connection.send((prompt, answer))
-            if self._connection.poll(limit):
-                return Verdict(*self._connection.recv())
+            self._connection.send(list(asked))
+            if self._connection.poll(patience):
+                return [Verdict(*verdict) for verdict in self._connection.recv()]
             verdict = Verdict(None, "timeout", f"no answer in {limit:g} s")
         except (EOFError, OSError):
             verdict = Verdict(None, "crash", "its process ended")
         self.close()
-        return verdict
+        return [verdict] if len(asked) == 1 else []
+
+    def processor_seconds(self) -> float:
+        """That it computed for, as far as the system tells; those that it took to start are not counted."""
+        return max(0.0, _processor_seconds(self._process) - self._starting_seconds) if self._process else 0.0
 
     def close(self) -> None:
         """End the process; the next call starts another."""
@@ -96,7 +138,7 @@ class IsolatedScore:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self.config))
+        process = context.Process(target=_serve, args=(theirs, self.config, self.log))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until it can ignore them itself
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -104,47 +146,107 @@ class IsolatedScore:
         self._process = process
         # before multiprocessing's own exit handler, which would ask with a SIGTERM and wait
         self._end = Finalize(self, _end, (process, self._connection), exitpriority=100)
+        fault, many = "it did not start in time", False
         try:
-            fault = self._connection.recv() if self._connection.poll(START_SECONDS) else "it did not start in time"
+            if self._connection.poll(START_SECONDS):
+                fault, many = self._connection.recv()
         except (EOFError, OSError):
             fault = "its process ended as it started; a script that trains needs `if __name__ == '__main__':`"
+        self.at_once = self.config.reward.batch_size if many else 1
+        self._starting_seconds = _processor_seconds(process)
         if fault:
             self.close()
             names = ", ".join(term.name for term in self.config.reward.all_terms)
             raise RewardError(fault if "reward.name" in fault else f"reward {names} cannot start: {fault}")
 
 
+def _processor_seconds(process: BaseProcess) -> float:
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:  # it has ended, or this is not Linux
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _end(process: BaseProcess, connection: Connection) -> None:
-    connection.close()
+    with suppress(OSError):  # another thread may have been quicker
+        connection.close()
     assert process.pid is not None, "it has been started"
+    for pid in _descendants(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):  # it ended, or has not yet made a group of its own
         os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started itself
     process.kill()
     process.join()
 
 
-def _serve(connection: Connection, config: Config) -> None:
+def _descendants(pid: int) -> list[int]:
+    """Of a process, as far as the system tells: also those that have left its group."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")
+            children.setdefault(int(fields.split()[1]), []).append(int(name.split()[0]))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
+
+
+def _serve(connection: Connection, config: Config, log: Path | None) -> None:
     os.setsid()
+    _adopt_orphans()
     for number in _NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_US)
     threading.Thread(target=_die_with_the_run, daemon=True).start()
+    if limit := config.reward.memory_mb * 2**20:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         terms = make_terms(config)
     except Exception as error:
-        connection.send(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        connection.send((str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", False))
         return
-    connection.send("")
+    connection.send(("", all(term.many for term in terms)))
+    for number, asked in enumerate(_received(connection)):
+        if log and number == 0:
+            _print_to(log)
+        connection.send([tuple(verdict) for verdict in judge_all(terms, asked)])
+
+
+def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Answer]]]:
     while True:
         try:
-            prompt, answer = connection.recv()
+            yield connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(tuple(judge(terms, prompt, answer)))
+
+
+def _print_to(log: Path) -> None:
+    """From now on, of programs that are started too."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # there is no folder of a run
+        return
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(file, number)
+    os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _adopt_orphans() -> None:
+    """What a program started by the reward leaves behind becomes this process' child, to be ended with it (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _die_with_the_run() -> None:
     run = multiprocessing.parent_process()
     assert run is not None, "this is a child process"
     run.join()
+    for pid in _descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from tlt.config import Config, RewardTerm
+from tlt.config import Config, RewardConfig, RewardTerm
 from tlt.data import task_dataset
 from tlt.types import Prompt
 
@@ -29,9 +31,16 @@ class Answer:
     """what follows the marker"""
     tokens: int
     """of the response"""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = "stop"
+    """`stop` or `length`"""
 
 
-Score = Callable[[Prompt, Answer], float]
+QUICK = ("exact", "length")
+"""of ours, those that neither run code of others nor can hang"""
+Score = Callable[[Prompt, Answer], Any]
+"""a number, or None where the term does not apply"""
+Asked = Sequence[tuple[Prompt, Answer]]
 
 
 class Term(NamedTuple):
@@ -40,7 +49,11 @@ class Term(NamedTuple):
     name: str
     """as the recipe has it; a second one of the same name is `name_2`"""
     weight: float
-    score: Score
+    scores: Callable[[Asked], list[Any]]
+    """for each response a number, None where the term does not apply, or the exception that was raised"""
+    if_fails: str = "response"
+    many: bool = False
+    """it is asked about several responses at once rather than about one"""
 
 
 def make_terms(config: Config) -> list[Term]:
@@ -50,21 +63,38 @@ def make_terms(config: Config) -> list[Term]:
     for term in config.reward.all_terms:
         counts[term.name] += 1
         number = f"_{counts[term.name]}" if counts[term.name] > 1 else ""
-        terms.append(Term(term.name + number, term.weight, _score_of(term, config)))
+        if ":" in term.name:
+            scores, many = _users(term, config.reward)
+        else:
+            scores, many = one_by_one(_score_of(term, config)), term.name in QUICK
+        terms.append(Term(term.name + number, term.weight, scores, term.if_fails, many))
     return terms
 
 
-def extract_answer(text: str, marker: str) -> str:
-    """The text after the last `marker`, stripped; empty if the marker is missing. No marker: the whole text."""
-    if not marker:
-        return text.strip()
-    _, found, answer = text.rpartition(marker)
+def extract_answer(text: str, marker: str, end: str = "") -> str:
+    """The text after the last `marker` and before the next `end`, stripped; empty if the marker is missing, or no end
+    follows. No marker: the whole text; no end: up to the end."""
+    _, found, answer = text.rpartition(marker) if marker else ("", "yes", text)
+    if end:
+        answer, closed, _ = answer.partition(end)
+        found = found and closed
     return answer.strip() if found else ""
 
 
+def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
+    def scores(asked: Asked) -> list[Any]:
+        found = []
+        for prompt, answer in asked:
+            try:
+                found.append(score(prompt, answer))
+            except Exception as error:
+                found.append(error)
+        return found
+
+    return scores
+
+
 def _score_of(term: RewardTerm, config: Config) -> Score:
-    if ":" in term.name:
-        return _users(term.name, config.reward.folder)
     if term.name == "reasoning_gym":
         return _reasoning_gym(config)
     if term.name == "math":
@@ -143,7 +173,71 @@ def _math() -> Score:
     return score
 
 
-def _users(path: str, folder: str) -> Score:
+# -- the user's own ----------------------------------------------------------------------------------------------------
+
+_MORE: dict[str, Callable[[Prompt, Answer], Any]] = {
+    "response": lambda prompt, answer: answer.text,
+    "token_ids": lambda prompt, answer: list(answer.token_ids),
+    "length": lambda prompt, answer: answer.tokens,
+    "finish_reason": lambda prompt, answer: answer.finish_reason,
+    "task": lambda prompt, answer: prompt.data.get("task", ""),
+}
+"""what a function of the user gets if it has a parameter of this name, behind prompt and answer"""
+
+
+def _users(term: RewardTerm, config: RewardConfig) -> tuple[Callable[[Asked], list[Any]], bool]:
+    """The function f(prompt, answer, ...); with `batched`, f(prompts, answers, ...), of lists. And whether it is asked
+    about many at once."""
+    function = _imported(term.name, config.folder)
+    more = _asked_for(function, term.name)
+    if inspect.iscoroutinefunction(function):
+        return lambda asked: asyncio.run(_all_at_once(function, more, asked, config.timeout_seconds)), True
+    if not term.batched:
+        return one_by_one(lambda prompt, answer: function(prompt, answer.answer, **_more(more, prompt, answer))), False
+
+    def scores(asked: Asked) -> list[Any]:
+        columns = {name: [_MORE[name](*one) for one in asked] for name in more}
+        try:
+            found = list(function([prompt for prompt, _ in asked], [answer.answer for _, answer in asked], **columns))
+        except Exception as error:
+            return [error] * len(asked)
+        if len(found) != len(asked):
+            return [ValueError(f"it gave {len(found)} numbers for {len(asked)} responses")] * len(asked)
+        return found
+
+    return scores, True
+
+
+async def _all_at_once(function: Callable[..., Any], more: Sequence[str], asked: Asked, limit: float) -> list[Any]:
+    async def one(prompt: Prompt, answer: Answer) -> Any:
+        try:
+            return await asyncio.wait_for(function(prompt, answer.answer, **_more(more, prompt, answer)), limit)
+        except TimeoutError:
+            return TimeoutError(f"no answer in {limit:g} s")
+
+    return await asyncio.gather(*(one(*pair) for pair in asked), return_exceptions=True)
+
+
+def _more(names: Sequence[str], prompt: Prompt, answer: Answer) -> dict[str, Any]:
+    return {name: _MORE[name](prompt, answer) for name in names}
+
+
+def _asked_for(function: Callable[..., Any], path: str) -> list[str]:
+    """The names of its parameters behind the first two. Raises RewardError for one that nobody fills."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[2:]
+    except ValueError:  # written in C, it does not say
+        return []
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for parameter in named:
+        if parameter.name not in _MORE and parameter.default is parameter.empty:
+            raise RewardError(
+                f"reward.name = {path!r} wants {parameter.name!r}: after prompt and answer there are {', '.join(_MORE)}"
+            )
+    return [parameter.name for parameter in named if parameter.name in _MORE]
+
+
+def _imported(path: str, folder: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     for place in map(os.path.abspath, (".", folder)):  # a console script has not even the working directory
         if place not in sys.path:
@@ -155,5 +249,4 @@ def _users(path: str, folder: str) -> Score:
         raise RewardError(f"{said}: write 'module:function'") from error
     if not callable(found):
         raise RewardError(f"reward.name = {path!r} is not a function: write 'module:function'")
-    function = cast(Callable[[Prompt, str], float], found)
-    return lambda prompt, answer: function(prompt, answer.answer)
+    return found

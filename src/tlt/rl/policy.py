@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from tlt.rl.hugging_face import checkpoint_layers, load_model
 from tlt.rl.logprobs import sequence_logits, token_logprobs
 from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
 from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
+from tlt.rl.schedule import learning_rate, turns_of
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
@@ -62,7 +62,8 @@ class Policy:
         self.config, self.rollout, self.device = config, rollout, device
         self.autocast = dtype == torch.bfloat16
         masters = torch.float32 if self.autocast else dtype
-        self.model = load_model(folder, masters, self._home())
+        self.base = reference or folder
+        self.model = self._load(folder, masters, reference)
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.reference = load_model(reference or folder, masters, self._home()) if config.kl_weight else None
@@ -81,6 +82,9 @@ class Policy:
         self.updated, self._token_share = 0.0, 0.0
         """share of the update under way that is done, which others may read at any time, 0 before and after; and a
         token's part of it"""
+
+    def _load(self, folder: str | Path, dtype: torch.dtype, base: str | Path | None) -> Any:
+        return load_model(folder, dtype, self._home())
 
     def _home(self) -> torch.device:
         """Where models are loaded to."""
@@ -116,7 +120,7 @@ class Policy:
         divergence = None
         if self.reference and self.config.kl_in == "reward":
             batch, divergence = self._penalized(batch, group)
-        turns = _turns(len(batch.response_ids), self.config.updates_per_step)
+        turns = turns_of(len(batch.response_ids), self.config.updates_per_step)
         shards = [self._own(batch, members, group) for members in turns]
         self.updated, self._token_share = 0.0, self._share_of_a_token(batch, shards)
         fixed = self._fixed(batch, [i for own in shards for i in own], group)
@@ -337,13 +341,20 @@ class Policy:
     def state_dict(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
+    def trained_state(self) -> Mapping[str, Tensor]:
+        """What `load_state_dict` takes: all that training changes."""
+        return self.state_dict()
+
     def sha256(self) -> str:
         return weights.sha256(self.state_dict())
 
     def save(self, folder: Path) -> None:
         """`policy/`, which transformers can load, and the optimizer's state as safetensors."""
-        self.model.save_pretrained(folder / "policy")
+        self._save_model(folder / "policy")
         save_file(dict(self.optimizer_state()), folder / "optimizer.safetensors")
+
+    def _save_model(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """name of the parameter + name of the moment -> tensor; empty before the first update."""
@@ -367,20 +378,6 @@ class Policy:
 
     def load_optimizer(self, folder: Path) -> None:
         self.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
-
-
-def _turns(count: int, parts: int) -> list[range]:
-    """`count` responses in so many mini-batches, those without any left out."""
-    borders = [round(count * k / parts) for k in range(parts + 1)]
-    return [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Of step 0, 1, ..: `warmup_steps` of even rise, then the schedule, which is above 0 at the last step."""
-    if step < config.warmup_steps or config.schedule == "constant":
-        return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
-    gone = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
-    return config.learning_rate * (1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2)
 
 
 def _old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:

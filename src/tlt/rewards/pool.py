@@ -1,0 +1,174 @@
+"""The queue in front of the reward processes: responses are scored while others still decode."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from tlt.rewards.isolated import IsolatedScore, Verdict
+from tlt.rewards.scores import Answer
+from tlt.types import Prompt
+
+_MOST = 64  # processes in all
+_LOOK_SECONDS = 0.1  # between two looks at whether there are enough
+
+
+class Waiting(NamedTuple):
+    prompt: Prompt
+    answer: Answer
+    verdict: Future[Verdict]
+    alone: bool = False
+    """it was given to a process together with others, and none of them came back"""
+
+
+class ScorePool:
+    """Processes that take from one queue. There is one at first; where the queue would take much longer than to start a
+    process, their number doubles. Those that compute are bounded by `computing`, and those that wait (for a network, or
+    for ever) by `_MOST` alone: so rewards that hang do so together, and cost about one time-out."""
+
+    def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:
+        """`start` gives another process. Raises RewardError."""
+        self._start, self._computing = start, computing
+        self._queue: deque[Waiting] = deque()
+        self._changed = threading.Condition()
+        self._servers: list[_Server] = []
+        self._starting, self._closed = 0, False
+        self._broken: BaseException | None = None
+        began = time.monotonic()
+        first = start()
+        self._start_seconds = time.monotonic() - began
+        self._serve(first)
+
+    def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]:
+        verdict: Future[Verdict] = Future()
+        with self._changed:
+            self._queue.append(Waiting(prompt, answer, verdict))
+            self._changed.notify()
+        self._grow()
+        return verdict
+
+    def result(self, verdict: Future[Verdict]) -> Verdict:
+        """Raises RewardError where no process is left and none can be started."""
+        while True:
+            try:
+                return verdict.result(_LOOK_SECONDS)
+            except TimeoutError:
+                self._grow()
+                if self._broken:
+                    raise self._broken from None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for server in self._servers:
+            server.scorer.close()
+
+    # -- how many ------------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        with self._changed:
+            more = 0 if self._starting or self._closed else self._missing()
+            self._starting += more
+        for _ in range(more):
+            threading.Thread(target=self._begin, daemon=True).start()
+
+    def _missing(self) -> int:
+        waiting, count = len(self._queue), len(self._servers)
+        spent = sum(server.seconds for server in self._servers)
+        each = spent / max(1, sum(server.taken for server in self._servers))
+        if waiting * each < 2 * self._start_seconds * count:
+            return 0
+        computing = sum(server.computes for server in self._servers)
+        return max(0, min(count, waiting, _MOST - count, max(count, self._computing) - computing))
+
+    def _begin(self) -> None:
+        try:
+            scorer = self._start()
+        except BaseException as error:
+            with self._changed:
+                self._starting -= 1
+                if not self._servers:
+                    self._broken = error
+            return
+        self._serve(scorer, started=1)
+
+    def _serve(self, scorer: IsolatedScore, started: int = 0) -> None:
+        server = _Server(scorer)
+        with self._changed:
+            self._starting -= started
+            self._servers.append(server)
+        threading.Thread(target=self._work, args=(server,), daemon=True).start()
+
+    # -- one of them ---------------------------------------------------------------------------------------------------
+
+    def _work(self, server: _Server) -> None:
+        while taken := self._take(server.scorer.at_once):
+            server.begin(len(taken))
+            try:
+                verdicts = server.scorer.judge_all([(one.prompt, one.answer) for one in taken])
+            except BaseException as error:  # its process cannot be started again
+                self._lose(server, taken, error)
+                return
+            server.end()
+            self._give(taken, verdicts)
+
+    def _take(self, most: int) -> list[Waiting]:
+        """Empty once the pool is closed."""
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return []
+            taken = [self._queue.popleft()]
+            while self._queue and len(taken) < most and not (taken[0].alone or self._queue[0].alone):
+                taken.append(self._queue.popleft())
+            return taken
+
+    def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
+        """What a process did not come back from is asked for again, one by one, to see who it was."""
+        if len(taken) > 1 and not verdicts:
+            with self._changed:
+                self._queue.extendleft(one._replace(alone=True) for one in reversed(taken))
+                self._changed.notify_all()
+            return
+        for one, verdict in zip(taken, verdicts, strict=True):
+            one.verdict.set_result(verdict)
+
+    def _lose(self, server: _Server, taken: Sequence[Waiting], error: BaseException) -> None:
+        with self._changed:
+            self._servers.remove(server)
+            self._queue.extendleft(reversed(taken))
+            self._changed.notify_all()
+            if not self._servers and not self._starting:
+                self._broken = error
+
+
+class _Server:
+    """A process, and what it took so far."""
+
+    def __init__(self, scorer: IsolatedScore) -> None:
+        self.scorer = scorer
+        self.taken = 0
+        self._spent, self._began = 0.0, 0.0
+
+    def begin(self, count: int) -> None:
+        self.taken += count
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        self._spent, self._began = self.seconds, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """At work, the call under way included."""
+        return self._spent + (time.monotonic() - self._began if self._began else 0.0)
+
+    @property
+    def computes(self) -> bool:
+        """Rather than wait; on a busy machine it gets a small share of a processor."""
+        return self.scorer.processor_seconds() > 0.1 * self.seconds

@@ -1,0 +1,23 @@
+"""Which kind of policy a recipe asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlt.build import torch_device, torch_dtype
+from tlt.config import Config
+from tlt.rl.lora import AdaptedPolicy
+from tlt.rl.policy import Policy
+from tlt.rl.sharded import ShardedPolicy
+
+
+def make_policy(config: Config, folder: str | Path) -> Policy:
+    """That in `folder`: the recipe's model, or the policy of a checkpoint."""
+    kind = ShardedPolicy if config.train.shard else AdaptedPolicy if config.train.lora.rank else Policy
+    dtype, device = torch_dtype(config.model), torch_device(config.model)
+    return kind(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
+
+
+def weights_folder(config: Config, folder: str | Path) -> str | Path:
+    """Where weights lie that the policy in `folder` has, or had before its adapters."""
+    return config.model.path if config.train.lora.rank else folder

@@ -1,0 +1,115 @@
+"""LoRA: a policy of which adapters are trained (PEFT), merged where its weights are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from tlt.config.lora import LoraConfig
+from tlt.models.families import ModelError
+from tlt.rl.hugging_face import load_model
+from tlt.rl.policy import Policy
+
+FILE = "adapter_model.safetensors"
+_PEFT = "base_model.model."  # before each name in PEFT's files
+_ADAPTER = "default"
+
+
+class AdaptedPolicy(Policy):
+    """A checkpoint holds the adapters alone, in PEFT's own format. Once merged it is the same model to rounding."""
+
+    def _load(self, folder: str | Path, dtype: torch.dtype, base: str | Path | None) -> Any:
+        """`folder` holds adapters of the model in `base`, or is that model."""
+        model = load_model(self.base, dtype, self._home())
+        _adapt(model, self.config.lora)
+        file = Path(folder) / FILE
+        if file.is_file():
+            inner = {_inner(name): tensor for name, tensor in load_file(file).items()}
+            model.load_state_dict(inner, strict=False)
+        return model
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """As of a model without adapters: these are merged."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            if ".lora_" not in name:
+                found[name.replace(".base_layer.", ".")] = tensor
+        return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(self.model)}
+
+    def trained_state(self) -> Mapping[str, Tensor]:
+        return {name: tensor for name, tensor in self.model.state_dict().items() if ".lora_" in name}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.model.load_state_dict(state, strict=False)
+
+    def _save_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {_outer(name): tensor.detach().contiguous() for name, tensor in self.trained_state().items()}
+        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+        peft = _peft_config(self.config.lora)
+        peft.base_model_name_or_path = str(Path(self.base).resolve())
+        peft.save_pretrained(str(folder))
+
+
+def export(adapters: Path, out: Path) -> None:
+    """Write a whole model, the adapters of a checkpoint merged into their base, as any Hugging Face folder. Raises
+    ModelError."""
+    if not (adapters / FILE).is_file():
+        raise ModelError(f"{adapters} holds no adapters ({FILE}): give the policy folder of a checkpoint of a LoRA run")
+    peft = _peft()
+    base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
+    if not Path(str(base), "config.json").is_file():
+        raise ModelError(f"{adapters} has adapters of the model in {base}, which is not there: put it back")
+    model = load_model(str(base), torch.float32, torch.device("cpu"))
+    whole = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
+    whole.save_pretrained(out)
+    AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(out)
+
+
+def _adapt(model: Any, config: LoraConfig) -> None:
+    """Adapters of the same random numbers wherever they are made; they add nothing at first."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            _peft().inject_adapter_in_model(_peft_config(config), model)
+        except ValueError as error:
+            raise ModelError(f"train.lora.targets do not fit the model: {' '.join(str(error).split())}") from None
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def _peft_config(config: LoraConfig) -> Any:
+    return _peft().LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), task_type="CAUSAL_LM"
+    )
+
+
+def _adapted(model: Any) -> list[tuple[str, Any]]:
+    return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> Tensor:
+    return layer.base_layer.weight + layer.get_delta_weight(_ADAPTER)
+
+
+def _outer(name: str) -> str:
+    return _PEFT + name.replace(f".{_ADAPTER}.", ".")
+
+
+def _inner(name: str) -> str:
+    return name.removeprefix(_PEFT).replace(".weight", f".{_ADAPTER}.weight")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ModelError("train.lora needs PEFT: pip install 'tlt[lora]'") from None
+    return peft

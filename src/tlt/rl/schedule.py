@@ -1,0 +1,22 @@
+"""What is due when: the mini-batches of an update, and the learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from tlt.config import TrainConfig
+
+
+def turns_of(count: int, parts: int) -> list[range]:
+    """`count` responses in so many mini-batches, those without any left out."""
+    borders = [round(count * k / parts) for k in range(parts + 1)]
+    return [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of step 0, 1, ..: `warmup_steps` of even rise, then the schedule, which is above 0 at the last step."""
+    if step < config.warmup_steps or config.schedule == "constant":
+        return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+    gone = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    return config.learning_rate * (1 - gone if config.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2)

@@ -1,0 +1,255 @@
+"""The queue in front of the reward processes: what is scored when, by how many, and what becomes of those that hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config import Config, parse_config
+from tlt.rewards import Judges, RewardError, make_reward
+from tlt.rewards.isolated import Verdict, judge, judge_all
+from tlt.rewards.pool import ScorePool
+from tlt.rewards.scores import Answer, make_terms
+from tlt.types import Prompt, Request, Response, SamplingParams
+
+PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})
+
+
+def config(name: str, **reward: Any) -> Config:
+    section = {"name": f"tiny_rewards:{name}", "timeout_seconds": 20.0} | reward
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
+
+
+def responses(*texts: str) -> list[Response]:
+    request = Request(PROMPT, 0, 0, 0, SamplingParams())
+    return [Response(request, [1] * max(1, len(text)), [], [], "stop", text) for text in texts]
+
+
+@contextmanager
+def judges(name: str, log: Path | None = None, **reward: Any) -> Iterator[Judges]:
+    made = make_reward(config(name, **reward), [PROMPT], log)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def outcome_of(name: str, *texts: str, **reward: Any) -> list[tuple[float | None, str]]:
+    with judges(name, **reward) as made:
+        given = responses(*texts)
+        made(given)
+        return [(response.reward, response.outcome) for response in given]
+
+
+# -- while others decode -----------------------------------------------------------------------------------------------
+
+
+def test_what_was_submitted_is_scored_meanwhile() -> None:
+    with judges("trouble") as made:
+        given = responses("one", "four4", "child")
+        for response in given:
+            made.submit(response)
+        assert isinstance(made.judge, ScorePool)
+        begun = [verdict for _, verdict in made._begun.values()]
+        for verdict in begun:
+            assert verdict.result(60).reward is not None
+        made(given)
+        assert [response.reward for response in given[:2]] == [3.0, 5.0]
+        again = responses("three")  # the next step's, of which nothing was said before
+        made(again)
+        assert again[0].reward == 5.0
+
+
+# -- how many processes ------------------------------------------------------------------------------------------------
+
+
+class Stand:
+    """In the place of a process: answers after `seconds`, of which it computes a share."""
+
+    at_once = 1
+
+    def __init__(self, seconds: float, share: float = 0.0) -> None:
+        self.seconds, self.share, self.worked = seconds, share, 0.0
+
+    def judge_all(self, asked: Any) -> list[Verdict]:
+        for _ in range(20):
+            time.sleep(self.seconds / 20)
+            self.worked += self.share * self.seconds / 20
+        return [Verdict(1.0) for _ in asked]
+
+    def processor_seconds(self) -> float:
+        return self.worked
+
+    def close(self) -> None: ...
+
+
+def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
+    """Processes that there are once all is scored."""
+    made: list[Any] = []
+
+    def start() -> Any:
+        time.sleep(0.02)
+        made.append(stand())
+        return made[-1]
+
+    pool = ScorePool(start, computing)
+    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(waiting)]
+    assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
+    pool.close()
+    return len(made)
+
+
+def test_quick_rewards_need_one_process() -> None:
+    assert made_for(lambda: Stand(0.0), 40) == 1
+
+
+def test_those_that_wait_are_many_and_those_that_compute_are_as_many_as_may() -> None:
+    assert made_for(lambda: Stand(1.0), 24) >= 8
+    assert made_for(lambda: Stand(0.5, share=1.0), 8) == 2
+
+
+def test_rewards_that_hang_cost_about_one_time_out() -> None:
+    """Twelve of them in turn would take 24 s."""
+    began = time.monotonic()
+    found = outcome_of("trouble", *["hang"] * 12, "four", timeout_seconds=2.0)
+    assert found == [(None, "timeout")] * 12 + [(4.0, "")]
+    assert time.monotonic() - began < 20
+
+
+def test_a_process_that_cannot_be_started_again_ends_the_run() -> None:
+    class Broken(Stand):
+        def judge_all(self, asked: Any) -> list[Verdict]:
+            raise RewardError("reward x cannot start: its module has gone")
+
+    pool = ScorePool(lambda: Broken(0.0), 1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RewardError, match="its module has gone"):
+        pool.result(pool.submit(PROMPT, Answer("", "", 1)))
+
+
+def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
+    class First(Stand):
+        def judge_all(self, asked: Any) -> list[Verdict]:
+            super().judge_all(asked)
+            raise RewardError("reward x cannot start")
+
+    made: list[Stand] = []
+    started = threading.Event()
+
+    def start() -> Any:
+        made.append(First(0.5) if not made else Stand(0.2))
+        if len(made) > 1:
+            started.set()
+        return made[-1]
+
+    pool = ScorePool(start, 1)
+    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(6)]
+    assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
+    assert started.is_set()
+    pool.close()
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def test_async_functions_are_awaited_together() -> None:
+    began = time.monotonic()
+    assert outcome_of("asks_a_server", *["0.5"] * 16) == [(3.0, "")] * 16
+    assert time.monotonic() - began < 6  # 8 s one after the other
+
+
+def test_one_async_call_that_hangs_is_lost_alone() -> None:
+    found = outcome_of("asks_a_server", "0.1", "99", "0.1", timeout_seconds=1.5)
+    assert found == [(3.0, ""), (None, "timeout"), (3.0, "")]
+
+
+def test_a_function_of_lists_is_called_once() -> None:
+    terms = make_terms(config("of_lists", batched=True))
+    asked = [(PROMPT, Answer(text, text, 1)) for text in ("a", "", "c")]
+    assert [(v.reward, v.outcome) for v in judge_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
+    for word, said in (("raise", "KeyError: 'bonus'"), ("few", "gave 0 numbers for 2 responses")):
+        verdicts = judge_all(terms, [(PROMPT, Answer(text, text, 1)) for text in (word, "b")])
+        assert all(v.outcome == "error" and said in v.detail for v in verdicts)
+
+
+def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
+    found = outcome_of("of_lists", "a", "hang", "c", batched=True, timeout_seconds=1.5)
+    assert [outcome for _, outcome in found] == ["", "timeout", ""]
+
+
+# -- what a function is given, and what it may give --------------------------------------------------------------------
+
+
+def test_a_function_may_ask_for_all_there_is() -> None:
+    answer = Answer("it is 7", "7", 2, (1, 2), "length")
+    assert judge(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
+
+
+def test_a_parameter_that_nobody_fills_is_refused_at_the_start() -> None:
+    with pytest.raises(RewardError, match=r"wants 'mood'.*response, token_ids, length, finish_reason, task"):
+        make_reward(config("wants_more"), [PROMPT])
+
+
+def terms_of(*terms: dict[str, Any]) -> Any:
+    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"terms": list(terms)}}
+    return make_terms(parse_config(tree))
+
+
+@pytest.mark.parametrize(
+    ("text", "if_fails", "expected"),
+    [
+        ("nothing", "response", (0.5, "")),  # the term does not apply
+        ("raise", "response", (None, "error")),
+        ("nan", "response", (None, "not a number")),
+        ("raise", "term", (0.5, "")),
+        ("nan", "term", (0.5, "")),
+        ("four", "term", (8.5, "")),
+    ],
+)
+def test_a_term_that_fails_voids_what_the_recipe_says(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
+    format_ = {"name": "format", "pattern": ".", "weight": 0.5}
+    terms = terms_of({"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, format_)
+    assert judge(terms, PROMPT, Answer(text, text, 1))[:2] == expected
+
+
+def test_where_no_term_is_left_there_is_no_reward() -> None:
+    terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
+    assert judge(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
+    assert judge(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_prints_is_in_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with judges("prints", tmp_path / "reward.log") as made:
+        made(responses("a", "b"))
+        said = (tmp_path / "reward.log").read_text(encoding="utf-8")
+    assert said.splitlines() == [line for x in "ab" for line in (f"seen: {x}", f"and from a program: {x}")]
+    assert "seen" not in capfd.readouterr().out
+
+
+def test_it_may_allocate_so_much_and_no_more() -> None:
+    assert outcome_of("allocates", "16", "4096", memory_mb=1024) == [(1.0, ""), (None, "error")]
+
+
+def test_what_its_children_left_behind_ends_with_it() -> None:
+    with judges("leaves_a_child") as made:
+        given = responses("x")
+        made(given)
+        child = int(given[0].reward or 0)
+        assert child
+        os.kill(child, 0)
+    for _ in range(50):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("a grandchild outlives the reward's process")

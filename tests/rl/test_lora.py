@@ -1,0 +1,115 @@
+"""Adapters: trained alone, merged for the engine, kept as PEFT keeps them, resumed to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from tiny import random_batch, save_tokenizer, save_weights, tiny_tree
+from transformers import AutoModelForCausalLM
+
+from tlt.config import RolloutConfig, TrainConfig, parse_config
+from tlt.display import Display
+from tlt.metrics import read_metrics
+from tlt.models.families import ModelError
+from tlt.models.weights import sha256
+from tlt.rl.lora import AdaptedPolicy, export
+from tlt.run import train
+
+VOCAB = 31
+TOKENS = torch.tensor([[1, 7, 3, 20, 5]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
+
+
+def adapted(folder: Path, base: Path, **lora: Any) -> AdaptedPolicy:
+    settings = {"learning_rate": 1e-2, "loss": "grpo", "lora": {"rank": 4} | lora}
+    config = TrainConfig.model_validate(settings)
+    return AdaptedPolicy(folder, torch.float64, torch.device("cpu"), config, RolloutConfig(), reference=base)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def test_adapters_alone_are_trained_and_add_nothing_at_first(folder: Path) -> None:
+    policy = adapted(folder, folder)
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    assert torch.equal(logits(policy.model), logits(plain))
+    assert policy.update(random_batch(VOCAB), 0)["grad_norm"] > 0
+    changed = {n for n, t in policy.model.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed
+    assert all(".lora_" in name for name in changed)
+    assert {name.split("/")[0] for name in policy.optimizer_state()} == set(policy.trained_state())
+
+
+def test_what_the_engine_is_given_is_the_merged_model(folder: Path) -> None:
+    policy = adapted(folder, folder)
+    for step in range(3):
+        policy.update(random_batch(VOCAB, seed=step), step)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    start = logits(plain)
+    plain.load_state_dict(policy.state_dict())
+    assert (logits(plain) - logits(policy.model)).abs().max() < 1e-5
+    assert (logits(plain) - start).abs().max() > 1e-3
+
+
+def test_a_checkpoint_is_small_is_pefts_and_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    policy = adapted(folder, folder)
+    policy.update(random_batch(VOCAB), 0)
+    policy.save(tmp_path)
+    saved = load_file(tmp_path / "policy" / "adapter_model.safetensors")
+    assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in policy.trained_state().values())
+    assert not (tmp_path / "policy" / "model.safetensors").exists()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "policy"), autocast_adapter_dtype=False).eval()
+    assert torch.equal(logits(theirs), logits(policy.model))
+    resumed = adapted(tmp_path / "policy", folder)
+    resumed.load_optimizer(tmp_path)
+    for step in (1, 2):
+        ours, again = (p.update(random_batch(VOCAB, seed=step), step) for p in (policy, resumed))
+        assert ours == again
+    assert policy.sha256() == resumed.sha256()
+    assert policy.sha256() != sha256(plain.state_dict())
+
+
+def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path) -> None:
+    policy = adapted(folder, folder)
+    policy.update(random_batch(VOCAB), 0)
+    policy.save(tmp_path)
+    save_tokenizer(tmp_path / "policy")
+    export(tmp_path / "policy", tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float64).eval()
+    assert (logits(whole) - logits(policy.model)).abs().max() < 1e-4  # it is written in float32
+    with pytest.raises(ModelError, match="holds no adapters"):
+        export(folder, tmp_path / "nowhere")
+
+
+def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"train\.lora\.targets do not fit the model"):
+        adapted(folder, folder, targets=["query_key_value"])
+
+
+def run(tmp_path: Path, steps: int, resume: bool, name: str) -> str:
+    sections = {
+        "train": {"steps": steps, "lora": {"rank": 2}, "learning_rate": 1e-2},
+        "run": {"folder": str(tmp_path / name), "save_every": 1},
+    }
+    return train(parse_config(tiny_tree(tmp_path, **sections)), resume, Display(Console(quiet=True)))["policy_sha256"]
+
+
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    whole = run(tmp_path, 3, False, "whole")
+    run(tmp_path, 2, False, "halves")
+    assert run(tmp_path, 3, True, "halves") == whole
+    assert len(read_metrics(tmp_path / "halves")) == 3
