@@ -42,7 +42,7 @@ def config_of(home: Path, drafter: str) -> Config:
         speculation={"drafter": drafter},
         drafter={"micro_batch_tokens": 32, "window": 16, "unroll": 2, "learning_rate": 3e-2},
         cluster={"workers": 2, "slice_seconds": 1e-9},
-        train={"steps": 3, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        train={"steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 64},
         run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
     )
 
@@ -142,7 +142,7 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
         return judged
 
     config = config_of(home, "adaptive")
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 12})})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 24})})
     worth = Worth(config.drafter.unroll, trained=True)
     with (
         patch.object(ThreadWorker, "judge", looking),

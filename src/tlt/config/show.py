@@ -102,6 +102,8 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return _toml({name: each for name, each in value if each is not None})
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, list | tuple):
