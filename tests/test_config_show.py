@@ -33,7 +33,7 @@ def test_every_field_is_printed_once_with_its_meaning() -> None:
     for section, model in SECTIONS.items():
         lines = commented(section).splitlines()
         for name, field in model.model_fields.items():
-            assert sum(bool(re.match(rf"(# )?({name} = |\[\[{section}\.{name}\]\])", line)) for line in lines) >= 1, (
+            assert sum(bool(re.match(rf"(# )?({name} = |\[\[?{section}\.{name}\]\]?)", line)) for line in lines) >= 1, (
                 name
             )
             if field.description:

@@ -39,8 +39,11 @@ def _commented(path: str, model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if table := _table_of(field):
             tables += ["", *_note(field), f"# [[{path}.{name}]]"]
-            for each, inner in table.model_fields.items():
-                tables += [*_note(inner), f"# {_assignment(each, inner)}"]
+            for each, entry in table.model_fields.items():
+                tables += [*_note(entry), f"# {_assignment(each, entry)}"]
+            continue
+        if inner := _section_of(field):
+            tables += ["", *_commented(f"{path}.{name}", inner)]
             continue
         yield from _note(field)
         left_out = field.is_required() or _default(field) is None
@@ -57,6 +60,8 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
             for each in value:
                 given = each.model_dump(exclude_unset=True)
                 tables += ["", f"[[{path}.{name}]]", *(f"{key} = {_toml(v)}" for key, v in given.items())]
+        elif _section_of(field):
+            tables += ["", *_resolved(f"{path}.{name}", value)]
         elif value is not None:
             default = None if field.is_required() else _default(field)
             differs = not field.is_required() and value != default
@@ -90,6 +95,12 @@ def _table_of(field: FieldInfo) -> type[BaseModel] | None:
     return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel) else None
 
 
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """A table of its own within its section."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def _assignment(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return f"{name} =  (required)"
@@ -102,8 +113,6 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        return _toml({name: each for name, each in value if each is not None})
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, list | tuple):
