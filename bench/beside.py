@@ -26,7 +26,7 @@ from tlt.cluster.worker import Slice, Work
 from tlt.cluster.workers import RayPool, share_of_cores
 from tlt.config import Config, load_config
 from tlt.metrics import provenance, write_json
-from tlt.sampling import request_seed
+from tlt.sampling import make_requests
 from tlt.types import Request
 
 FIXED = {"drafter": "eagle", "depth": "8", "branching": "1", "verify_tokens": "9", "min_chance": "0"}
@@ -82,11 +82,7 @@ def empty_loop(cores: Sequence[int]) -> Iterator[None]:
 
 def measure(config: Config, repeats: int) -> dict[str, Any]:
     _, prompts, _, params = open_workplace(config)
-    requests = [
-        Request(prompt, i, 0, request_seed(0, "beside", prompt.prompt_id, 0, i), params)
-        for prompt in prompts[: 2 * PROMPTS]
-        for i in range(8)
-    ]
+    requests = make_requests(prompts[: 2 * PROMPTS], 8, params, 0, "beside")
     pair = Pair(config)
     try:
         pair.decode(1, requests[PROMPTS * 8 :])  # its harvest

@@ -35,8 +35,7 @@ def record(recipe: Path, out: Path, steps: int) -> None:
     from tlt.build import make_drafters, open_workplace
     from tlt.config import load_config
     from tlt.engine.engine import Engine
-    from tlt.sampling import request_seed
-    from tlt.types import Request
+    from tlt.sampling import make_requests
 
     config = load_config(recipe)
     _, prompts, target, params = open_workplace(config)
@@ -50,11 +49,8 @@ def record(recipe: Path, out: Path, steps: int) -> None:
         texts = []
         for step in range(steps):
             engine.start(())
-            asked = [
-                Request(p, k, 0, request_seed(1, "tuner", p.prompt_id, 0, k), params)
-                for p in prompts[step * each : (step + 1) * each]
-                for k in range(config.rollout.group_size)
-            ]
+            mine = prompts[step * each : (step + 1) * each]
+            asked = make_requests(mine, config.rollout.group_size, params, 1, "tuner")
             engine.submit(asked)
             lengths: dict[int, list[int]] = {request.seed: [0] for request in asked}
             while engine.busy:

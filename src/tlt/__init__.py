@@ -1,3 +1,63 @@
-"""tlt: faster RL training of reasoning LLMs, with not one token changed."""
+"""tlt: faster RL training of reasoning LLMs, with not one token changed.
+
+The names below are the public interface; its versions are semantic. Each is what the command line uses too, and is
+imported when it is first asked for, so that `import tlt` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tlt.build import load_engine
+    from tlt.config import Config, load_config
+    from tlt.drafting import train_drafter
+    from tlt.engine.engine import Engine
+    from tlt.rl.kinds import make_policy
+    from tlt.rl.policy import Policy
+    from tlt.run import train
+    from tlt.sampling import make_requests
+    from tlt.types import Prompt, Request, Response, SamplingParams, TrainBatch
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "Engine",
+    "Policy",
+    "Prompt",
+    "Request",
+    "Response",
+    "SamplingParams",
+    "TrainBatch",
+    "load_config",
+    "load_engine",
+    "make_policy",
+    "make_requests",
+    "train",
+    "train_drafter",
+]
+
+_HOMES = {
+    "tlt.build": ("load_engine",),
+    "tlt.config": ("Config", "load_config"),
+    "tlt.drafting": ("train_drafter",),
+    "tlt.engine.engine": ("Engine",),
+    "tlt.rl.kinds": ("make_policy",),
+    "tlt.rl.policy": ("Policy",),
+    "tlt.run": ("train",),
+    "tlt.sampling": ("make_requests",),
+    "tlt.types": ("Prompt", "Request", "Response", "SamplingParams", "TrainBatch"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'tlt' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

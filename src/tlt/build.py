@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.checkpoint import policy_in
+from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.ahead import AheadStore
 from tlt.draft.buffer import Harvest
@@ -56,6 +57,32 @@ def make_engine(
     return Engine(
         target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store, yardstick=yardstick
     )
+
+
+def load_engine(
+    model: str | Path | ModelConfig | Mapping[str, Any],
+    speculation: SpeculationConfig | Mapping[str, Any] | None = None,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
+    longest: int | None = None,
+) -> RolloutEngine:
+    """An engine for the model in a folder, or for the newest policy in a run's folder. `model` (where it is no folder),
+    `speculation` and `engine` have the fields of a recipe's sections. `longest`: tokens that a prompt and its response
+    may reach together, which vLLM alone wants to know; left out, what the model is good for. Raises ConfigError,
+    ModelError, DrafterError or CheckpointError."""
+    named = {"path": str(model)} if isinstance(model, str | Path) else model
+    model = section_of(ModelConfig, named, "model")
+    model = model.model_copy(update={"path": str(policy_in(model.path))})
+    speculation = section_of(SpeculationConfig, speculation, "speculation")
+    engine = section_of(EngineConfig, engine, "engine")
+    tokenizer = load_tokenizer(model.path)
+    if engine.backend == "vllm":
+        from tlt.vllm.engine import VllmEngine
+
+        longest = longest or decoder_options(read_config(model.path)).max_positions
+        return VllmEngine(vllm_target(model, engine, speculation, longest), engine, detokenizer(tokenizer))
+    target = make_target(model)
+    target.load(read_safetensors(model.path), version=0)
+    return make_engine(engine, speculation, target, tokenizer)
 
 
 def open_target(config: Config, folder: str | Path) -> Target:

@@ -80,6 +80,14 @@ def latest(root: Path) -> Checkpoint:
     )
 
 
+def policy_in(folder: str | Path) -> Path:
+    """The model folder itself, or that of the newest whole checkpoint of a run's folder. Raises CheckpointError."""
+    path = Path(folder)
+    if (path / "checkpoints").is_dir():
+        return latest(path / "checkpoints").folder / "policy"
+    return path / "policy" if (path / "policy" / "config.json").is_file() else path
+
+
 def _folders(root: Path) -> list[Path]:
     return sorted(p for p in root.glob(f"step_{'[0-9]' * 8}") if p.is_dir())
 

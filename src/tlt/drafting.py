@@ -29,7 +29,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
-from tlt.sampling import request_seed
+from tlt.sampling import make_requests
 from tlt.types import Request
 
 _HELD_OUT = 16  # prompts that no drafter is trained on
@@ -51,13 +51,8 @@ class Workbench:
         _, prompts, target, params = open_workplace(config)
         if len(prompts) <= _HELD_OUT:
             raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} are held out, so give more")
-        requests = [
-            [
-                Request(prompt, k, 0, request_seed(config.run.seed, "draft", prompt.prompt_id, 0, k), params)
-                for k in range(config.rollout.group_size)
-            ]
-            for prompt in prompts
-        ]
+        size = config.rollout.group_size
+        requests = [make_requests([prompt], size, params, config.run.seed, "draft") for prompt in prompts]
         random.Random(config.run.seed).shuffle(requests)
         flat = [
             [request for group in part for request in group] for part in (requests[_HELD_OUT:], requests[:_HELD_OUT])
@@ -66,7 +61,9 @@ class Workbench:
 
 
 def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
-    """Write a drafter's folder: weights, config, and training.json with how it was made."""
+    """Write a drafter's folder: weights, config, and training.json with how it was made. The recipe's model answers its
+    prompts until it has harvested so many tokens, and the drafter is trained on these for so many seconds. Raises
+    ConfigError, DataError or ModelError."""
     console = Console(highlight=False)
     bench = Workbench.of(config)
     torch.manual_seed(config.run.seed)

@@ -10,7 +10,7 @@ from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.loop import Rollout, Watcher, heard_by
 from tlt.rewards import Reward
-from tlt.sampling import request_seed
+from tlt.sampling import make_requests
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 
@@ -27,11 +27,7 @@ def evaluate(
     """Scalars by name. The seeds are the same every time, so that two evaluations differ by their weights alone. Idle
     workers decode ahead what is `coming` in the next steps."""
     samples = config.eval.samples
-    requests = [
-        Request(prompt, index, 0, request_seed(config.run.seed, "eval", prompt.prompt_id, 0, index), sampling)
-        for prompt in prompts
-        for index in range(samples)
-    ]
+    requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
     responses, _ = rollout.generate(requests, heard_by(reward.submit, watcher.response), coming)
     rollout.remember(Ahead.of(response, step, ended=True) for response in responses)

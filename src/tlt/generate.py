@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from tlt.build import detokenizer, load_tokenizer, make_engine, make_target, sampling_params, vllm_target
-from tlt.checkpoint import latest
+from tlt.build import load_engine, load_tokenizer, sampling_params
+from tlt.checkpoint import policy_in
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
-from tlt.engine.protocol import RolloutEngine
 from tlt.files import is_text
 from tlt.models.families import decoder_options, read_config
-from tlt.models.weights import read_safetensors
-from tlt.sampling import request_seed
-from tlt.types import Prompt, Request, Response
+from tlt.sampling import make_requests
+from tlt.types import Prompt, Response
 
 
 class Asked(NamedTuple):
@@ -56,12 +54,8 @@ def generate(
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
     params = sampling_params(rollout, model.path, tokenizer)
     longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
-    engine = _engine(model, backend, speculation, tokenizer, longest)
-    requests = [
-        Request(prompt, index, 0, request_seed(seed, "generate", prompt.prompt_id, 0, index), params)
-        for prompt in prompts
-        for index in range(samples)
-    ]
+    engine = load_engine(model, speculation, backend, longest)
+    requests = make_requests(prompts, samples, params, seed)
     start = time.perf_counter()
     with _shown(out, console) as show:
         for response in engine.generate(requests):
@@ -71,26 +65,6 @@ def generate(
     speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
     console.rule(style="dim")
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
-
-
-def _engine(
-    model: ModelConfig, config: EngineConfig, speculation: SpeculationConfig, tokenizer: Any, longest: int
-) -> RolloutEngine:
-    if config.backend == "vllm":
-        from tlt.vllm.engine import VllmEngine
-
-        return VllmEngine(vllm_target(model, config, speculation, longest), config, detokenizer(tokenizer))
-    target = make_target(model)
-    target.load(read_safetensors(model.path), version=0)
-    return make_engine(config, speculation, target, tokenizer)
-
-
-def policy_in(folder: str | Path) -> Path:
-    """The model folder itself, or that of the newest whole checkpoint of a run's folder. Raises CheckpointError."""
-    path = Path(folder)
-    if (path / "checkpoints").is_dir():
-        return latest(path / "checkpoints").folder / "policy"
-    return path / "policy" if (path / "policy" / "config.json").is_file() else path
 
 
 def _prompts(asked: Asked, tokenizer: Any) -> list[Prompt]:

@@ -123,8 +123,8 @@ class Run:
 
 def train(
     config: Config,
-    resume: bool,
-    display: Display,
+    resume: bool = False,
+    display: Display | None = None,
     wrap: Callable[[Rollout], Rollout] | None = None,
     force: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def train(
     config = settled(config)
     with stop_request() as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
         found = checkpoint.latest(folder.path / "checkpoints") if resume else None
-        run = _prepare(config, folder, display, found, ending, force)
+        run = _prepare(config, folder, display or Display(), found, ending, force)
         if resume and run.journal:
             run.parts.rollout.remember(run.journal.take_up())
         run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
@@ -144,7 +144,7 @@ def train(
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
-        with display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
+        with run.display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
             try:
                 evaluation = _go(run, record, stop)
             except Exception as error:

@@ -11,10 +11,13 @@ Shapes: M rows or nodes, V vocabulary, K listed candidates.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tlt.types import Prompt, Request, SamplingParams
 
 _MASK = 0xFFFFFFFF
 _BLOCK = 1 << 14  # counters a block: four int64 lanes of it stay in a core's L2 cache
@@ -24,6 +27,18 @@ def request_seed(run_seed: int, domain: str, prompt_id: int, epoch: int, index: 
     """64-bit seed of one request. `domain` keeps training's, evaluation's and the command line's requests apart."""
     text = f"{run_seed}/{domain}/{prompt_id}/{epoch}/{index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def make_requests(
+    prompts: Iterable[Prompt], samples: int, sampling: SamplingParams, seed: int, domain: str = "generate"
+) -> list[Request]:
+    """`samples` requests to each prompt, those to one prompt beside each other. The same arguments give the same
+    responses; `domain` keeps what is asked for different ends apart."""
+    return [
+        Request(prompt, index, 0, request_seed(seed, domain, prompt.prompt_id, 0, index), sampling)
+        for prompt in prompts
+        for index in range(samples)
+    ]
 
 
 def philox(

@@ -3,7 +3,7 @@
 Imports neither torch nor transformers, so that a fault is found in a fraction of a second.
 """
 
-from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section
+from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section, section_of
 from tlt.config.rewards import BUILT_IN_REWARDS, RewardConfig, RewardTerm
 from tlt.config.sections import (
     ClusterConfig,
@@ -38,4 +38,5 @@ __all__ = [
     "load_config",
     "parse_config",
     "parse_section",
+    "section_of",
 ]

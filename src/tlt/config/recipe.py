@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -70,6 +70,11 @@ def parse_section(section: type[S], tree: dict[str, Any], source: str) -> S:
         return section.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_sentence(error, section)}") from None
+
+
+def section_of(section: type[S], values: S | Mapping[str, Any] | None, name: str) -> S:
+    """A section given as what it is, by its fields, or not at all: then it has its defaults. Raises ConfigError."""
+    return values if isinstance(values, section) else parse_section(section, dict(values or {}), name)
 
 
 def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -11,8 +11,9 @@ from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy
 
 
-def make_policy(config: Config, folder: str | Path) -> Policy:
-    """That in `folder`: the recipe's model, or the policy of a checkpoint."""
+def make_policy(config: Config, folder: str | Path | None = None) -> Policy:
+    """That in `folder`, the policy of a checkpoint; left out, the recipe's model. Raises ModelError."""
+    folder = folder or config.model.path
     kind = ShardedPolicy if config.train.shard else AdaptedPolicy if config.train.lora.rank else Policy
     dtype, device = torch_dtype(config.model), torch_device(config.model)
     return kind(folder, dtype, device, config.train, config.rollout, reference=config.model.path)

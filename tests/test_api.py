@@ -1,0 +1,149 @@
+"""The public interface: what it is, that it stays so, and that its examples run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+
+import tlt
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# A change here is a change of the public interface: of the minor version where something is added, else of the major.
+SURFACE = {
+    "Config": "",  # its fields are those of a recipe
+    "Engine": "busy generate give_up keep_ahead look_ahead release round rows start stats submit swap",
+    "Policy": "(folder, dtype, device, config, rollout, reference=None)",
+    "Prompt": "(prompt_id, text, token_ids, data)",
+    "Request": "(prompt, index, epoch, seed, sampling)",
+    "Response": "(request, token_ids, logprobs, full_logprobs, finish_reason, text='', reward=None, outcome='', "
+    "scores, advantage=None, decoded, old_logprobs=None)",
+    "SamplingParams": "(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=512, stop_token_ids=(), stop_strings=())",
+    "TrainBatch": "(prompt_ids, response_ids, advantages, rollout_logprobs, rewards, old_logprobs, masked)",
+    "load_config": "(recipe, overrides=())",
+    "load_engine": "(model, speculation=None, engine=None, longest=None)",
+    "make_policy": "(config, folder=None)",
+    "make_requests": "(prompts, samples, sampling, seed, domain='generate')",
+    "train": "(config, resume=False, display=None, wrap=None, force=())",
+    "train_drafter": "(config, folder, harvest_tokens, seconds)",
+}
+
+
+def signature(thing: object) -> str:
+    """Names and plain defaults, without types."""
+    parts, keywords_alone = [], False
+    for name, parameter in inspect.signature(thing).parameters.items():  # type: ignore[arg-type]
+        if parameter.kind is parameter.KEYWORD_ONLY and not keywords_alone:
+            parts.append("*")
+            keywords_alone = True
+        plain = isinstance(parameter.default, str | int | float | tuple | None.__class__)
+        parts.append(f"{name}={parameter.default!r}" if plain and not keywords_alone else name)
+    return f"({', '.join(parts)})"
+
+
+def test_the_surface_is_pinned() -> None:
+    assert sorted(tlt.__all__) == sorted(SURFACE)
+    for name, pinned in SURFACE.items():
+        thing = getattr(tlt, name)
+        if name in ("Config", "Engine"):
+            assert all(hasattr(thing, member) for member in pinned.split()), name
+        else:
+            assert signature(thing) == pinned, name
+
+
+def test_every_name_has_its_docstring_and_is_the_one_of_its_module() -> None:
+    for name in tlt.__all__:
+        thing = getattr(tlt, name)
+        assert getattr(sys.modules[thing.__module__], name) is thing
+        if name != "Config":
+            assert inspect.getdoc(thing), name
+    assert set(tlt.__all__) <= set(dir(tlt))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = tlt.nonsense
+
+
+def test_names_for_type_checkers_are_those_that_are_imported_when_asked_for() -> None:
+    tree = ast.parse(Path(tlt.__file__).read_text(encoding="utf-8"))
+    homes = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tlt.")
+        for alias in node.names
+    }
+    assert homes == tlt._HOME_OF
+
+
+def test_importing_tlt_imports_nothing_else() -> None:
+    code = "import sys, tlt; assert tlt.__version__; print([m for m in ('torch', 'pydantic') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, and a recipe for it."""
+    folder = tmp_path_factory.mktemp("examples")
+    tiny_model(folder / "model")
+    rows = [json.dumps({"question": f"what is {i}?", "answer": "1"}) for i in range(20)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (folder / "recipe.toml").write_text(
+        f"""
+        model = {{ path = "{folder / "model"}", dtype = "float32", device = "cpu" }}
+        data = {{ path = "prompts.jsonl" }}
+        reward = {{ name = "exact" }}
+        rollout = {{ group_size = 2, max_new_tokens = 12 }}
+        speculation = {{ drafter = "suffix" }}
+        train = {{ steps = 3, learning_rate = 1e-3 }}
+        """,
+        encoding="utf-8",
+    )
+    return folder
+
+
+def run_example(name: str, *arguments: object) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["decode.py", "train_drafter.py", "own_loop.py"])
+def test_an_example_has_fewer_than_20_lines_of_code(name: str) -> None:
+    source = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert len([line for line in source.splitlines() if line.strip()]) < 20
+    used = {node.attr for node in ast.walk(ast.parse(source)) if _is_of_tlt(node)}
+    assert used <= set(tlt.__all__)
+
+
+def _is_of_tlt(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tlt"
+
+
+def test_decoding_with_speculation(home: Path) -> None:
+    said = run_example("decode.py", home / "model")
+    assert said.count("What is 17 + 25?") == 4
+    tokens, accepted = said.splitlines()[-1].split(" tokens, ")
+    assert int(tokens) >= 8
+    assert float(accepted.split()[0]) >= 1.0
+
+
+def test_training_a_drafter(home: Path) -> None:
+    said = run_example("train_drafter.py", home / "recipe.toml", home / "drafter", 200, 1)
+    assert (home / "drafter" / "model.safetensors").is_file()
+    assert "eagle" in said.splitlines()[-1]
+
+
+def test_a_loop_of_ones_own_learns_and_decodes_with_what_was_learned(home: Path) -> None:
+    first = run_example("own_loop.py", home / "recipe.toml")
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in first.splitlines()]
+    assert len(rewards) == 3
+    assert run_example("own_loop.py", home / "recipe.toml") == first, "the same seeds give the same run"
