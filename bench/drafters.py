@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress
 
 from tlt.config import Config, load_config
-from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
+from tlt.draft.eagle import EagleLayer, Kind, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.trainer import DrafterTrainer
@@ -33,16 +33,17 @@ from tlt.metrics import provenance, write_json
 
 CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 PACK = 512  # tokens of a micro-batch; a recipe may have it smaller, for training that gives way
-VARIANTS: dict[str, dict[str, Any]] = {
-    "eagle1, cross entropy, unroll 7": {},
-    "eagle1, cross entropy, unroll 3": {"unroll": 3},
-    "eagle1, cross entropy, unroll 1": {"unroll": 1},
-    "eagle1, total variation, unroll 7": {"loss": "total_variation"},
-    "eagle1, hybrid, unroll 7": {"loss": "hybrid"},
-    "eagle1, agreement, unroll 7": {"loss": "agreement"},
-    "eagle3, cross entropy, unroll 7": {"kind": "eagle3"},
-    "eagle3, cross entropy, unroll 3": {"kind": "eagle3", "unroll": 3},
-    "eagle3, cross entropy, unroll 1": {"kind": "eagle3", "unroll": 1},
+Variant = tuple[Kind, dict[str, Any]]
+VARIANTS: dict[str, Variant] = {
+    "eagle1, cross entropy, unroll 7": ("eagle1", {}),
+    "eagle1, cross entropy, unroll 3": ("eagle1", {"unroll": 3}),
+    "eagle1, cross entropy, unroll 1": ("eagle1", {"unroll": 1}),
+    "eagle1, total variation, unroll 7": ("eagle1", {"loss": "total_variation"}),
+    "eagle1, hybrid, unroll 7": ("eagle1", {"loss": "hybrid"}),
+    "eagle1, agreement, unroll 7": ("eagle1", {"loss": "agreement"}),
+    "eagle3, cross entropy, unroll 7": ("eagle3", {}),
+    "eagle3, cross entropy, unroll 3": ("eagle3", {"unroll": 3}),
+    "eagle3, cross entropy, unroll 1": ("eagle3", {"unroll": 1}),
 }
 """unroll is the most that training goes through"""
 
@@ -55,11 +56,12 @@ class WithoutNoise(Engine):
         return lambda depth, ids: torch.zeros_like(noise(depth, ids))
 
 
-def train(bench: Workbench, items: list[Any], change: dict[str, Any], seconds: float) -> tuple[EagleLayer, int]:
-    config = bench.config.drafter.model_copy(update={"micro_batch_tokens": PACK} | change)
+def train(bench: Workbench, items: list[Any], change: Variant, seconds: float) -> tuple[EagleLayer, int]:
+    speculation, (kind, training) = bench.config.speculation, change
+    config = speculation.training.model_copy(update={"micro_batch_tokens": PACK} | training)
     torch.manual_seed(0)
-    layer = EagleLayer(eagle_options(bench.target.options, config.kind, config.window))
-    if config.kind == "eagle1":  # reads the last hidden state alone
+    layer = EagleLayer(eagle_options(bench.target.options, kind, speculation.window))
+    if kind == "eagle1":  # reads the last hidden state alone
         items = [item._replace(features=item.features[:, -layer.options.hidden_size :]) for item in items]
     trainer, start = DrafterTrainer(layer, bench.target, config), time.process_time()
     while True:
@@ -119,7 +121,7 @@ def main() -> None:
     noise = shared_noise(bench, config) if arguments.only in "shared noise" else found.get("shared_noise", [])
     rows = found.get("drafters", [])
     keep(arguments.json, rows, noise)
-    widest = EagleLayer(eagle_options(bench.target.options, "eagle3", config.drafter.window))
+    widest = EagleLayer(eagle_options(bench.target.options, "eagle3", config.speculation.window))
     with Progress() as progress:
         items = list(harvest(bench, widest, arguments.tokens, progress).items)
     for seconds, (name, change) in itertools.product(arguments.seconds, VARIANTS.items()):

@@ -51,9 +51,9 @@ def rounds(engine: Engine, asked: list[Request], seen: list[Response]) -> Iterat
 
 
 def compare(bench: Workbench, batch: int, length: int) -> dict[str, Any]:
-    asked, drafter = requests(bench, batch, length), bench.config.drafter
+    asked, drafter = requests(bench, batch, length), bench.config.speculation
     config = bench.config.engine.model_copy(update={"max_rows": batch})
-    buffer = HarvestBuffer(drafter.buffer_tokens)
+    buffer = HarvestBuffer(drafter.training.buffer_tokens)
     layout = eagle_options(bench.target.options, drafter.kind, drafter.window).layout
     engines = (Engine(bench.target, config), Engine(bench.target, config, layout=layout, on_harvest=buffer.add))
     seen: tuple[list[Response], list[Response]] = ([], [])

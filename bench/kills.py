@@ -38,11 +38,11 @@ _GONE_WITHIN = 20.0  # seconds
 
 def recipe_of(home: Path) -> Path:
     """A long tail for its size, so that one worker is often idle, and a drafter small enough to be trained then."""
+    training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
     return write_recipe(
         home,
         rollout={"prompts_per_step": 2, "group_size": 3, "max_new_tokens": 64, "stop_strings": list("abcdefghijklm ")},
-        speculation={"drafter": "adaptive"},
-        drafter={"micro_batch_tokens": 32, "window": 32, "unroll": 2, "learning_rate": 1e-2},
+        speculation={"drafter": "adaptive", "window": 32, "training": training},
         train={"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 256},
         cluster={"workers": 2, "slice_seconds": 0.02},
     )

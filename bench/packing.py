@@ -125,8 +125,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     bench = Workbench.of(load_config(arguments.recipe))
-    config = bench.config.drafter.model_copy(update={"micro_batch_tokens": PACK, "unroll": 3})
-    layer = EagleLayer(eagle_options(bench.target.options, config.kind, config.window))
+    drafter = bench.config.speculation
+    config = drafter.training.model_copy(update={"micro_batch_tokens": PACK, "unroll": 3})
+    layer = EagleLayer(eagle_options(bench.target.options, drafter.kind, drafter.window))
     with Progress() as progress:
         items = harvest(bench, layer, arguments.tokens, progress).items
     ways = {way: batches_of(way, items, config.micro_batch_tokens, bench.target.device) for way in WAYS}

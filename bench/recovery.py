@@ -154,16 +154,16 @@ def _crash() -> None:
 
 def write_recipe(home: Path, **sections: dict[str, Any]) -> Path:
     """A recipe of the tests' tiny model, prompts and reward."""
+    from tlt.config import parse_config
+    from tlt.config.show import resolved
+
     sys.path.insert(0, str(ROOT / "tests"))
     tiny_tree = importlib.import_module("tiny").tiny_tree
     run = {"folder": str(home / "run"), "save_every": 2, "keep": 2}
     reward = {"reward": {"name": "tiny_rewards:share_of_low_bytes", "folder": str(ROOT / "tests")}}
     tree = tiny_tree(home, **{"train": {"steps": STEPS}, "run": run, **reward, **sections})
-    lines = []
-    for name, section in tree.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
     path = home / "recipe.toml"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    path.write_text(resolved(parse_config(tree)), encoding="utf-8")
     return path
 
 

@@ -284,3 +284,28 @@ def test_the_configuration_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, tlt.config; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("drafter.kind", "speculation.kind"),
+        ("drafter.window", "speculation.window"),
+        ("drafter.idle_training", "speculation.training.idle"),
+        ("drafter.learning_rate", "speculation.training.learning_rate"),
+    ],
+)
+def test_the_former_section_of_the_drafter_is_answered_with_the_new_key(recipe: Path, old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{old} is now {new}: rename it$"):
+        load_config(recipe, [f"--{old}", "7"])
+    recipe.write_text(recipe.read_text(encoding="utf-8") + "\n[drafter]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"\[drafter\] is now \[speculation\.training\]"):
+        load_config(recipe)
+
+
+def test_every_field_of_the_drafters_training_is_set_on_the_command_line(recipe: Path) -> None:
+    given = ["--speculation.training.learning_rate", "0.5", "--speculation.training.idle=false"]
+    training = load_config(recipe, given).speculation.training
+    assert (training.learning_rate, training.idle) == (0.5, False)
+    with pytest.raises(ConfigError, match=r"speculation\.training\.lerning_rate: did you mean learning_rate\?"):
+        load_config(recipe, ["--speculation.training.lerning_rate", "1"])

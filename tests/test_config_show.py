@@ -74,6 +74,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 def test_the_command_prints_all_or_a_section_or_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys) == (0, commented(), "")
     assert said(capsys, "train") == (0, commented("train"), "")
+    assert "\n[speculation.training]\n" in said(capsys, "speculation")[1]
     recipe = str(ROOT / "recipes" / "quickstart.toml")
     code, out, _ = said(capsys, recipe, "--train.steps", "3")
     assert (code, out) == (0, resolved(load_config(recipe, ["--train.steps", "3"])))

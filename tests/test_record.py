@@ -49,8 +49,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config_of(home)  # makes the model
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     sections: dict[str, Any] = {
-        "speculation": {"drafter": "adaptive"},
-        "drafter": {"budget": 1.0},
+        "speculation": {"drafter": "adaptive", "training": {"budget": 1.0}},
         "train": {"kl_weight": 0.1, "steps": 3},
         "rollout": {"max_waves": 2, "temperature": 1.0},
         "eval": {"every": 2, "path": str(home / "held_out.jsonl"), "samples": 2},

@@ -67,7 +67,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
         {"model": {"path": "elsewhere"}},
         {"data": {"path": "copy.jsonl"}},
         {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999}},
-        {"drafter": {"budget": 0.5, "learning_rate": 0.1}},
+        {"speculation": {"training": {"budget": 0.5, "learning_rate": 0.1}}},
         {"cluster": {"patience": 9.0}},
         {"eval": {"samples": 7}},
         {"run": {"folder": "moved", "keep": 7, "save_every": 3}},
@@ -89,6 +89,7 @@ def test_what_reaches_no_weight_may_change(sections: dict[str, Any]) -> None:
         ({"model": {"device": "cpu"}}, "model.device"),
         ({"engine": {"max_rows": 3}}, "engine.max_rows"),
         ({"speculation": {"drafter": "off"}}, "speculation.drafter"),
+        ({"speculation": {"window": 8}}, "speculation.window"),
     ],
 )
 def test_what_rounds_otherwise_may_change_and_is_told(sections: dict[str, Any], key: str) -> None:
@@ -115,6 +116,29 @@ def test_what_would_end_elsewhere_is_refused_with_the_way_to_force_it(sections: 
         compared(dict(sections))
     (change,) = compared(dict(sections), force=(key,))
     assert (change["key"], change["effect"]) == (key, "forced")
+
+
+def test_a_field_of_a_table_within_a_section_has_its_whole_key() -> None:
+    lora = {"train": {"lora": {"rank": 4}}}
+    with pytest.raises(ConfigError, match=r"train\.lora\.rank = 4, but the run .* has 0: .*--force train\.lora\.rank"):
+        compared(dict(lora))
+    (change,) = compared(dict(lora), force=("train.lora.rank",))
+    assert change["key"] == "train.lora.rank"
+
+
+def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:
+    tree = {"model": {"path": "m", "dtype": "float32"}, "data": {"path": "p"}, "reward": {"name": "exact"}}
+    speculation = {"kind": "eagle3", "window": 9, "training": {"idle": False, "unroll": 3}}
+    config = Config.model_validate(tree | {"speculation": speculation})
+    old = config.model_dump(mode="json")
+    of_its_own = old["speculation"].pop("training")
+    old["drafter"] = of_its_own | {name: old["speculation"].pop(name) for name in ("kind", "window")}
+    old["drafter"]["idle_training"] = old["drafter"].pop("idle")
+    state = {"step": 2, "config": old, "model": "hash"}
+    assert allowed_changes(state, config, "hash", ()) == []
+    other = config.model_copy(update={"speculation": config.speculation.model_copy(update={"kind": "eagle1"})})
+    (change,) = allowed_changes(state, other, "hash", ())
+    assert (change["key"], change["before"], change["now"]) == ("speculation.kind", "eagle3", "eagle1")
 
 
 def test_a_model_is_known_by_what_its_files_hold(home: Path) -> None:

@@ -127,14 +127,15 @@ def open_engine(
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
     """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
     none is trained."""
-    trains = config.drafter.idle_training if config.cluster.workers > 1 else config.drafter.budget > 0
-    if config.speculation.drafter in ("off", "suffix") or not trains or config.engine.backend == "vllm":
+    speculation = config.speculation
+    trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.budget > 0
+    if speculation.drafter in ("off", "suffix") or not trains or config.engine.backend == "vllm":
         return None
-    if config.speculation.path:
-        return load_drafter(config.speculation.path, target)
+    if speculation.path:
+        return load_drafter(speculation.path, target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
-        layer = EagleLayer(eagle_options(target, config.drafter.kind, config.drafter.window))
+        layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
     layer.agreement = 0.0  # its guesses are never right: the tuner need not find that out
     return layer
 

@@ -67,13 +67,13 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     console = Console(highlight=False)
     bench = Workbench.of(config)
     torch.manual_seed(config.run.seed)
-    layer = EagleLayer(eagle_options(bench.target.options, config.drafter.kind, config.drafter.window))
+    layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         began = time.perf_counter()
         buffer = harvest(bench, layer, harvest_tokens, progress)
         harvested = time.perf_counter() - began
-        trainer = DrafterTrainer(layer, bench.target, config.drafter, config.run.seed)
+        trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
         overlaps = _train(trainer, buffer, seconds, progress)
     results = judge(bench, layer)
     layer.agreement = results[0]["agreement"][0]
@@ -84,7 +84,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "train_seconds": seconds,
         "steps": int(trainer.steps),
         "overlap": overlaps,
-        "config": config.drafter.model_dump(),
+        "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
     write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
     _print(console, results)
@@ -92,7 +92,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
 
 
 def harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress) -> HarvestBuffer:
-    buffer = HarvestBuffer(min(tokens, bench.config.drafter.buffer_tokens))
+    buffer = HarvestBuffer(min(tokens, bench.config.speculation.training.buffer_tokens))
     drafter = SuffixDrafter(bench.config.speculation.history_tokens)
     layout = layer.options.layout
     engine = Engine(

@@ -6,7 +6,11 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from tlt.config import Config, ConfigError
+from tlt.config.moved import renamed
+from tlt.config.section import section_of
 
 # nothing of these reaches a weight: of the prompts themselves there is a fingerprint, of the model a hash
 _FREE = (
@@ -14,7 +18,7 @@ _FREE = (
     *("run.trackers", "run.completions_mb"),
     *("reward.timeout_seconds", "reward.workers", "reward.folder"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
-    *("eval", "drafter", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
+    *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
 )
 # these do by rounding: sums are taken in another order, or by other kernels
 _ROUNDS = (
@@ -39,11 +43,12 @@ def allowed_changes(
         change = {"step": done, "key": key, "before": before, "now": now}
         if key in force:
             found.append(change | {"effect": "forced"})
-        elif _is_of(key, _ROUNDS):
-            exact = config.model.dtype == "float64" and _is_of(key, _NOT_IN_FLOAT64)
-            found += [] if exact else [change | {"effect": "rounding"}]
-        elif not _is_of(key, _FREE):
+        elif _is_of(key, _FREE):
+            continue
+        elif not _is_of(key, _ROUNDS):
             raise ConfigError(_refusal(key, before, now, done))
+        elif config.model.dtype != "float64" or not _is_of(key, _NOT_IN_FLOAT64):
+            found.append(change | {"effect": "rounding"})
     return found
 
 
@@ -59,21 +64,29 @@ def _differences(
     before: Mapping[str, Any], config: Config, old_model: str, new_model: str
 ) -> Iterator[tuple[str, Any, Any]]:
     """Keys with their values before and now. A model is what its files hold, wherever they lie."""
-    now = config.model_dump(mode="json")
-    for section in sorted(before.keys() | now.keys()):
-        old, new = before.get(section, {}), now.get(section, {})
-        for name in sorted(old.keys() | new.keys()):
-            key, values = f"{section}.{name}", (old.get(name), new.get(name))
-            if key == "model.path":
-                values = (old_model, new_model)
-            raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]
-            if values[0] != values[1] and not raised:
-                yield key, values[0], values[1]
+    old: dict[str, Any] = dict(_fields(renamed(before)))
+    new: dict[str, Any] = dict(_fields(config.model_dump(mode="json")))
+    for key in sorted(old.keys() | new.keys()):
+        values: tuple[Any, Any] = (old.get(key), new.get(key))
+        if key == "model.path":
+            values = (old_model, new_model)
+        raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]
+        if values[0] != values[1] and not raised:
+            yield key, values[0], values[1]
+
+
+def _fields(tree: Mapping[str, Any], section: type[BaseModel] = Config, within: str = "") -> Iterator[tuple[str, Any]]:
+    """All of them by their whole keys, those of tables within tables too."""
+    for name, value in tree.items():
+        if inner := section_of(section.model_fields.get(name)):
+            yield from _fields(value, inner, f"{within}{name}.")
+        else:
+            yield within + name, value
 
 
 def _is_of(key: str, keys: Collection[str]) -> bool:
-    """Whether it, or its section, is among them."""
-    return key in keys or key.partition(".")[0] in keys
+    """Whether it, or a section that it is in, is among them."""
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def _refusal(key: str, before: Any, now: Any, done: int) -> str:
@@ -88,7 +101,7 @@ def _refusal(key: str, before: Any, now: Any, done: int) -> str:
 
 
 def _refuse_unknown(force: Collection[str], config: Config) -> None:
-    known = {f"{section}.{name}" for section, fields in config.model_dump().items() for name in fields}
+    known = dict(_fields(config.model_dump()))
     for key in force:
         if key not in known:
             raise ConfigError(f"--force {key}: there is no such field; name one such as train.learning_rate")

@@ -45,11 +45,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(home: Path, **sections: dict[str, Any]) -> Config:
-    speculation = {"drafter": "adaptive", "path": str(home / "drafter")} | sections.pop("speculation", {})
-    drafter = {"micro_batch_tokens": 8, "window": 16} | sections.pop("drafter", {})
+    training = {"micro_batch_tokens": 8}
+    named = {"drafter": "adaptive", "path": str(home / "drafter"), "window": 16, "training": training}
+    speculation = named | sections.pop("speculation", {})
     rollout = {"stop_strings": list("abcdefghij ")}
     sections = {"cluster": {"slice_seconds": 1e-9}} | sections  # a round: so that there is time to train beside it
-    return tiny_config(home, speculation=speculation, drafter=drafter, reward=REWARD, rollout=rollout, **sections)
+    return tiny_config(home, speculation=speculation, reward=REWARD, rollout=rollout, **sections)
 
 
 class InThread:

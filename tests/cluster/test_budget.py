@@ -19,7 +19,7 @@ from tlt.draft.worth import Worth
 from tlt.run import make_parts
 from tlt.types import Request, RolloutStats
 
-TRAINED = {"budget": 0.5, "micro_batch_tokens": 64, "unroll": 2, "window": 32}
+TRAINED = {"budget": 0.5, "micro_batch_tokens": 64, "unroll": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,9 @@ def decode(rollout: Any, step: int) -> tuple[list[list[int]], RolloutStats]:
     return [r.token_ids for r in sorted(responses, key=lambda r: r.request.seed)], stats
 
 
-def config_of(folder: Path, **drafter: Any) -> Config:
-    return tiny_config(folder, speculation={"drafter": "adaptive"}, drafter=TRAINED | drafter)
+def config_of(folder: Path, **training: Any) -> Config:
+    speculation = {"drafter": "adaptive", "window": 32, "training": TRAINED | training}
+    return tiny_config(folder, speculation=speculation)
 
 
 def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +130,6 @@ def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_has_no_learned_drafter_has_no_trainer(tmp_path: Path) -> None:
-    assert make(tiny_config(tmp_path, drafter=TRAINED)).budget is None, "speculation.drafter = 'suffix'"
+    assert make(tiny_config(tmp_path, speculation={"training": TRAINED})).budget is None, (
+        "speculation.drafter = 'suffix'"
+    )

@@ -293,8 +293,7 @@ def crewed(
     config = tiny_config(
         folder,
         cluster={"workers": 2},
-        speculation={"drafter": "adaptive", "look_ahead": 2},
-        drafter={"idle_training": idle_training},
+        speculation={"drafter": "adaptive", "look_ahead": 2, "training": {"idle": idle_training}},
     )
     pool = Watched(2, lambda index: Puppet(index, trace), choose or (lambda n: next(turn)))
     return Coordinator(Crew(pool), config), pool, trace

@@ -39,8 +39,11 @@ def config_of(home: Path, drafter: str) -> Config:
         home,
         reward={"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
         rollout={"stop_strings": list("abcdefghij "), "prompts_per_step": 4, "max_new_tokens": 40},
-        speculation={"drafter": drafter},
-        drafter={"micro_batch_tokens": 32, "window": 16, "unroll": 2, "learning_rate": 3e-2},
+        speculation={
+            "drafter": drafter,
+            "window": 16,
+            "training": {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2},
+        },
         cluster={"workers": 2, "slice_seconds": 1e-9},
         train={"steps": 4, "learning_rate": 1e-3, "micro_batch_tokens": 64},
         run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
@@ -143,7 +146,7 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
 
     config = config_of(home, "adaptive")
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 24})})
-    worth = Worth(config.drafter.unroll, trained=True)
+    worth = Worth(config.speculation.training.unroll, trained=True)
     with (
         patch.object(ThreadWorker, "judge", looking),
         patch.object(publication, "Worth", lambda *arguments, **named: worth),

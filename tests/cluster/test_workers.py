@@ -124,7 +124,7 @@ def test_one_that_does_not_answer_is_replaced(home: Path) -> None:
 
 
 def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
-    sections = {"speculation": {"drafter": "adaptive"}, "drafter": {"micro_batch_tokens": 8}}
+    sections = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8}}}
     config = config_of(home, 2, "run", **sections)
     params = SamplingParams(max_new_tokens=24)
     work = Work(1, [Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(8)])
@@ -244,7 +244,8 @@ def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None
     own = RayPool(config_of(home, 2, "own"), home)
     try:
         address = ray.get_runtime_context().gcs_address
-        paths = os.pathsep.join(str(Path(__file__).parents[i]) for i in (0, 1))
+        tests = Path(__file__).parents[1]
+        paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
         environment = os.environ | {"RAY_AUTH_MODE": "token", "PYTHONPATH": paths}
 
         def joined(workers: int, folder: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.saving import DrafterSaver, Saved, load_latest, write
 from tlt.draft.spot import SpotTrainer
 
-CONFIG = DrafterTrainConfig(window=8, unroll=2)
+CONFIG = DrafterTrainConfig(unroll=2)
 
 
 @pytest.fixture(scope="module")

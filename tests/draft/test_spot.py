@@ -22,7 +22,7 @@ from tlt.engine.engine import Engine
 from tlt.types import Prompt, Request, SamplingParams
 
 CPU = torch.device("cpu")
-CONFIG = DrafterTrainConfig(window=32, unroll=3, micro_batch_tokens=64, learning_rate=3e-3, warmup_steps=2)
+CONFIG = DrafterTrainConfig(unroll=3, micro_batch_tokens=64, learning_rate=3e-3, warmup_steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_every_column_is_what_sequential_drafting_gives(
     monkeypatch.setattr("tlt.draft.unroll._QUERIES", queries)
     layer, steps = make_layer(model.decoder, kind, window), 5
     items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))]
-    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(kind=kind, unroll=steps))
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=steps))
     batch = pack(items, CPU)
     with torch.no_grad():
         columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, batch, steps))

@@ -92,7 +92,7 @@ def test_a_learned_drafter_trains_and_drafts_and_changes_no_token(model: Any, ki
     layer = EagleLayer(eagle_options(target.options, kind, 64))
     items: list[Harvest] = []
     plain = tokens(Engine(target, config, layout=layer.options.layout, on_harvest=items.append), asked)
-    made = DrafterTrainer(layer, target, DrafterTrainConfig(kind=kind, unroll=3, learning_rate=3e-3))
+    made = DrafterTrainer(layer, target, DrafterTrainConfig(unroll=3, learning_rate=3e-3))
     overlaps = [overlap for _ in range(4) for overlap in made.epoch(items)]
     assert overlaps[-1][0] > overlaps[0][0]
     for strategy in (Strategy("eagle", 4, 1, 5), Strategy("eagle", 4, 2, 8)):

@@ -237,7 +237,7 @@ class _Bench:
             drafters, layout = [], layout if contender.harvest else None
         store = AheadStore(sum(len(known.tokens) for known in ahead))
         store.put(ahead if contender.looks_ahead else ())
-        buffer = HarvestBuffer(self.config.drafter.buffer_tokens)
+        buffer = HarvestBuffer(self.config.speculation.training.buffer_tokens)
         return Engine(
             self.target,
             self.config.engine.model_copy(update={"max_rows": batch}),

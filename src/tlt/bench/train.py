@@ -30,15 +30,15 @@ from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
 from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
 
-MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "plain": {"speculation": {"drafter": "off", "path": None}, "drafter": {"idle_training": False}},
-    "suffix": {"speculation": {"path": None, "look_ahead": 0}, "drafter": {"idle_training": False}},
-    "frozen": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": False}},
-    "spot": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": True}},
-    "serial": {"speculation": {"look_ahead": 0}, "drafter": {"idle_training": True}},
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"drafter": "off", "path": None, "training": {"idle": False}},
+    "suffix": {"path": None, "look_ahead": 0, "training": {"idle": False}},
+    "frozen": {"look_ahead": 0, "training": {"idle": False}},
+    "spot": {"look_ahead": 0, "training": {"idle": True}},
+    "serial": {"look_ahead": 0, "training": {"idle": True}},
     "adaptive": {},
 }
-"""name -> what it changes of the recipe; `adaptive` is the recipe as `tlt train` runs it"""
+"""name -> what it changes of the recipe's speculation; `adaptive` is the recipe as `tlt train` runs it"""
 _PROBE = 5  # steps by which the better shape of plain decoding is told
 _NOT_A_STEP = ("total", "save", "eval")
 
@@ -154,8 +154,9 @@ def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
 def _config_of(config: Config, name: str, workers: int, steps: int, keep: int = 1, folder: str = "") -> Config:
     """The reference keeps the policy of every step, as forks are explained by those."""
     tree = config.model_dump(mode="json")
-    for section, fields in MODES[name].items():
-        tree[section] |= fields
+    changed = MODES[name]
+    training = tree["speculation"]["training"] | changed.get("training", {})
+    tree["speculation"] |= changed | {"training": training}
     tree["cluster"]["workers"] = workers
     tree["train"] |= {"steps": steps, "shard": config.train.shard and workers > 1}
     save = {"save_every": 1 if keep > 1 else 0, "keep": keep, "overwrite": True, "compare_every": 0}

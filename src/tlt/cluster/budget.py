@@ -29,10 +29,11 @@ class Budget:
     harvest to `harvest`."""
 
     def __init__(self, layer: EagleLayer, target: Decoder, config: Config) -> None:
-        self.target, self.share, self.version = target, config.drafter.budget, 0
-        self.worth = Worth(config.drafter.unroll, trained=layer.trained)
+        training = config.speculation.training
+        self.target, self.share, self.version = target, training.budget, 0
+        self.worth = Worth(training.unroll, trained=layer.trained)
         self.folder = Path(config.run.folder) / "drafter"
-        self.trainer: SpotTrainer | None = SpotTrainer(layer, target, config.drafter, config.run.seed)
+        self.trainer: SpotTrainer | None = SpotTrainer(layer, target, training, config.run.seed)
         self.saver = DrafterSaver(self.folder, layer.options)
         self.micro_batches, self.seconds = 0, 0.0  # of training that was not judged yet
 

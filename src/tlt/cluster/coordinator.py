@@ -69,7 +69,7 @@ class Coordinator:
         self._rollout_seconds = 0.0  # of the one before
         self._meeting: tuple[str, int] | None = None
         self.publication = Publication(crew, config)
-        self.trains_when_idle = config.drafter.idle_training
+        self.trains_when_idle = config.speculation.training.idle
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self._in_turn = False

@@ -60,7 +60,7 @@ class Publication(Guarded):
         self.crew = crew
         self.options = decoder_options(read_config(config.model.path))
         layer = starting_drafter(config, self.options)
-        self.worth = Worth(config.drafter.unroll, trained=bool(layer and layer.trained))
+        self.worth = Worth(config.speculation.training.unroll, trained=bool(layer and layer.trained))
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self.version = 0
@@ -75,7 +75,7 @@ class Publication(Guarded):
         self._start: Handle | None = None  # that all train on from, once it is no longer the run's own
         self._behind: set[int] = set()  # workers that have not taken it
         self._ahead: set[int] = set()  # and those that have trained since
-        self._wanted = JUDGED * config.drafter.micro_batch_tokens  # entries of a judgement
+        self._wanted = JUDGED * config.speculation.training.micro_batch_tokens  # entries of a judgement
         self._chain: Chain | None = None
         self._looked = False  # at the drafter in use, in this rollout
 

@@ -129,7 +129,7 @@ class Worker:
 
     def _spot_trainer(self, layer: EagleLayer) -> SpotTrainer:
         assert isinstance(self.target, Decoder), "its features are what a drafter is trained on"
-        return SpotTrainer(layer, self.target, self.config.drafter, self.config.run.seed + self.index)
+        return SpotTrainer(layer, self.target, self.config.speculation.training, self.config.run.seed + self.index)
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 

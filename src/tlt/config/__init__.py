@@ -9,15 +9,14 @@ from tlt.config.sections import (
     ClusterConfig,
     Config,
     DataConfig,
-    DrafterTrainConfig,
     EngineConfig,
     EvalConfig,
     ModelConfig,
     RolloutConfig,
-    SpeculationConfig,
     TaskConfig,
     TrainConfig,
 )
+from tlt.config.speculation import DrafterTrainConfig, SpeculationConfig
 
 __all__ = [
     "BUILT_IN_REWARDS",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from tlt.config import moved
 from tlt.config.rewards import RewardTerm
 from tlt.config.sections import Config, TaskConfig
 from tlt.files import is_text, telling
@@ -60,6 +61,8 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
 
 def parse_config(tree: dict[str, Any], source: str = "configuration") -> Config:
     """Validate a nested dict as read from TOML or JSON. Raises ConfigError on the first fault."""
+    if fault := moved.fault(tree):
+        raise ConfigError(f"{source}: {fault}")
     return parse_section(Config, tree, source)
 
 

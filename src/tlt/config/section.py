@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+
+def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section that a field is, where it is one within another."""
+    kind = field.annotation if field else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

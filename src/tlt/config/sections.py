@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from tlt.config.lora import LoraConfig
 from tlt.config.rewards import RewardConfig
 from tlt.config.section import Section
-from tlt.types import MOST_GUESSES
+from tlt.config.speculation import SpeculationConfig
 
 
 class ModelConfig(Section):
@@ -111,81 +111,6 @@ class EngineConfig(Section):
     """tokens of one prefill pass, padding counted"""
     vllm: dict[str, Any] = {}
     """more arguments for vLLM, by its own names, such as `tensor_parallel_size` or `enforce_eager`"""
-
-
-class SpeculationConfig(Section):
-    """What drafts, and where it comes from. How a learned drafter is made and trained: [drafter]."""
-
-    drafter: Literal["off", "suffix", "eagle", "mixed", "adaptive"] = "adaptive"
-    """`adaptive` picks a strategy for each round, or none; `eagle` (learned), `suffix` (model-free) and `mixed` (both)
-    always draft, by depth, branching, verify_tokens and min_chance"""
-    path: str | None = None
-    """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
-    depth: int = Field(default=6, gt=0, le=32)
-    """guesses in a row"""
-    branching: int = Field(default=2, gt=0, le=16)
-    """guesses beside each other, of which the likeliest are kept; 1: a chain"""
-    verify_tokens: int = Field(default=8, gt=0, le=256)
-    """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
-    min_chance: float = Field(default=0.5, ge=0, lt=1)
-    """a drafted token less likely to be reached than this is not verified; the chances are counted online"""
-    history_tokens: int = Field(default=200_000, gt=0)
-    """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
-    look_ahead: int = Field(default=4, ge=0)
-    """with `adaptive`, idle workers decode the requests of so many steps to come, as drafts of what the target will say
-    then; 0: of none"""
-    look_ahead_tokens: int = Field(default=16_000_000, gt=0)
-    """of these drafts that are kept in host memory, four bytes each; the oldest age out"""
-
-    @model_validator(mode="after")
-    def _learned(self) -> SpeculationConfig:
-        if self.drafter in ("eagle", "mixed") and self.path is None:
-            raise ValueError(
-                f"speculation.drafter = '{self.drafter}' needs speculation.path, the folder of a learned drafter: "
-                "make one with tlt draft train"
-            )
-        if self.path is not None and self.drafter in ("off", "suffix"):
-            raise ValueError(
-                f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
-                "speculation.drafter = 'adaptive', or take the path away by --speculation.path ''"
-            )
-        if self.drafter in ("eagle", "mixed") and (self.depth - 1) * self.branching > MOST_GUESSES:
-            raise ValueError(
-                f"speculation.depth and branching ask for more than {MOST_GUESSES} guesses a row: lower one of them"
-            )
-        return self
-
-
-class DrafterTrainConfig(Section):
-    """How the learned drafter is made and trained. Whether there is one, and where it comes from: [speculation]."""
-
-    kind: Literal["eagle1", "eagle3"] = "eagle1"
-    """`eagle3` reads three layers of the target; `eagle1` only its last hidden state, a quarter of the traffic"""
-    window: int = Field(default=512, gt=0)
-    """tokens whose features are kept for each live request, and which the drafter attends"""
-    unroll: int = Field(default=7, gt=0, le=16)
-    """guesses in a row that training goes through at most, each on the drafter's own output of the one before; one more
-    than are right by now"""
-    loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
-    """measured from random weights, `hybrid` learns as `cross_entropy` does and the other two next to nothing"""
-    decay: float = Field(default=0.8, gt=0, le=1)
-    """weight of each guess against the one before"""
-    learning_rate: float = Field(default=1e-3, gt=0)
-    """of the drafter"""
-    warmup_steps: int = Field(default=20, gt=0)
-    """its rate rises evenly over the first so many micro-batches"""
-    max_grad_norm: float = Field(default=0.5, gt=0)
-    """its gradient is clipped to this norm"""
-    micro_batch_tokens: int = Field(default=1024, gt=0)
-    """entries of one pack, which is one optimizer step"""
-    idle_training: bool = True
-    """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
-    speculation.path names none"""
-    budget: float = Field(default=0.0, ge=0, le=1)
-    """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
-    long as that pays back; from a random one if speculation.path names none. 0: not at all"""
-    buffer_tokens: int = Field(default=200_000, gt=0)
-    """entries of harvest kept in host memory: of this step, and of those before it, the longest first"""
 
 
 class TrainConfig(Section):
@@ -307,7 +232,6 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
-    drafter: DrafterTrainConfig = DrafterTrainConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -10,12 +10,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tlt.config.section import section_of
 from tlt.config.sections import Config
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    name: section for name, field in Config.model_fields.items() if (section := section_of(field))
 }
 _WIDTH = 100
 
@@ -42,7 +41,7 @@ def _commented(path: str, model: type[BaseModel]) -> Iterator[str]:
             for each, entry in table.model_fields.items():
                 tables += [*_note(entry), f"# {_assignment(each, entry)}"]
             continue
-        if inner := _section_of(field):
+        if inner := section_of(field):
             tables += ["", *_commented(f"{path}.{name}", inner)]
             continue
         yield from _note(field)
@@ -60,7 +59,7 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
             for each in value:
                 given = each.model_dump(exclude_unset=True)
                 tables += ["", f"[[{path}.{name}]]", *(f"{key} = {_toml(v)}" for key, v in given.items())]
-        elif _section_of(field):
+        elif section_of(field):
             tables += ["", *_resolved(f"{path}.{name}", value)]
         elif value is not None:
             default = None if field.is_required() else _default(field)
@@ -93,12 +92,6 @@ def _table_of(field: FieldInfo) -> type[BaseModel] | None:
     """What the field is a list of, where these are tables of their own."""
     inner = get_args(field.annotation)
     return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel) else None
-
-
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """A table of its own within its section."""
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _assignment(name: str, field: FieldInfo) -> str:

@@ -97,7 +97,7 @@ def _layer(config: Config, target: Decoder) -> EagleLayer:
 
 def _fresh(config: Config, target: Decoder) -> EagleLayer:
     """Random weights: others at every call."""
-    return EagleLayer(eagle_options(target.options, config.drafter.kind, config.drafter.window))
+    return EagleLayer(eagle_options(target.options, config.speculation.kind, config.speculation.window))
 
 
 class InTurn(Fixed):
