@@ -1,22 +1,27 @@
-"""vLLM's two model runners as far as our noise sees them, by their documented interfaces, over a model of our own.
+"""vLLM's two model runners as far as our noise sees them, and its engine as far as ours does, by their documented
+interfaces, over a model of our own.
 
-Both decode greedily and verify drafts greedily, as vLLM does: they know nothing of noise. Requests come and go, slots
-are used again, rows of one request lie together and requests in any order, and drafts are made up.
+The runners decode greedily and verify drafts greedily, as vLLM does: they know nothing of noise. Requests come and go,
+slots are used again, rows of one request lie together and requests in any order, and drafts are made up.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tlt.fidelity.oracle import last_logits
 from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
+from tlt.vllm.look_ahead import LookAheadProposer
+from tlt.vllm.worker import WorkerExtension
 
 CPU = torch.device("cpu")
 
@@ -38,12 +43,31 @@ class LogitsProcessor:
         raise NotImplementedError
 
 
+class Params(SimpleNamespace):
+    """vllm.SamplingParams."""
+
+
+def _reload(config: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]], names: Any, **options: Any) -> None:
+    model.tensors = dict(weights)
+
+
+_CONTENTS: dict[str, dict[str, Any]] = {
+    "vllm.v1.worker.gpu.sample.logits_processor": {"LogitsProcessor": LogitsProcessor},
+    "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
+    "vllm.model_executor.model_loader.reload": {"inplace": SimpleNamespace(reload_weights=_reload)},
+    "vllm": {"SamplingParams": Params},
+}
+
+
 def modules() -> dict[str, ModuleType]:
-    """For sys.modules, where vLLM is not installed."""
-    leaf = "vllm.v1.worker.gpu.sample.logits_processor"
-    names = [leaf[:end] for end in range(len(leaf) + 1) if leaf[:end] == leaf or leaf[end : end + 1] == "."]
-    found = {name: ModuleType(name) for name in names if name not in sys.modules}
-    found[leaf].LogitsProcessor = LogitsProcessor  # type: ignore[attr-defined]
+    """For sys.modules, whether vLLM is installed or not."""
+    found: dict[str, ModuleType] = {}
+    for leaf, contents in _CONTENTS.items():
+        parts = leaf.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            found.setdefault(name, ModuleType(name))
+        vars(found[leaf]).update(contents)
     return found
 
 
@@ -121,6 +145,11 @@ class RunnerV1(Runner):
         super().__init__(target, slots, seed)
         self.device, self.max_num_reqs = CPU, slots
         self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.drafter: Any = None
+
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.target.load(dict(weights_iterator), self.target.version + 1)
 
     def joined(self, name: str) -> None:
         row = self.live[name]
@@ -145,3 +174,93 @@ class RunnerV1(Runner):
             rows = [end - count - 1 + i for end, count in zip(ends, counts, strict=True) for i in range(count + 1)]
             metadata = SimpleNamespace(num_draft_tokens=counts, logits_indices=torch.stack(rows))
         return self._sample(logits, metadata)
+
+
+class LLM:
+    """vllm.v1.engine.llm_engine.LLMEngine in this process, with one worker and its model runner V1. `_start` of
+    `tlt.vllm.target` is given it (see `install`)."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        options = decoder_options(read_config(arguments["model"]))
+        self.arguments = arguments
+        self.runner = RunnerV1(Decoder(options, getattr(torch, arguments["dtype"]), CPU), arguments["max_num_seqs"])
+        self.longest = arguments["max_model_len"]
+        self.runner.drafter = self._drafter(arguments["speculative_config"])
+        self.worker = WorkerExtension()
+        self.worker.model_runner = self.runner
+        self.guesses: dict[str, list[int]] = {}
+
+    def _drafter(self, speculative: dict[str, Any] | None) -> Any:
+        if speculative and speculative["method"] == "custom_class":
+            widest = SimpleNamespace(num_speculative_tokens=speculative["num_speculative_tokens"])
+            return LookAheadProposer(
+                SimpleNamespace(speculative_config=widest, model_config=SimpleNamespace(max_model_len=self.longest))
+            )
+        return SimpleNamespace(
+            vllm_config=None, model=SimpleNamespace(tensors={}), folder=(speculative or {}).get("model")
+        )
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+        tokens = prompt["prompt_token_ids"]
+        assert params.temperature == 0
+        assert 0 < params.max_tokens <= self.longest - len(tokens)
+        self.runner.add(name, SimpleNamespace(prompt=SimpleNamespace(token_ids=tokens)), params)
+
+    def abort_request(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.runner.remove(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.runner.live)
+
+    def step(self) -> list[Any]:
+        """A pass over all; what each got, and whether it has ended, at a stop token or at its most tokens."""
+        before = {name: len(row.tokens) for name, row in self.runner.live.items()}
+        self.runner.step({name: self.guesses.get(name, []) for name in before})
+        outputs = []
+        for name, had in before.items():
+            row = self.runner.live[name]
+            news = row.tokens[had : row.params.max_tokens]
+            stop = next((i for i, token in enumerate(news) if token in row.params.stop_token_ids), None)
+            news = news if stop is None else news[: stop + 1]
+            del row.tokens[had + len(news) :]
+            ended = stop is not None or len(row.tokens) == row.params.max_tokens
+            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=news)], finished=ended))
+        self._propose(before)
+        for output in outputs:
+            if output.finished:
+                self.runner.remove(output.request_id)
+        return outputs
+
+    def _propose(self, before: dict[str, int]) -> None:
+        if not isinstance(self.runner.drafter, LookAheadProposer):
+            return
+        rows = [self.runner.live[name] for name in self.runner.input_batch.req_ids]
+        tokens = np.zeros((len(rows), self.longest), dtype=np.int32)
+        counts = np.array([len(row.prompt) + len(row.tokens) for row in rows])
+        for place, row in enumerate(rows):
+            tokens[place, : counts[place]] = [*row.prompt, *row.tokens]
+        sampled = [row.tokens[before[name] :] for name, row in zip(self.runner.input_batch.req_ids, rows, strict=True)]
+        drafts = self.runner.drafter.propose(sampled, counts, tokens)
+        self.guesses = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
+
+
+def install(monkeypatch: Any) -> list[LLM]:
+    """From now on `engine.backend = "vllm"` starts such engines; those that were started."""
+    started: list[LLM] = []
+
+    def start(arguments: dict[str, Any]) -> LLM:
+        started.append(LLM(arguments))
+        return started[-1]
+
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("tlt.vllm.target._start", start)
+    for module in ("target", "runner_v1"):
+        monkeypatch.setattr(f"tlt.vllm.{module}.require_vllm", lambda: None)
+    return started

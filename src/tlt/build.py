@@ -14,7 +14,7 @@ from tlt.checkpoint import policy_in
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.ahead import AheadStore
-from tlt.draft.buffer import Harvest
+from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import FeatureLayout
@@ -108,7 +108,7 @@ def open_engine(
     config: Config,
     target: Target,
     layer: EagleLayer | None = None,
-    on_harvest: Callable[[Harvest], None] | None = None,
+    on_harvest: Callable[[Harvest | Transcript], None] | None = None,
     tracer: Tracer | None = None,
 ) -> RolloutEngine:
     """The engine that the recipe asks for, on this target."""
@@ -121,15 +121,18 @@ def open_engine(
     from tlt.vllm.target import VllmTarget
 
     assert isinstance(target, VllmTarget), "a target of the recipe's backend"
-    return VllmEngine(target, config.engine, detokenizer(tokenizer), tracer or Tracer(), store)
+    return VllmEngine(target, config.engine, detokenizer(tokenizer), tracer or Tracer(), store, on_harvest)
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
     """What is trained while the policy is, the same on all workers: the recipe's drafter, or a random one; None where
-    none is trained."""
+    none is trained. By vLLM only `eagle` uses one, and the policy computes what it learns from, which one in shards
+    cannot."""
     speculation = config.speculation
     trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.budget > 0
-    if speculation.drafter in ("off", "suffix") or not trains or config.engine.backend == "vllm":
+    if speculation.drafter in ("off", "suffix") or not trains:
+        return None
+    if config.engine.backend == "vllm" and (speculation.drafter != "eagle" or config.train.shard):
         return None
     if speculation.path:
         return load_drafter(speculation.path, target)

@@ -44,7 +44,6 @@ from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
 from tlt.model_card import model_card
-from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import folder_sha256
 from tlt.record import Noting, Progress, Record
@@ -53,6 +52,7 @@ from tlt.rewards import make_reward
 from tlt.rl.agreement import take_weights
 from tlt.rl.groups import from_plain, to_plain
 from tlt.rl.kinds import make_policy, weights_folder
+from tlt.rl.teacher import spot_trainer
 from tlt.stopping import Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
@@ -176,9 +176,9 @@ def make_parts(
 def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     target = open_target(config, weights_folder(config, folder))
     layer = starting_drafter(config, target.options)
-    budget = Budget(layer, target, config) if layer and isinstance(target, Decoder) else None
-    engine = open_engine(config, target, layer, budget.harvest if budget else None)
     policy = make_policy(config, folder)
+    budget = Budget(spot_trainer(layer, target, policy, config), config) if layer else None
+    engine = open_engine(config, target, layer, budget.harvest if budget else None)
     take_weights(target, policy, version=0)
     return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
 

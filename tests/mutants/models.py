@@ -19,14 +19,14 @@ MUTANTS = [
     Mutant(
         "the rope's attention_scaling is dropped",
         DECODER,
-        "torch.polar(torch.ones_like(angles), angles) * o.attention_scaling)",
+        "torch.polar(torch.ones_like(angles), angles) * options.attention_scaling)",
         "torch.polar(torch.ones_like(angles), angles))",
         FORWARD,
     ),
     Mutant(
         "angles of a float64 decoder are float32",
         DECODER,
-        "angle_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32",
+        "angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32",
         "angle_dtype = torch.float32",
         FORWARD,
     ),

@@ -46,7 +46,8 @@ def opened() -> Iterator[Callable[[str], VllmEngine]]:
 
     def engine(drafter: str) -> VllmEngine:
         if drafter not in engines:
-            config = recipe("--speculation.drafter", drafter, "--speculation.depth", "4")
+            learned = () if drafter in ("adaptive", "eagle") else ("--speculation.path", "")
+            config = recipe("--speculation.drafter", drafter, "--speculation.depth", "4", *learned)
             found = open_engine(config, open_target(config, config.model.path))
             assert isinstance(found, VllmEngine)
             engines[drafter] = found

@@ -11,36 +11,33 @@ from typing import Any, TypeVar
 
 from tlt.config import Config
 from tlt.draft.average import Replica
-from tlt.draft.buffer import Harvest
-from tlt.draft.eagle import EagleLayer
-from tlt.draft.learned import EagleDrafter
+from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.worth import STRETCH, Worth
-from tlt.engine.engine import Engine
-from tlt.models.decoder import Decoder
+from tlt.engine.protocol import RolloutEngine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Budget:
-    """Trains `layer`, which the engine begins with; saves what is published in the run's folder. The engine gives its
-    harvest to `harvest`."""
+    """Trains the drafter which the engine begins with; saves what is published in the run's folder. The engine gives
+    its harvest to `harvest`."""
 
-    def __init__(self, layer: EagleLayer, target: Decoder, config: Config) -> None:
-        training = config.speculation.training
-        self.target, self.share, self.version = target, training.budget, 0
+    def __init__(self, trainer: SpotTrainer, config: Config) -> None:
+        training, layer = config.speculation.training, trainer.in_use
+        self.trainer: SpotTrainer | None = trainer
+        self.share, self.version = training.budget, 0
         self.worth = Worth(training.unroll, trained=layer.trained)
         self.folder = Path(config.run.folder) / "drafter"
-        self.trainer: SpotTrainer | None = SpotTrainer(layer, target, training, config.run.seed)
         self.saver = DrafterSaver(self.folder, layer.options)
         self.micro_batches, self.seconds = 0, 0.0  # of training that was not judged yet
 
-    def harvest(self, item: Harvest) -> None:
+    def harvest(self, item: Harvest | Transcript) -> None:
         self._guarded(lambda trainer: trainer.harvest(item))
 
-    def spend(self, engine: Engine) -> None:
+    def spend(self, engine: RolloutEngine) -> None:
         """After a rollout of the engine: what was done is written in its stats."""
         began, stats = time.perf_counter(), engine.stats
         if self.trainer:
@@ -57,7 +54,7 @@ class Budget:
             self.trainer = None
             return None
 
-    def _train(self, trainer: SpotTrainer, engine: Engine) -> dict[str, float]:
+    def _train(self, trainer: SpotTrainer, engine: RolloutEngine) -> dict[str, float]:
         stats = engine.stats
         rollout_seconds = sum(stats.seconds.values())
         facts = {"version": float(self.version)}
@@ -82,9 +79,9 @@ class Budget:
                 facts["version"] = float(self.version)
         return facts
 
-    def _publish(self, engine: Engine, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
+    def _publish(self, engine: RolloutEngine, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
         layer = trainer.publish(replica.tensors, agreement)
-        engine.swap(EagleDrafter(layer, self.target))
+        engine.draft_with(layer)
         self.version += 1
         self.saver.save(self.version, replica, agreement)
 
@@ -95,14 +92,14 @@ class Budget:
         """Plain data, for a checkpoint; the drafter itself lies in `folder`."""
         return {"worth": self.worth.state(), "version": self.version}
 
-    def load_state(self, state: Mapping[str, Any], engine: Engine) -> None:
+    def load_state(self, state: Mapping[str, Any], engine: RolloutEngine) -> None:
         """Go on with the drafter that was published last, in the engine too."""
         self._guarded(lambda trainer: self._take_up(trainer, state, engine))
 
-    def _take_up(self, trainer: SpotTrainer, state: Mapping[str, Any], engine: Engine) -> None:
+    def _take_up(self, trainer: SpotTrainer, state: Mapping[str, Any], engine: RolloutEngine) -> None:
         self.worth.load_state(state["worth"])
-        if saved := load_latest(self.folder, self.target.options):
+        if saved := load_latest(self.folder, trainer.target.options):
             self.version = saved.number
             trainer.adopt(saved.replica)
             layer = trainer.publish(saved.replica.tensors, saved.layer.agreement)
-            engine.swap(EagleDrafter(layer, self.target))
+            engine.draft_with(layer)

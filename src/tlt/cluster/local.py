@@ -8,7 +8,6 @@ from typing import Any
 
 from tlt.cluster.budget import Budget
 from tlt.draft.ahead import Ahead
-from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
 from tlt.rl.agreement import take_weights
@@ -54,7 +53,6 @@ class LocalRollout:
         self.engine.look_ahead(())
         if self.budget:
             self.tracer.enter(SPOT)
-            assert isinstance(self.engine, Engine), "the one that harvests"
             self.budget.spend(self.engine)
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
@@ -80,7 +78,6 @@ class LocalRollout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
         if self.budget and state.get("drafter"):
-            assert isinstance(self.engine, Engine), "the one that harvests"
             self.budget.load_state(state["drafter"], self.engine)
 
     def now(self) -> list[WorkerNow]:

@@ -20,7 +20,7 @@ from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.pool import ClusterError, Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
-from tlt.draft.buffer import Harvest
+from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.guard import Guarded, guarded
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import JUDGED, Judgement, SpotReport, summed
@@ -47,7 +47,7 @@ class Chain:
     given: Handle | None = None
     """the candidate, where workers can take it from"""
     judged: Judgement = field(default_factory=Judgement)
-    lent: list[Harvest] = field(default_factory=list)
+    lent: list[Harvest | Transcript] = field(default_factory=list)
     """by workers that decode, where the idle ones hold nothing back"""
 
 

@@ -27,17 +27,14 @@ from tlt.build import (
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.draft.average import Replica
-from tlt.draft.buffer import Harvest
-from tlt.draft.eagle import EagleLayer
-from tlt.draft.learned import EagleDrafter
+from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
-from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
-from tlt.models.decoder import Decoder
 from tlt.rl.agreement import take_weights
 from tlt.rl.kinds import make_policy, weights_folder
 from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
 from tlt.rl.sharded import ShardedPolicy
+from tlt.rl.teacher import spot_trainer
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
@@ -111,13 +108,13 @@ class Worker:
         self.config, self.index, self.host, self._join = config, index, host, join
         self.target = open_target(config, weights_folder(config, folder))
         layer = starting_drafter(config, self.target.options)
-        self.spot_trainer = self._spot_trainer(layer) if layer else None
+        self.policy = make_policy(config, folder)
+        self.spot_trainer = spot_trainer(layer, self.target, self.policy, config, index) if layer else None
         self.tracer = Tracer()
         self.engine = open_engine(config, self.target, layer, self._harvest if layer else None, self.tracer)
         self.store = self.engine.store
         self.plain = self.engine.plain_beside()
         self.device = torch_device(config.model)
-        self.policy = make_policy(config, folder)
         take_weights(self.target, self.policy, version=0)
         self._rollout = -1
         self._told: dict[int, int] = {}  # tokens, by seed, that a slice has told of
@@ -126,10 +123,6 @@ class Worker:
         self._wanted = 0.0  # calls of `spot` up to this number are to end
         gc.collect()
         gc.freeze()  # else a collection amid a rollout looks through all that was loaded, a quarter of a second
-
-    def _spot_trainer(self, layer: EagleLayer) -> SpotTrainer:
-        assert isinstance(self.target, Decoder), "its features are what a drafter is trained on"
-        return SpotTrainer(layer, self.target, self.config.speculation.training, self.config.run.seed + self.index)
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +194,7 @@ class Worker:
         return self._guarded(lambda trainer: trainer.replica())
 
     def judge(
-        self, candidate: Replica | None, lent: Sequence[Harvest] = (), number: float = math.inf
+        self, candidate: Replica | None, lent: Sequence[Harvest | Transcript] = (), number: float = math.inf
     ) -> Judgement | None:
         """Of the candidate, if there is one, and of the drafter in use; on what this worker held back, and on what
         others did and lent. None where it cannot be."""
@@ -209,9 +202,9 @@ class Worker:
         with self.tracer.span("judge"):
             return self._guarded(lambda trainer: trainer.judge(tensors, lent, lambda: self._wanted >= number))
 
-    def evidence(self) -> list[Harvest] | None:
+    def evidence(self) -> list[Harvest | Transcript] | None:
         """What is held back here, to be lent."""
-        return self._guarded(lambda trainer: trainer.evidence())
+        return self._guarded(lambda trainer: trainer.lend())
 
     def adopt(self, common: Replica) -> None:
         """Train on from there."""
@@ -220,14 +213,9 @@ class Worker:
     def take_drafter(self, common: Replica, agreement: float | None) -> None:
         """Draft with what was published, from the next round on."""
 
-        def act(trainer: SpotTrainer) -> None:
-            assert isinstance(self.engine, Engine), "only there a drafter is trained"
-            assert isinstance(self.target, Decoder), "only there a drafter is trained"
-            self.engine.swap(EagleDrafter(trainer.publish(common.tensors, agreement), self.target))
+        self._guarded(lambda trainer: self.engine.draft_with(trainer.publish(common.tensors, agreement)))
 
-        self._guarded(act)
-
-    def _harvest(self, item: Harvest) -> None:
+    def _harvest(self, item: Harvest | Transcript) -> None:
         self._guarded(lambda trainer: trainer.harvest(item))
 
     def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:

@@ -45,12 +45,25 @@ class Harvest(NamedTuple):
     @property
     def held_back(self) -> bool:
         """Of a prompt that no worker ever trains on, by a hash of its id: the gate's."""
-        return zlib.crc32(self.prompt_id.to_bytes(8, "little", signed=True)) % _HELD_BACK == 0
+        return is_held_back(self.prompt_id)
 
     def cut(self, low: int, length: int) -> Harvest:
         """Entries [low, low + length) of it."""
         part = slice(low, low + length)
         return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
+
+
+class Transcript(NamedTuple):
+    """A response whose features the engine did not keep: see `recompute`."""
+
+    prompt_id: int
+    prompt_length: int
+    tokens: tuple[int, ...]
+    """of the prompt and of the response"""
+
+
+def is_held_back(prompt_id: int) -> bool:
+    return zlib.crc32(prompt_id.to_bytes(8, "little", signed=True)) % _HELD_BACK == 0
 
 
 class HarvestBuffer:

@@ -18,15 +18,17 @@ from torch import Tensor
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.average import Replica
-from tlt.draft.buffer import Harvest, HarvestBuffer
+from tlt.draft.buffer import Harvest, HarvestBuffer, Transcript
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.recompute import Recompute
+from tlt.draft.teacher import Teacher
 from tlt.draft.trainer import DrafterTrainer, Interrupted
 from tlt.draft.unroll import bundles, pack
-from tlt.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
 _HELD = 32  # micro-batches of harvest held back ...
+_LENT = 4  # responses whose harvest is still to be computed
 JUDGED = 4  # ... so many of which are judged by: that takes about as long as three of training
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
@@ -75,11 +77,18 @@ class SpotTrainer:
     """`layer` is the drafter in use, or a fresh random one (cold start); it is not changed.
 
     The rate never falls to zero, so as to follow a moving target; that leaves noise in the weights, so what is
-    published is their running mean.
+    published is their running mean. `recompute`: where the engine keeps no features.
     """
 
-    def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
-        self.target, self.config = target, config
+    def __init__(
+        self,
+        layer: EagleLayer,
+        target: Teacher,
+        config: DrafterTrainConfig,
+        seed: int = 0,
+        recompute: Recompute | None = None,
+    ) -> None:
+        self.target, self.config, self.recompute = target, config, recompute
         self.trainer = DrafterTrainer(copy.deepcopy(layer), target, config, seed)
         self.in_use, self.judged = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
@@ -94,12 +103,18 @@ class SpotTrainer:
 
     # -- the harvest ---------------------------------------------------------------------------------------------------
 
-    def harvest(self, item: Harvest) -> None:
+    def harvest(self, item: Harvest | Transcript) -> None:
         """The engine's `on_harvest`. A share of the prompts is held back for `judge`, the same on all workers."""
-        (self.held_back if item.held_back else self.buffer).add(item)
+        if isinstance(item, Transcript):
+            assert self.recompute, "of an engine that keeps no features"
+            self.recompute.add(item)
+        else:
+            (self.held_back if item.held_back else self.buffer).add(item)
 
     def target_moved(self) -> None:
         """To be called after every `target.load` of a new version."""
+        if self.recompute:
+            self.recompute.next_step()
         self.buffer.next_step()
         if self.held_back.now:  # else there is something to judge by still, if of a target that is older
             self.held_back.next_step()
@@ -107,27 +122,41 @@ class SpotTrainer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is harvest enough to train on."""
-        return self.buffer.tokens >= self.enough
+        """Whether there is harvest enough to train on, or responses to compute it of."""
+        waiting = self.recompute.tokens(held_back=False) if self.recompute else 0
+        return self.buffer.tokens + waiting >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
         """Micro-batches until the time is up: at least one, none where nothing is `ready`; or until `stop` says so,
-        which leaves the one under way undone."""
-        began, report = time.perf_counter(), SpotReport()
-        while self.ready and (report.micro_batches == 0 or report.seconds < seconds):
-            self.trainer.rate_scale = max(_LEAST_RATE, 1 / (1 + self.trainer.steps / _COOLING) if self.cold else 0.0)
-            batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
+        which leaves the one under way undone. Where harvest must be computed first, that takes of the time."""
+        began, report, spent = time.perf_counter(), SpotReport(), 0.0
+        while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:
-                self.trainer.step(batch, stop)
+                self._recompute_one(stop)
+                trained = self._micro_batch(stop) if self.buffer.tokens >= self.enough else 0
             except Interrupted:
                 break
-            self._follow()
             spent = time.perf_counter() - began
-            report = SpotReport(report.micro_batches + 1, report.tokens + len(batch.tokens), spent)
+            report = SpotReport(report.micro_batches + (trained > 0), report.tokens + trained, spent)
         self.tokens += report.tokens
         return report
+
+    def _micro_batch(self, stop: Callable[[], bool]) -> int:
+        """The entries of one that was trained on."""
+        self.trainer.rate_scale = max(_LEAST_RATE, 1 / (1 + self.trainer.steps / _COOLING) if self.cold else 0.0)
+        batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
+        self.trainer.step(batch, stop)
+        self._follow()
+        return len(batch.tokens)
+
+    def _recompute_one(self, stop: Callable[[], bool], held_back: bool = False) -> bool:
+        """Harvest of one response, if one waits. Raises Interrupted."""
+        found = self.recompute.take(held_back, stop) if self.recompute else []
+        for item in found:
+            self.harvest(item)
+        return bool(found)
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -166,14 +195,20 @@ class SpotTrainer:
     def judge(
         self,
         candidate: Mapping[str, Tensor] | None,
-        lent: Sequence[Harvest] = (),
+        lent: Sequence[Harvest | Transcript] = (),
         stop: Callable[[], bool] = lambda: False,
     ) -> Judgement:
         """Of a candidate (`Replica.tensors`), if there is one, and the drafter in use: on this worker's `evidence` and
-        on what is lent. What is lent of a target version whose head is no longer here is left out. It is broken off
-        amid a micro-batch where `stop` says so."""
+        on what others `lend`. What is lent of a target version whose head is no longer here is left out. It is broken
+        off amid a micro-batch where `stop` says so."""
         layer = None if candidate is None else _put(candidate, self.judged)
-        known = [item for item in (*self.evidence(), *lent) if item.target_version in self.trainer.heads]
+        try:
+            while self._fresh_evidence() < JUDGED * self.config.micro_batch_tokens and self._recompute_one(stop, True):
+                pass
+            items = [*self.evidence(), *(item for lot in lent for item in self._harvest_of(lot, stop))]
+        except Interrupted:
+            return Judgement(broken_off=True)
+        known = [item for item in items if item.target_version in self.trainer.heads]
         done: list[Judgement] = []
         for items in bundles(known, self.config.micro_batch_tokens):
             batch = pack(items, self.target.device)
@@ -186,6 +221,19 @@ class SpotTrainer:
             done.append(Judgement(entries, in_use, mine, first))
         return summed(done)
 
+    def _harvest_of(self, item: Harvest | Transcript, stop: Callable[[], bool]) -> list[Harvest]:
+        if isinstance(item, Harvest):
+            return [item]
+        assert self.recompute, "all workers have engines of one kind"
+        return self.recompute.harvest(item, stop)
+
+    def lend(self) -> list[Harvest | Transcript]:
+        """For another worker's `judge`; of what nothing was computed yet, that one does so."""
+        return [*self.evidence(), *(self.recompute.waiting(held_back=True)[:_LENT] if self.recompute else ())]
+
+    def _fresh_evidence(self) -> int:
+        return sum(len(item.tokens) for item in self.held_back.now)
+
     def evidence(self) -> list[Harvest]:
         """Of what is held back; another part at every step."""
         rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
@@ -193,7 +241,7 @@ class SpotTrainer:
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer
-        of its own for `engine.swap(EagleDrafter(layer, target))`."""
+        of its own for `engine.draft_with`."""
         _put(candidate, self.in_use)
         self.in_use.agreement = agreement
         return copy.deepcopy(self.in_use)

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from tlt.config import DrafterTrainConfig
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.teacher import Teacher
 from tlt.draft.unroll import Pack, packs, unroll
-from tlt.models.decoder import Decoder
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
@@ -69,11 +69,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class DrafterTrainer:
-    """Owns the trainable layer in float32 or wider, and its optimizer. The target's embedding and head are read from
-    the decoder at every step, so they are always those of its present version; the teacher's head is that of the
-    version which computed the harvest, kept by `target_moved`."""
+    """Owns the trainable layer in float32 or wider, and its optimizer. The target's embedding and head are read at
+    every step, so they are always those of its present version; what is learned is the law of the version which
+    computed the harvest, by its head, kept by `target_moved`."""
 
-    def __init__(self, layer: EagleLayer, target: Decoder, config: DrafterTrainConfig, seed: int = 0) -> None:
+    def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.layer, self.target, self.config = layer, target, config
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         layer.to(target.device, self.dtype)
@@ -92,8 +92,7 @@ class DrafterTrainer:
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
     def target_moved(self, held: Collection[int]) -> None:
-        """To be called after the decoder took new weights: keep the heads of the versions that are `held` in harvest.
-        (`Decoder.load` makes new tensors, so an old head stays what it was.)"""
+        """To be called after the target took new weights: keep the heads of the versions that are `held` in harvest."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 

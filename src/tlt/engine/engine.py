@@ -7,7 +7,7 @@ or preempted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
+from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
+from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree, NoiseOf, Roots, grow, stack
 from tlt.engine.drafters import Drafters
@@ -29,6 +31,7 @@ from tlt.engine.laws import LawTable
 from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.parking import Parking
 from tlt.engine.placing import seat
+from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
@@ -42,7 +45,7 @@ from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 
 
-class Engine:
+class Engine(Generates):
     """`tuner` picks a strategy for each round; without drafters, or where theirs failed, that is plain decoding.
 
     `detokenize` is needed for stop strings. `layout` says which features of the target are kept for each live row, and
@@ -113,13 +116,6 @@ class Engine:
 
     # -- what is decoded -----------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
-        run."""
-        self.start(requests)
-        while self.busy:
-            yield from self.round()
-
     def start(self, requests: Iterable[Request]) -> None:
         """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._amid_round
@@ -163,6 +159,10 @@ class Engine:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
         for name in self.drafters.swap(drafter, self.rollout.view, self.rollout.rows):
             self.tuner.renew(name, drafter.agreement)
+
+    def draft_with(self, layer: EagleLayer) -> None:
+        """Put this learned drafter in the place of the one in use."""
+        self.swap(EagleDrafter(layer, self.target))
 
     def _put_off_ahead(self) -> None:
         """What is decoded ahead makes way for what is not."""

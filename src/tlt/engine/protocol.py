@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tlt.config import EngineConfig
 from tlt.draft.ahead import AheadStore
+from tlt.draft.eagle import EagleLayer
 from tlt.engine.tuner import Tuner
 from tlt.models.families import DecoderOptions
 from tlt.trace import Tracer
@@ -94,6 +95,10 @@ class RolloutEngine(Protocol):
         """One turn; returns what finished."""
         ...
 
+    def draft_with(self, layer: EagleLayer) -> None:
+        """Put this learned drafter in the place of the one in use, between two rounds."""
+        ...
+
     def release(self) -> None:
         """Give back the cache's memory, up to the next rollout, between two of them."""
         ...
@@ -101,3 +106,31 @@ class RolloutEngine(Protocol):
     def plain_beside(self) -> RolloutEngine:
         """One that decodes plainly with the same target; only one of the two is at work at a time."""
         ...
+
+
+class Generates:
+    """What every engine has of the above in terms of the rest."""
+
+    def generate(self: RolloutEngine, requests: Iterable[Request]) -> Iterator[Response]:
+        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
+        run."""
+        self.start(requests)
+        while self.busy:
+            yield from self.round()
+
+
+def refuse_impossible(request: Request, most_tokens: int, what: str, remedy: str) -> None:
+    """Raises ValueError for a request that can never run: `what` (a model, an engine) has room for so many tokens of
+    a prompt with its response."""
+    prompt, new = request.prompt, request.sampling.max_new_tokens
+    if not prompt.token_ids:
+        raise ValueError(f"prompt {prompt.prompt_id} is empty: give it at least one token")
+    if new < 1:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} is to get {new} new tokens: give rollout.max_new_tokens at least 1"
+        )
+    longest = len(prompt.token_ids) + new
+    if longest > most_tokens:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} and its response may reach {longest} tokens, but {what} {most_tokens}: {remedy}"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.parking import Parking
+from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
 from tlt.types import Request, Row
 
@@ -71,19 +72,8 @@ class Scheduler:
         return self.rows.remove(place)
 
     def _check(self, request: Request) -> None:
+        refuse_impossible(request, self.max_positions, "the model is good for", "lower rollout.max_new_tokens")
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
-        if not request.prompt.token_ids:
-            raise ValueError(f"prompt {request.prompt.prompt_id} is empty: give it at least one token")
-        if request.sampling.max_new_tokens < 1:
-            raise ValueError(
-                f"prompt {request.prompt.prompt_id} is to get {request.sampling.max_new_tokens} new tokens: give "
-                "rollout.max_new_tokens at least 1"
-            )
-        if longest > self.max_positions:
-            raise ValueError(
-                f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but the model is good "
-                f"for {self.max_positions}: lower rollout.max_new_tokens"
-            )
         if not self.cache.fits(1, longest + self.headroom):
             raise ValueError(
                 f"one sequence of {longest} tokens does not fit the key-value cache of {self.cache.bound_tokens} "

@@ -77,15 +77,7 @@ class Decoder:
         self.device = device
         self.version = -1
         self.layers: list[Layer] = []
-        self._cis = self._rotary_table()
-
-    def _rotary_table(self) -> Tensor:
-        """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or
-        wider."""
-        o = self.options
-        angle_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        angles = torch.outer(torch.arange(o.max_positions, dtype=angle_dtype), o.inv_freq.to(angle_dtype))
-        return (torch.polar(torch.ones_like(angles), angles) * o.attention_scaling).unsqueeze(1).to(self.device)
+        self._cis = rotary_table(options, dtype, device)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -135,6 +127,13 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V] in the model's dtype."""
         return F.linear(hidden, self.head)
+
+
+def rotary_table(options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or wider."""
+    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = torch.outer(torch.arange(options.max_positions, dtype=angle_dtype), options.inv_freq.to(angle_dtype))
+    return (torch.polar(torch.ones_like(angles), angles) * options.attention_scaling).unsqueeze(1).to(device)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -41,11 +41,17 @@ def token_logprobs(
 
 def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
     """Logits [N, V] at each token of one sequence [N], by the arithmetic of `token_logprobs`."""
+    hidden = last_hidden(model, tokens, autocast)
     with _autocast(tokens.device, autocast):
-        positions = torch.arange(len(tokens), device=tokens.device)
-        inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
-        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
         return model.get_output_embeddings()(hidden)
+
+
+def last_hidden(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
+    """Hidden states [N, D] after the final norm, at each token of one sequence [N]."""
+    positions = torch.arange(len(tokens), device=tokens.device)
+    inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+    with _autocast(tokens.device, autocast):
+        return model.base_model(**inputs, use_cache=False).last_hidden_state[0]
 
 
 def _autocast(device: torch.device, enabled: bool) -> torch.autocast:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.buffer import Transcript
+from tlt.draft.eagle import EagleLayer
 from tlt.draft.strategy import PLAIN
+from tlt.engine.protocol import Generates, refuse_impossible
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.trace import Tracer
@@ -22,9 +25,10 @@ from tlt.vllm.noise import Draw, Drawn
 from tlt.vllm.target import VllmTarget
 
 
-class VllmEngine:
+class VllmEngine(Generates):
     """`detokenize` is needed for stop strings. What is decoded for coming steps ends in `store`, and drafts a request
-    that is known there, where vLLM was started with our proposer."""
+    that is known there, where vLLM was started with our proposer. vLLM keeps no features of the target, so `on_harvest`
+    is given responses alone."""
 
     def __init__(
         self,
@@ -33,8 +37,10 @@ class VllmEngine:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
+        on_harvest: Callable[[Transcript], None] | None = None,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
+        self.on_harvest = on_harvest
         self.store = AheadStore(0) if store is None else store
         self.tuner: Tuner = Fixed(PLAIN)
         self.stops = Stops(detokenize)
@@ -60,13 +66,6 @@ class VllmEngine:
 
     # -- what is decoded -----------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Response]:
-        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
-        run."""
-        self.start(requests)
-        while self.busy:
-            yield from self.round()
-
     def start(self, requests: Iterable[Request]) -> None:
         """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
         self.keep_ahead()
@@ -82,14 +81,8 @@ class VllmEngine:
         self.waiting.extend(rows)
 
     def _check(self, request: Request) -> None:
-        longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
-        if not request.prompt.token_ids:
-            raise ValueError(f"prompt {request.prompt.prompt_id} is empty: give it at least one token")
-        if longest > self.target.longest:
-            raise ValueError(
-                f"prompt {request.prompt.prompt_id} and its response may reach {longest} tokens, but vLLM was started "
-                f"for {self.target.longest}: lower rollout.max_new_tokens or raise data.max_prompt_tokens"
-            )
+        remedy = "lower rollout.max_new_tokens or raise data.max_prompt_tokens"
+        refuse_impossible(request, self.target.longest, "vLLM was started for", remedy)
 
     def give_up(self, seeds: Collection[int]) -> list[Row]:
         """These requests leave, wherever they stand; whoever goes on with one ends it with the same tokens."""
@@ -120,6 +113,10 @@ class VllmEngine:
         self.keep_ahead()
         for row in self._abort([name for name, row in self._live.items() if row.ahead]):
             self._ahead.appendleft(Row(row.request, ahead=True))
+
+    def draft_with(self, layer: EagleLayer) -> None:
+        """Put this learned drafter in the place of the one in use."""
+        self.target.load_drafter(layer)
 
     def release(self) -> None:
         """Give back the cache's memory, up to the next rollout, between two of them."""
@@ -207,6 +204,9 @@ class VllmEngine:
             if row.ahead:
                 self.store.put([Ahead.of(row, self.version, ended=True)])
             else:
+                if self.on_harvest:
+                    prompt = row.request.prompt
+                    self.on_harvest(Transcript(prompt.prompt_id, len(prompt.token_ids), row.context))
                 text = self.detokenize(row.tokens) if self.detokenize else ""
                 said = row.tokens, row.logprobs, row.full_logprobs
                 responses.append(Response(row.request, *said, reason, text, decoded=row.decoded))

@@ -58,7 +58,8 @@ class LookAheadProposer:
                 row = self._rows[name] = _Followed(requests[name])
             end = int(num_tokens_no_spec[place])
             ready = bool(sampled_token_ids[place]) and row.pointer is not None
-            drafts.append(row.draft(token_ids_cpu[place], end, min(self.widest, self.longest - end)) if ready else [])
+            most = min(self.widest, self.longest - end, row.last - end - 1)  # the last token comes without a draft
+            drafts.append(row.draft(token_ids_cpu[place], end, most) if ready else [])
         if len(self._rows) > 2 * len(drafts):
             self._rows = {name: row for name, row in self._rows.items() if name in requests}
         return drafts
@@ -72,6 +73,7 @@ class _Followed:
         chains = [np.frombuffer(chain, dtype=np.int32) for chain in ours.get(CHAINS) or ()]
         self.pointer = Pointer(chains, ()) if chains else None
         self.end = ours.get("prompt_tokens", 0)
+        self.last = len(request.prompt_token_ids) + request.sampling_params.max_tokens
 
     def draft(self, tokens: np.ndarray, end: int, most: int) -> list[int]:
         assert self.pointer is not None, "it has nothing to follow"

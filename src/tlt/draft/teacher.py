@@ -1,0 +1,41 @@
+"""What a drafter learns from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt.models.families import DecoderOptions
+
+
+class Teacher(Protocol):
+    """A model at a version, which changes as the policy is trained: the target of our own engine (`Decoder`), or the
+    policy itself (`rl/teacher.py`)."""
+
+    @property
+    def options(self) -> DecoderOptions: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D], of the present version."""
+        ...
+
+    @property
+    def head(self) -> Tensor:
+        """[V, D], of the present version: whoever keeps it keeps that one, whatever the model becomes."""
+        ...
+
+    def cis(self, positions: Tensor) -> Tensor:
+        """cos + i sin [M, 1, E/2] of the rotary embedding at positions [M]."""
+        ...

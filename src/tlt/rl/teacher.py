@@ -1,0 +1,81 @@
+"""The policy as what a drafter learns from, where the rollout's engine does not tell what it computed, as vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.config import Config
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.features import FeatureLayout
+from tlt.draft.recompute import Recompute
+from tlt.draft.spot import SpotTrainer
+from tlt.draft.trainer import Interrupted
+from tlt.engine.protocol import Target
+from tlt.models.decoder import Decoder, rotary_table
+from tlt.rl.logprobs import last_hidden
+from tlt.rl.policy import Policy
+
+
+def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Config, worker: int = 0) -> SpotTrainer:
+    """It learns from the target where that is our own decoder, else from the policy."""
+    training, seed = config.speculation.training, config.run.seed + worker
+    if isinstance(target, Decoder):
+        return SpotTrainer(layer, target, training, seed)
+    teacher = PolicyTeacher(policy, target)
+    recompute = Recompute(teacher, layer.options.layout, training.buffer_tokens)
+    return SpotTrainer(layer, teacher, training, seed, recompute)
+
+
+class PolicyTeacher:
+    """Between two updates, when the policy is what the target decodes with. A policy in shards cannot be one: its
+    members go through a pass together."""
+
+    def __init__(self, policy: Policy, target: Target) -> None:
+        self.policy, self.target = policy, target
+        self.options, self.dtype, self.device = target.options, target.dtype, target.device
+        self._table = rotary_table(self.options, self.dtype, self.device)
+        self._head: tuple[int, Tensor] | None = None
+
+    @property
+    def version(self) -> int:
+        return self.target.version
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.policy.model.get_input_embeddings().weight.detach()
+
+    @property
+    def head(self) -> Tensor:
+        """A copy, as the next update changes the policy in place."""
+        if self._head is None or self._head[0] != self.version:
+            weight = self.policy.model.get_output_embeddings().weight.detach()
+            self._head = self.version, weight.to(self.dtype, copy=True)
+        return self._head[1]
+
+    def cis(self, positions: Tensor) -> Tensor:
+        return self._table[positions]
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
+        """[N, F] at each token of a sequence [N]. Raises Interrupted before the next layer where `stop` says so."""
+        model, entered = self.policy.model, dict[int, Tensor]()
+
+        def look(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if stop():
+                raise Interrupted
+            if index in layout.taps:
+                entered[index] = (arguments[0] if arguments else named["hidden_states"])[0]
+
+        with ExitStack() as hooks:
+            for index, layer in enumerate(model.base_model.layers):
+                hook = layer.register_forward_pre_hook(
+                    lambda _, arguments, named, index=index: look(index, arguments, named), with_kwargs=True
+                )
+                hooks.callback(hook.remove)
+            last = last_hidden(model, tokens.to(self.device), self.policy.autocast)
+        return torch.cat([*(entered[tap] for tap in layout.taps), last], dim=-1).to(self.dtype)

@@ -1,0 +1,58 @@
+"""The noise put on rows of logits in one Triton kernel: no [rows, vocabulary] tensor of noise is ever written.
+
+The same function as `sampling.gumbel_noise`: Philox4x32-10 with key = seed and counter = (v div 4, 0, t, 0), and
+g = -log(-log(1 - u)) in float64, rounded once. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+_LANES = 256  # counters of a program: four tokens each
+# what fuses a product with a sum changes no bit here: each product is exact
+
+
+def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
+    """`logits` [R, V] become log p + g(seed, time) in the rows that are `ours` [R], log p where those are not `noisy`
+    [R]; `log_p` [R, V]."""
+    assert logits.stride(1) == log_p.stride(1) == 1, "a row is contiguous"
+    rows, vocab_size = logits.shape
+    grid = rows, triton.cdiv(vocab_size, 4 * _LANES)
+    strides = logits.stride(0), log_p.stride(0)
+    _write_scores[grid](logits, log_p, seeds, times.int(), ours, noisy, vocab_size, *strides, LANES=_LANES)
+
+
+@triton.jit
+def _write_scores(
+    logits,
+    log_p,
+    seeds,
+    times,
+    ours,
+    noisy,
+    vocab_size,
+    logits_stride,
+    log_p_stride,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(ours + row):
+        lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
+        share = tl.load(noisy + row).to(tl.float32)
+        word0, word1, word2, word3 = tl.philox(tl.load(seeds + row), lanes, 0, tl.load(times + row), 0)
+        into, of = logits + row * logits_stride, log_p + row * log_p_stride
+        _write(into, of, 4 * lanes, word0, share, vocab_size)
+        _write(into, of, 4 * lanes + 1, word1, share, vocab_size)
+        _write(into, of, 4 * lanes + 2, word2, share, vocab_size)
+        _write(into, of, 4 * lanes + 3, word3, share, vocab_size)
+
+
+@triton.jit
+def _write(into, of, tokens, words, share, vocab_size):
+    inside = tokens < vocab_size
+    u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32, so that 1 - u has no rounding
+    noise = (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
+    score = tl.load(of + tokens, inside, other=0.0) + share * noise
+    tl.store(into + tokens, score.to(into.dtype.element_ty), inside)

@@ -1,0 +1,143 @@
+"""Harvest that the policy computes anew is what our own engine keeps as it decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from tlt.build import open_workplace
+from tlt.draft.buffer import Harvest, Transcript, is_held_back
+from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.draft.recompute import Recompute
+from tlt.draft.trainer import Interrupted
+from tlt.engine.engine import Engine
+from tlt.rl.kinds import make_policy
+from tlt.rl.teacher import PolicyTeacher, spot_trainer
+from tlt.types import Prompt, Request, SamplingParams
+
+WINDOW = 16
+TRAINED_ON = next(number for number in range(9) if not is_held_back(number))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    config = tiny_config(tmp_path, speculation={"drafter": "off", "training": {"micro_batch_tokens": 32, "unroll": 2}})
+    return config, open_workplace(config).target, make_policy(config, config.model.path)
+
+
+def never() -> bool:
+    return False
+
+
+def decoded(config: Any, target: Any, layout: Any) -> tuple[list[Harvest], list[Transcript]]:
+    """What our engine harvested, and the same responses."""
+    found: list[Harvest] = []
+    engine = Engine(target, config.engine, layout=layout, on_harvest=found.append)
+    lengths = (3, WINDOW, 40, 2 * WINDOW + 1)
+    asked = [
+        Request(Prompt(i, "", tuple(range(1, 4 + i))), 0, 0, i, SamplingParams(0.7, max_new_tokens=n))
+        for i, n in enumerate(lengths)
+    ]
+    responses = list(engine.generate(asked))
+    prompts = [response.request.prompt for response in responses]
+    return found, [
+        Transcript(prompt.prompt_id, len(prompt.token_ids), (*prompt.token_ids, *response.token_ids))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
+    config, target, policy = world
+    layout = eagle_options(target.options, kind, WINDOW).layout
+    harvested, transcripts = decoded(config, target, layout)
+    recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
+    for transcript in transcripts:
+        recompute.add(transcript)
+    mine: list[Harvest] = []
+    for held_back in (False, True):
+        while found := recompute.take(held_back, never):
+            mine += found
+            assert all(item.held_back == held_back for item in found)
+
+    def key(item: Harvest) -> tuple[int, int]:
+        return item.prompt_id, item.start
+
+    assert sorted(map(key, mine)) == sorted(map(key, harvested))
+    for ours, theirs in zip(sorted(mine, key=key), sorted(harvested, key=key), strict=True):
+        assert ours[:3] == theirs[:3]
+        assert torch.equal(ours.tokens, theirs.tokens)
+        torch.testing.assert_close(ours.features, theirs.features, atol=1e-5, rtol=1e-5)  # transformers' float32 parts
+
+
+def test_the_head_of_a_version_stays_what_it_was(world: Any) -> None:
+    _, target, policy = world
+    teacher = PolicyTeacher(policy, target)
+    head, copied = teacher.head, teacher.head.clone()
+    assert torch.equal(head, target.head)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.add_(1.0)
+    assert torch.equal(head, copied)
+    target.load(policy.state_dict(), 1)
+    assert torch.equal(teacher.head, copied + 1)
+    assert torch.equal(teacher.embedding, target.embedding)
+
+
+def test_a_pass_that_is_broken_off_is_made_once_more(world: Any) -> None:
+    _, target, policy = world
+    layout = eagle_options(target.options, "eagle1", WINDOW).layout
+    recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
+    recompute.add(Transcript(TRAINED_ON, 2, (1, 2, 3, 4)))
+    asked = iter([False, True])
+    with pytest.raises(Interrupted):
+        recompute.take(False, lambda: next(asked))
+    assert recompute.tokens(held_back=False) == 4
+    assert [item.start for item in recompute.take(False, never)] == [0]
+    assert recompute.tokens(held_back=False) == 0
+    assert not policy.model.base_model.layers[0]._forward_pre_hooks
+
+
+def test_the_longest_of_two_steps_come_first_and_the_oldest_make_way(world: Any) -> None:
+    _, target, policy = world
+    layout = eagle_options(target.options, "eagle1", WINDOW).layout
+    recompute = Recompute(PolicyTeacher(policy, target), layout, 20)
+    for tokens in ((1,) * 9, (2,) * 8):
+        recompute.add(Transcript(TRAINED_ON, 2, tokens))
+    recompute.next_step()
+    recompute.add(Transcript(TRAINED_ON, 2, (3,) * 10))
+    assert recompute.tokens(held_back=False) == 18, "the oldest is gone"
+    assert recompute.take(False, never)[0].tokens.tolist() == [3] * 9
+    recompute.next_step()
+    assert recompute.tokens(held_back=False) == 0, "a step of two before is too old"
+
+
+def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
+    """By a target that keeps no features, here our own decoder's `version` alone."""
+    config, target, policy = world
+
+    class Elsewhere:
+        options, dtype, device, version = target.options, target.dtype, target.device, 0
+
+    layer = EagleLayer(eagle_options(target.options, "eagle1", WINDOW))
+    trainer = spot_trainer(layer, Elsewhere(), policy, config)  # pyright: ignore
+    _, transcripts = decoded(config, target, layer.options.layout)
+    assert not trainer.ready
+    for number in range(12):
+        trainer.harvest(transcripts[number % 4]._replace(prompt_id=number))
+    assert trainer.ready
+    assert trainer.train(60.0, lambda: trainer.trainer.steps >= 3).micro_batches == 3
+    replica = trainer.replica()
+    assert replica
+    judged = trainer.judge(replica.tensors)
+    assert judged.entries > 0
+    assert judged.candidate > 0
+    other = spot_trainer(layer, Elsewhere(), policy, config)  # pyright: ignore
+    for number in range(12):
+        other.harvest(transcripts[number % 4]._replace(prompt_id=number))
+    lent = trainer.judge(None, other.lend())
+    assert lent.entries > judged.entries, "of what another worker has not computed yet"
+    assert trainer.judge(replica.tensors, stop=lambda: True).broken_off

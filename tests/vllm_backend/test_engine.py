@@ -1,0 +1,214 @@
+"""vLLM behind the surface of our engine, and a run by workers with one each. vLLM is not needed: `fake_vllm` has its
+engine's documented interface, in float64, so that tokens are compared to the last one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import pytest
+import torch
+from tiny import tiny_config
+
+from tlt.build import open_engine, open_target, open_workplace
+from tlt.config import Config
+from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
+from tlt.engine.engine import Engine
+from tlt.models.families import decoder_options, read_config
+from tlt.types import Request, Response
+from tlt.vllm.engine import VllmEngine
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[fake_vllm.LLM]:
+    return fake_vllm.install(monkeypatch)
+
+
+def by_vllm(config: Config) -> Config:
+    """float64 is refused by the recipe, as the real one has none."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "vllm"})})
+
+
+def opened(config: Config) -> VllmEngine:
+    config = by_vllm(config)
+    engine = open_engine(config, open_target(config, config.model.path))
+    assert isinstance(engine, VllmEngine)
+    return engine
+
+
+def requests(place: Any, count: int) -> list[Request]:
+    law = replace(place.sampling, temperature=0.8)
+    return [Request(place.prompts[i % 4], i // 4, 0, random.Random(i).getrandbits(64), law) for i in range(count)]
+
+
+def said_by(engine: Any, asked: list[Request]) -> dict[int, Response]:
+    return {response.request.seed: response for response in engine.generate(asked)}
+
+
+def told(responses: dict[int, Response]) -> dict[int, Any]:
+    return {
+        seed: (r.token_ids, r.finish_reason, [round(p, 5) for p in (*r.logprobs, *r.full_logprobs)])
+        for seed, r in responses.items()
+    }
+
+
+@pytest.mark.parametrize("drafter", ["off", "adaptive"])
+def test_responses_are_our_own_engines(drafter: str, started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": drafter})
+    place = open_workplace(config)
+    asked = requests(place, 11)
+    assert told(said_by(opened(config), asked)) == told(said_by(Engine(place.target, config.engine), asked))
+
+
+def test_what_was_decoded_ahead_drafts(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
+    engine, asked = opened(config), requests(open_workplace(config), 6)
+    engine.start(())
+    engine.look_ahead(asked)
+    while engine.looks_ahead:
+        engine.round()
+    assert all(engine.store.has_ended(request) for request in asked)
+    ahead = {request.seed: engine.store.get(request).tokens.tolist() for request in asked}  # pyright: ignore
+    responses = said_by(engine, asked)
+    assert {seed: response.token_ids for seed, response in responses.items()} == ahead
+    stats = engine.stats
+    assert stats.seen_ahead == stats.ahead_drafted > 0
+    assert stats.tokens > 2 * stats.row_passes
+    assert sum(response.decoded.seen_ahead for response in responses.values()) == stats.seen_ahead
+
+
+def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "off"})
+    place = open_workplace(config)
+    asked, engine = requests(place, 6), opened(config)
+    expected = told(said_by(Engine(place.target, config.engine), asked))
+    engine.start(asked)
+    responses = [response for _ in range(5) for response in engine.round()]
+    left = engine.give_up([request.seed for request in asked[::2]])
+    assert all(len(row.logprobs) == len(row.tokens) for row in left)
+    engine.submit([], left)
+    while engine.busy:
+        responses += engine.round()
+    assert told({response.request.seed: response for response in responses}) == expected
+
+
+def test_new_weights_are_the_next_rollouts(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "off"})
+    place, engine = open_workplace(config), opened(config)
+    asked = requests(place, 4)
+    before = told(said_by(engine, asked))
+    moved = {name: tensor * 1.05 for name, tensor in _weights(config).items()}
+    engine.target.load(moved, 1)
+    place.target.load(moved, 1)
+    after = told(said_by(engine, asked))
+    assert after == told(said_by(Engine(place.target, config.engine), asked))
+    assert after != before
+
+
+def _weights(config: Config) -> dict[str, torch.Tensor]:
+    from tlt.models.weights import read_safetensors
+
+    return dict(read_safetensors(config.model.path))
+
+
+# -- the learned drafter -----------------------------------------------------------------------------------------------
+
+
+def learned(home: Path, kind: Any = "eagle1") -> Path:
+    """A drafter's folder."""
+    tiny_config(home)
+    torch.manual_seed(3)
+    layer = EagleLayer(eagle_options(decoder_options(read_config(home / "model")), kind, 16))
+    layer.agreement = 0.5
+    save_drafter(layer, home / "drafter")
+    return home / "drafter"
+
+
+def test_another_drafter_takes_the_place_of_the_one_in_use(started: Any, tmp_path: Path) -> None:
+    folder = learned(tmp_path)
+    engine = opened(tiny_config(tmp_path, speculation={"drafter": "eagle", "path": str(folder)}))
+    assert started[0].arguments["speculative_config"]["method"] == "eagle"
+    other = EagleLayer(eagle_options(engine.target.options, "eagle1", 16))
+    engine.draft_with(other)
+    given = started[0].runner.drafter.model.tensors
+    assert given.keys() == checkpoint_tensors(other).keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in checkpoint_tensors(other).items())
+
+
+SHORT = {"max_new_tokens": 32}
+TRAINING = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
+
+
+def run_of(home: Path, drafts: str) -> Config:
+    from test_coordinator import config_of
+
+    speculation = {"drafter": drafts, "path": str(learned(home)) if drafts == "eagle" else None, "training": TRAINING}
+    config = config_of(home, 2, speculation=speculation, rollout=SHORT)
+    return by_vllm(config)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> tuple[str, Any]:
+    """By our own engine."""
+    from test_coordinator import config_of, train
+
+    return train(config_of(tmp_path, 2, rollout=SHORT))[:2]
+
+
+def loses_one(method: str, when: str, number: int) -> Callable[[int, str], str]:
+    """A worker, at the so-manieth call of a method."""
+    counted: list[int] = []
+
+    def loses(worker: int, called: str) -> str:
+        counted.extend([1] * (called == method))
+        return when if called == method and len(counted) == number else ""
+
+    return loses
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_ends_with_the_same_tokens_whoever_is_lost(when: str, started: Any, plain: Any, tmp_path: Path) -> None:
+    from test_coordinator import train
+
+    digest, learned_from, pool = train(run_of(tmp_path, "off"), loses=loses_one("decode", when, 7))
+    assert (digest, learned_from) == plain
+    assert len(started) == 3, "one for each worker, and one in the place of the lost one"
+    assert [method for _, method in pool.log].count("take_state") == 1
+
+
+def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> None:
+    from test_coordinator import train
+
+    digest, learned_from, pool = train(run_of(tmp_path, "adaptive"))
+    assert (digest, learned_from) == plain
+    assert any(method == "look_ahead" for _, method in pool.log)
+
+
+def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
+    started: Any, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_coordinator import train
+
+    monkeypatch.setattr("tlt.draft.buffer._HELD_BACK", 2)  # there are but six prompts
+    monkeypatch.setattr("tlt.cluster.publication.STRETCH", 1)
+    monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
+    monkeypatch.setattr("tlt.draft.worth.Worth.should_train", lambda worth: True)
+    monkeypatch.setattr("tlt.draft.spot.Judgement.is_better", property(lambda judgement: judgement.entries > 0))
+    turn = count()
+    digest, learned_from, pool = train(run_of(tmp_path, "eagle"), lambda n: next(turn))
+    assert (digest, learned_from) == plain
+    log = [method for _, method in pool.log]
+    assert any(worker.spot_trainer.trainer.steps > 0 for worker in pool.workers)
+    assert log.count("take_drafter") >= 2
+    for llm, worker in zip(started, pool.workers, strict=True):
+        given, in_use = llm.runner.drafter.model.tensors, checkpoint_tensors(worker.spot_trainer.in_use)
+        assert given.keys() == in_use.keys()
+        assert all(torch.equal(given[name], tensor) for name, tensor in in_use.items())
