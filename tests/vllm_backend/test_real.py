@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +16,10 @@ import torch
 
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config, load_config
+from tlt.draft.eagle import EagleLayer, load_drafter, save_drafter
 from tlt.engine.engine import Engine
 from tlt.fidelity.forks import EXPLAINED_GAP, float64_target, fork_of
+from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.agreement import check_agreement
 from tlt.rl.policy import Policy
@@ -156,6 +160,30 @@ def test_new_weights_are_taken_and_compared_with_the_policy(opened: Any, place: 
             target.load(before, 0)
 
 
+def test_another_drafter_is_taken_amid_a_run(opened: Any, place: Any) -> None:
+    asked, engine = requests(place, 12), opened("eagle")
+    ours = plain(place, asked)
+    drafter = load_drafter(str(recipe().speculation.path), engine.target.options)
+    accepted = []
+    for layer in (drafter, EagleLayer(drafter.options), drafter):  # that between knows nothing
+        engine.draft_with(layer)
+        assert_same(place, list(engine.generate(asked)), ours)
+        accepted.append(engine.stats.accept_length)
+    assert accepted[0] == accepted[2] > 2
+    assert accepted[1] < 1.2
+
+
+def test_a_model_that_vllm_does_not_know_is_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(recipe().model.path, folder)
+    known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(known | {"architectures": ["NobodysForCausalLM"]}), encoding="utf-8")
+    config = recipe("--model.path", str(folder))
+    with pytest.raises(VllmError, match=r"^vLLM cannot run .*NobodysForCausalLM") as refused:
+        open_target(config, config.model.path)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_request_that_is_too_long_is_refused(opened: Any, place: Any) -> None:
     law = replace(LAWS[0], max_new_tokens=10_000)
     with pytest.raises(ValueError, match=r"lower rollout\.max_new_tokens"):
@@ -210,25 +238,62 @@ print([list(output.outputs[0].token_ids) for output in found])
 """
 
 
-def test_two_steps_of_training_end_in_the_same_policy(tmp_path: Path) -> None:
-    """With two workers on Ray, each with its own vLLM, looking ahead."""
+def trained(folder: Path, *options: str) -> str:
+    """sha256 of the policy after two steps of two workers on Ray."""
+    words = ["--train.steps", "2", "--rollout.max_new_tokens", "160", "--workers", "2", "--run.folder", str(folder)]
+    words += ["--engine.vllm.enforce_eager", "true", *options]
+    command = [sys.executable, "-m", "tlt", "train", str(ROOT / "recipes/longtail.toml"), *words]
+    subprocess.run(command, check=True)
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["policy_sha256"]
+
+
+@pytest.fixture(scope="module")
+def by_our_engine(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest.importorskip("ray")
-    digests = set()
-    for backend in ("tlt", "vllm"):
-        folder = tmp_path / backend
-        options = {
-            "--engine.backend": backend,
-            "--engine.vllm.enforce_eager": "true",
-            "--train.steps": "2",
-            "--rollout.max_new_tokens": "160",
-            "--run.folder": str(folder),
-            "--workers": "2",
-        }
-        words = [word for pair in options.items() for word in pair]
-        subprocess.run([sys.executable, "-m", "tlt", "train", str(ROOT / "recipes/longtail.toml"), *words], check=True)
-        summary = (folder / "summary.json").read_text(encoding="utf-8")
-        digests |= {line for line in summary.splitlines() if "policy_sha256" in line}
-    assert len(digests) == 1
+    return trained(tmp_path_factory.mktemp("ours") / "run", "--engine.backend", "tlt")
+
+
+def test_two_steps_of_training_end_in_the_same_policy(by_our_engine: str, tmp_path: Path) -> None:
+    """Each worker with its own vLLM, looking ahead."""
+    assert trained(tmp_path / "run", "--engine.backend", "vllm") == by_our_engine
+
+
+def test_a_worker_that_is_killed_amid_its_rollout_changes_nothing(by_our_engine: str, tmp_path: Path) -> None:
+    code = _KILLED.format(tests=str(ROOT / "tests"), recipe=str(ROOT / "recipes/longtail.toml"), run=tmp_path / "run")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert said.stdout.split()[-2:] == [by_our_engine, "1"], said.stderr[-3000:]
+
+
+_KILLED = """
+import sys
+sys.path[:0] = ["{tests}", "{tests}/cluster"]
+from test_workers import Killer
+from tlt import run
+from tlt.cluster import remote
+from tlt.config import load_config
+
+killer, real = Killer({{(1, "rollout"): 0.3}}), remote.join
+
+def join(pool, config):
+    killer.folder = pool.folder
+    return real(pool, config)
+
+remote.join = join
+words = "--engine.backend vllm --engine.vllm.enforce_eager true --train.steps 2 --rollout.max_new_tokens 160"
+config = load_config("{recipe}", [*words.split(), "--cluster.workers", "2", "--run.folder", "{run}"])
+print(run.train(config, False, killer)["policy_sha256"], killer.killed)
+"""
+
+
+def test_idle_workers_train_the_learned_drafter(by_our_engine: str, tmp_path: Path) -> None:
+    """On what the policy computes anew, from the first harvest on; what is published is drafted with."""
+    drafter = tmp_path / "drafter"
+    options = load_drafter(str(recipe().speculation.path), decoder_options(read_config(recipe().model.path))).options
+    save_drafter(EagleLayer(options), drafter)  # knows nothing: the first candidate is better
+    learned = ("--speculation.drafter", "eagle", "--speculation.path", str(drafter), "--speculation.depth", "4")
+    assert trained(tmp_path / "run", "--engine.backend", "vllm", *learned) == by_our_engine
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert sum(json.loads(line)["rollout"]["drafter_tokens"] for line in lines) > 0
 
 
 def test_the_ngram_lookup_gives_our_tokens(opened: Any, place: Any) -> None:

@@ -134,6 +134,18 @@ class _Run:
         self.seconds += time.perf_counter() - began
 
 
+def bench_requests(
+    config: Config, prompts: Sequence[Prompt], params: SamplingParams, count: int, repeat: int
+) -> list[Request]:
+    """Each repeat decodes other responses to the same prompts."""
+    G, seed = config.rollout.group_size, config.run.seed
+    return [
+        Request(prompt, i % G, repeat, request_seed(seed, "bench", prompt.prompt_id, repeat, i % G), params)
+        for i in range(count)
+        for prompt in [prompts[(i // G) % len(prompts)]]
+    ]
+
+
 @dataclass
 class _Bench:
     config: Config
@@ -169,15 +181,6 @@ class _Bench:
                 found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
         return [c for c in found if c.name == PLAIN.name or c.name.startswith(self.only)]
 
-    def requests(self, count: int, repeat: int) -> list[Request]:
-        """Each repeat decodes other responses to the same prompts."""
-        G, seed = self.config.rollout.group_size, self.config.run.seed
-        return [
-            Request(prompt, i % G, repeat, request_seed(seed, "bench", prompt.prompt_id, repeat, i % G), self.params)
-            for i in range(count)
-            for prompt in [self.prompts[(i // G) % len(self.prompts)]]
-        ]
-
     def rows(
         self, batch: int, label: str, count: int, repeats: int, note: Callable[[str], None]
     ) -> list[dict[str, Any]]:
@@ -185,7 +188,7 @@ class _Bench:
         contenders = self.contenders(batch)
         for repeat in range(-1, 2 * repeats):  # the first one warms up
             note(f"repeat {max(0, repeat + 1)}")
-            requests = self.requests(count, max(0, repeat + 1))
+            requests = bench_requests(self.config, self.prompts, self.params, count, max(0, repeat + 1))
             in_turn = contenders if repeat % 2 else contenders[::-1]
             ahead = decode_ahead(self.older, self.config, requests) if self.older else ()
             runs = self._decode(in_turn, batch, requests, timed=repeat >= 0, ahead=ahead)
@@ -203,7 +206,9 @@ class _Bench:
             for threads, contender in trials.items():
                 note(f"plain with {threads} threads")
                 torch.set_num_threads(threads)
-                self._decode([contender], batch, self.requests(count, 0), timed=True)
+                self._decode(
+                    [contender], batch, bench_requests(self.config, self.prompts, self.params, count, 0), timed=True
+                )
         best = max(trials, key=lambda threads: statistics.median(trials[threads].speeds or [0.0]))
         torch.set_num_threads(best)
         return best

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, trained
+from tlt.bench.rollout import bench_requests
 from tlt.build import Workplace, detokenizer, load_tokenizer, make_target, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
@@ -24,8 +25,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
-from tlt.sampling import request_seed
-from tlt.types import Request, RolloutStats
+from tlt.types import RolloutStats
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 from tlt.vllm.versions import vllm_version
@@ -97,7 +97,8 @@ def _batch(
     stats = {contender.name: RolloutStats() for contender in contenders}
     differ = dict.fromkeys(speeds, 0)
     for repeat in range(repeats + 1):  # the first one warms up
-        requests = _requests(place, config, max(2 * config.rollout.group_size, 2 * batch), repeat)
+        count = max(2 * config.rollout.group_size, 2 * batch)
+        requests = bench_requests(config, place.prompts, place.sampling, count, repeat)
         ahead = decode_ahead(older, config, requests)
         said: dict[int, list[int]] = {}
         for contender in contenders if repeat % 2 else [*contenders[:1], *contenders[:0:-1]]:
@@ -126,17 +127,6 @@ def _batch(
             "threads": torch.get_num_threads(),
         }
         for name, found in speeds.items()
-    ]
-
-
-def _requests(place: Workplace, config: Config, count: int, repeat: int) -> list[Request]:
-    size, seed = config.rollout.group_size, config.run.seed
-    return [
-        Request(
-            prompt, i % size, repeat, request_seed(seed, "bench", prompt.prompt_id, repeat, i % size), place.sampling
-        )
-        for i in range(count)
-        for prompt in [place.prompts[(i // size) % len(place.prompts)]]
     ]
 
 

@@ -6,6 +6,8 @@ g = -log(-log(1 - u)) in float64, rounded once. Without a GPU it runs in Triton'
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
@@ -15,13 +17,13 @@ _LANES = 256  # counters of a program: four tokens each
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
-    """`logits` [R, V] become log p + g(seed, time) in the rows that are `ours` [R], log p where those are not `noisy`
-    [R]; `log_p` [R, V]."""
+    """`noise.write_scores`, in one pass over the rows."""
     assert logits.stride(1) == log_p.stride(1) == 1, "a row is contiguous"
     rows, vocab_size = logits.shape
     grid = rows, triton.cdiv(vocab_size, 4 * _LANES)
     strides = logits.stride(0), log_p.stride(0)
-    _write_scores[grid](logits, log_p, seeds, times.int(), ours, noisy, vocab_size, *strides, LANES=_LANES)
+    launch: Any = _write_scores
+    launch[grid](logits, log_p, seeds, times.int(), ours, noisy, vocab_size, *strides, LANES=_LANES)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ No vLLM here: rows, slots and positions are all it takes. Shapes: R rows of logi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ class NoiseTable:
         self._drafts: dict[int, list[int]] = {}  # by slot
         self._left: dict[int, tuple[Tensor, list[int]]] = {}  # by key, of requests that left their slot
         self._law: Tensor | None = None
+        self._write = score_writer(device)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -159,18 +161,35 @@ class NoiseTable:
         )
         times = positions + 1 - self._starts[slots]
         log_p, full = log_law(logits, law)
-        noise = gumbel_noise(self._seeds[slots], times.clamp(min=0), logits.shape[-1])
-        if law.greedy:
-            noise = noise.masked_fill((law.temperature == 0)[:, None], 0.0)
-        scores = log_p + noise
-        token = scores.argmax(dim=-1, keepdim=True)
+        noisy = law.temperature > 0
+        self._write(logits, log_p, self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy)
+        token = logits.argmax(dim=-1, keepdim=True)
         logprob = log_p.gather(-1, token)
         if law.greedy:
-            logprob = logprob.masked_fill((law.temperature == 0)[:, None], 0.0)
+            logprob = logprob.masked_fill(~noisy[:, None], 0.0)
         last = self._logprobs.shape[1] - 1
         inside = torch.where((times >= 0) & (times < last), times, last)
         self._logprobs[slots, inside] = torch.cat([logprob, full.gather(-1, token)], dim=-1).float()
         for row, slot in enumerate(slots.tolist() if any(draw.show_law for draw in draws) else ()):
             if slot in self.draws and self.draws[slot].show_law:
                 self._law = full[row].float()
-        return logits.copy_(torch.where(self._ours[slots][:, None], scores.to(logits.dtype), logits))
+        return logits
+
+
+WriteScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def score_writer(device: torch.device) -> WriteScores:
+    """On a GPU one kernel, where Triton is there."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return write_scores
+    from tlt.vllm import kernel
+
+    return kernel.write_scores
+
+
+def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
+    """`logits` [R, V] become log p + g(seed, time) in the rows that are `ours` [R], log p where those are not `noisy`
+    [R]; `log_p` [R, V]."""
+    noise = gumbel_noise(seeds, times, logits.shape[-1]).masked_fill(~noisy[:, None], 0.0)
+    logits.copy_(torch.where(ours[:, None], (log_p + noise).to(logits.dtype), logits))

@@ -1,0 +1,86 @@
+"""The noise in Triton: in its interpreter it is that of `sampling.py`, and its compiler takes it for GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tlt.vllm import noise
+from tlt.vllm.noise import Draw, NoiseTable
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+SEEDS = (1, -5, 2**62 + 12345, -(2**63), 77)
+TIMES = (0, 1, 9999, 70_000, 2**31 - 1)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which counts when Triton is imported
+in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by the test below")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it runs this file")
+def test_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", __file__]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    assert "7 passed" in ran.stdout
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [7, 1024, 4099])
+def test_the_scores_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
+    from tlt.vllm import kernel
+
+    logits = torch.randn(len(SEEDS), 2 * vocab_size, dtype=dtype)[:, :vocab_size]  # rows of a wider tensor
+    log_p = torch.randn(len(SEEDS), vocab_size).log_softmax(-1)
+    log_p[1, 2:5] = -torch.inf  # cut off
+    ours, noisy = torch.tensor([1, 1, 1, 0, 1]).bool(), torch.tensor([1, 1, 1, 1, 0]).bool()
+    given = log_p, torch.tensor(SEEDS), torch.tensor(TIMES), ours, noisy
+    expected, before = logits.clone(), logits.clone()
+    noise.write_scores(expected, *given)
+    kernel.write_scores(logits, *given)
+    rounding = 0.0 if dtype == torch.float32 else 2**-7  # the interpreter cuts off what bfloat16 does not hold
+    torch.testing.assert_close(logits, expected, rtol=rounding, atol=0.0)
+    assert torch.equal(logits[3], before[3])
+    torch.testing.assert_close(logits[4], log_p[4].to(dtype), rtol=rounding, atol=0.0)
+
+
+@in_the_interpreter
+def test_a_table_that_writes_by_it_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tlt.vllm import kernel
+
+    monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: noise.write_scores)
+    plain = NoiseTable(4, CPU)
+    monkeypatch.setattr("tlt.vllm.noise.score_writer", lambda device: kernel.write_scores)
+    by_kernel = NoiseTable(4, CPU)
+    laws = ((1.0, 0, 1.0), (0.7, 5, 0.9), (0.0, 0, 1.0))
+    slots, positions = torch.tensor([0, 1, 1, 2, 3]), torch.tensor([3, 4, 5, 6, 7])
+    logits = torch.randn(5, 300)
+    found = []
+    for table in (plain, by_kernel):
+        for slot, law in enumerate(laws):
+            table.add(slot, Draw(slot, 2**63 + slot, 2, *law), 16)
+        scores = table.apply(logits.clone(), slots, positions)
+        found.append((scores, table.take({0: (2, 3), 1: (3, 5), 2: (5, 6)})))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="not in the interpreter")
+def test_it_compiles_for_a_gpu() -> None:
+    """Without one: what only the interpreter takes is found here."""
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+    from triton.compiler import ASTSource  # type: ignore[import-not-found]
+    from triton.compiler import compile as compiled
+
+    from tlt.vllm import kernel
+
+    names = {"logits": "*bf16", "log_p": "*fp32", "seeds": "*i64", "times": "*i32", "ours": "*i1", "noisy": "*i1"}
+    names |= dict.fromkeys(("vocab_size", "logits_stride", "log_p_stride"), "i32") | {"LANES": "constexpr"}
+    source = ASTSource(kernel._write_scores, names, constexprs={"LANES": 256})
+    assert compiled(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
