@@ -189,6 +189,7 @@ class LLM:
         self.worker = WorkerExtension()
         self.worker.model_runner = self.runner
         self.guesses: dict[str, list[int]] = {}
+        self.cached_by = self.runner.target.version  # weights that prefixes in the cache are of
 
     def _drafter(self, speculative: dict[str, Any] | None) -> Any:
         if speculative and speculative["method"] == "custom_class":
@@ -203,11 +204,13 @@ class LLM:
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self) -> None:
+        self.cached_by = self.runner.target.version
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         tokens = prompt["prompt_token_ids"]
         assert params.temperature == 0
+        assert self.cached_by == self.runner.target.version, "prefixes are those of other weights"
         assert 0 < params.max_tokens <= self.longest - len(tokens)
         self.runner.add(name, SimpleNamespace(prompt=SimpleNamespace(token_ids=tokens)), params)
 

@@ -20,12 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants import draft, engine, look_ahead, models, record, rl, sampling
+from mutants import draft, engine, look_ahead, models, record, rl, sampling, vllm
 from mutants.mutant import Mutant
 
-AREAS = {
-    area.__name__.rpartition(".")[2]: area.MUTANTS for area in (sampling, models, engine, rl, draft, look_ahead, record)
-}
+_LISTS = sampling, models, engine, rl, draft, look_ahead, record, vllm
+AREAS = {area.__name__.rpartition(".")[2]: area.MUTANTS for area in _LISTS}
 TESTS = Path(__file__).parent.parent
 SOURCE = TESTS.parent / "src" / "tlt"
 PATIENCE = 300  # seconds for the tests of one mutant

@@ -141,3 +141,7 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
     lent = trainer.judge(None, other.lend())
     assert lent.entries > judged.entries, "of what another worker has not computed yet"
     assert trainer.judge(replica.tensors, stop=lambda: True).broken_off
+    for _ in range(2):
+        trainer.target_moved()
+    assert trainer.recompute
+    assert trainer.recompute.tokens(held_back=False) == 0, "what is two steps old"

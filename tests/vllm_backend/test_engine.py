@@ -18,6 +18,7 @@ from tiny import tiny_config
 
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
+from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
 from tlt.engine.engine import Engine
 from tlt.models.families import decoder_options, read_config
@@ -83,6 +84,15 @@ def test_what_was_decoded_ahead_drafts(started: Any, tmp_path: Path) -> None:
     assert stats.seen_ahead == stats.ahead_drafted > 0
     assert stats.tokens > 2 * stats.row_passes
     assert sum(response.decoded.seen_ahead for response in responses.values()) == stats.seen_ahead
+
+
+def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: Path) -> None:
+    config = by_vllm(tiny_config(tmp_path, speculation={"drafter": "off"}))
+    place, given = open_workplace(config), []
+    engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
+    responses = said_by(engine, requests(place, 6))
+    whole = [(r.request.prompt, (*r.request.prompt.token_ids, *r.token_ids)) for r in responses.values()]
+    assert given == [Transcript(prompt.prompt_id, len(prompt.token_ids), tokens) for prompt, tokens in whole]
 
 
 def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:
@@ -190,6 +200,7 @@ def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> No
     digest, learned_from, pool = train(run_of(tmp_path, "adaptive"))
     assert (digest, learned_from) == plain
     assert any(method == "look_ahead" for _, method in pool.log)
+    assert all(worker.spot_trainer is None for worker in pool.workers), "no learned drafter is in use"
 
 
 def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(

@@ -58,7 +58,13 @@ def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: 
             rows += _batch(place, config, batch, repeats, contenders, older)
     _print(console, rows)
     if json_file:
-        facts = {"dtype": config.model.dtype, "vllm": vllm_version(), "arguments": config.engine.vllm}
+        compiled = targets["plain"].llm.vllm_config.compilation_config
+        facts = {
+            "dtype": config.model.dtype,
+            "vllm": vllm_version(),
+            "arguments": config.engine.vllm,
+            "compilation": f"{compiled.mode.name}, {compiled.backend}",
+        }
         write_json(json_file, {"rows": rows, "look_ahead": look_ahead, **facts, **provenance()})
 
 

@@ -1,0 +1,173 @@
+"""Faults of the vLLM part, and of what a drafter learns where the engine keeps no features. The tests need no vLLM."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+NOISE = "vllm_backend/test_shared_noise.py"
+ENGINE = "vllm_backend/test_engine.py"
+VERSIONS = "vllm_backend/test_versions.py"
+TEACHER = "rl/test_teacher.py"
+
+MUTANTS = [
+    # -- the noise
+    Mutant(
+        "noise is that of the position before",
+        "vllm/noise.py",
+        "times = positions + 1 - self._starts[slots]",
+        "times = positions - self._starts[slots]",
+        NOISE,
+    ),
+    Mutant(
+        "greedy requests get noise",
+        "vllm/noise.py",
+        "noisy = law.temperature > 0",
+        "noisy = law.temperature >= 0",
+        NOISE,
+    ),
+    Mutant(
+        "requests of others get noise",
+        "vllm/noise.py",
+        "torch.where(ours[:, None], (log_p + noise).to(logits.dtype), logits)",
+        "(log_p + noise).to(logits.dtype)",
+        NOISE,
+    ),
+    Mutant(
+        "log-probs that a request brought are told once more",
+        "vllm/noise.py",
+        "drawn[first:end].tolist()",
+        "drawn[: end - first].tolist()",
+        NOISE,
+    ),
+    Mutant(
+        "a draft's rows all have the slot of the batch's first request",
+        "vllm/runner_v1.py",
+        "return slots.repeat_interleave(counts), ",
+        "return slots[:1].expand(int(counts.sum())), ",
+        NOISE,
+    ),
+    Mutant(
+        "a request that vLLM samples itself is let through",
+        "vllm/processor.py",
+        "if draw and sampling_params.temperature != 0:",
+        "if draw and sampling_params.temperature < 0:",
+        NOISE,
+    ),
+    # -- the engine
+    Mutant(
+        "a request goes on elsewhere without the log-probs of its tokens",
+        "vllm/engine.py",
+        "        self._take_logprobs(names)\n        return left",
+        "        return left",
+        ENGINE,
+    ),
+    Mutant(
+        "tokens behind a stop string stay",
+        "vllm/engine.py",
+        "                finished[name] = reason\n                break",
+        "                finished[name] = reason",
+        ENGINE,
+    ),
+    Mutant(
+        "a prompt's keys and values of other weights stay in the cache",
+        "vllm/target.py",
+        "        self.llm.reset_prefix_cache()\n",
+        "",
+        ENGINE,
+    ),
+    Mutant(
+        "rows of coming steps keep their slots while others wait",
+        "vllm/engine.py",
+        "        if self.waiting:\n            self._put_off_ahead()\n",
+        "",
+        ENGINE,
+    ),
+    Mutant("a version is tested that begins alike", "vllm/versions.py", 'f"{tested}."', "tested", VERSIONS),
+    # -- look-ahead
+    Mutant(
+        "the token is drafted that comes without a draft",
+        "vllm/look_ahead.py",
+        "row.last - end - 1)",
+        "row.last - end)",
+        ENGINE,
+    ),
+    Mutant(
+        "the pointer misses a token of each pass",
+        "vllm/look_ahead.py",
+        "tokens[self.end : end]",
+        "tokens[self.end + 1 : end]",
+        ENGINE,
+    ),
+    Mutant(
+        "nothing that is known travels with a request",
+        "vllm/engine.py",
+        "if self.target.looks_ahead else ()\n            name",
+        "if not self.target.looks_ahead else ()\n            name",
+        ENGINE,
+    ),
+    # -- the learned drafter
+    Mutant(
+        "what is published never reaches vLLM",
+        "vllm/engine.py",
+        "        self.target.load_drafter(layer)\n",
+        "        assert layer is not None\n",
+        ENGINE,
+    ),
+    Mutant(
+        "what is published is in use by the trainer alone",
+        "cluster/worker.py",
+        "self.engine.draft_with(trainer.publish(common.tensors, agreement))",
+        "trainer.publish(common.tensors, agreement)",
+        ENGINE,
+    ),
+    Mutant(
+        "a drafter learns from responses without their prompts",
+        "vllm/engine.py",
+        "self.on_harvest(Transcript(prompt.prompt_id, len(prompt.token_ids), row.context))",
+        "self.on_harvest(Transcript(prompt.prompt_id, len(prompt.token_ids), tuple(row.tokens)))",
+        ENGINE,
+    ),
+    Mutant(
+        "idle workers train a drafter that nobody uses",
+        "build.py",
+        '(speculation.drafter != "eagle" or config.train.shard)',
+        "config.train.shard",
+        ENGINE,
+    ),
+    Mutant(
+        "an entry is followed by its own token",
+        "draft/recompute.py",
+        "transcript.prompt_length, tokens[1:], features",
+        "transcript.prompt_length, tokens[:-1], features",
+        TEACHER,
+    ),
+    Mutant(
+        "the last window of a response is left out",
+        "draft/recompute.py",
+        "            starts.append(max(0, length - size))",
+        "            pass",
+        TEACHER,
+    ),
+    Mutant(
+        "the head of a version moves with the policy",
+        "rl/teacher.py",
+        "weight.to(self.dtype, copy=True)",
+        "weight",
+        TEACHER,
+    ),
+    Mutant("a pass is not broken off", "rl/teacher.py", "            if stop():\n", "            if False:\n", TEACHER),
+    Mutant(
+        "responses of all steps wait to be learned from",
+        "draft/spot.py",
+        "            self.recompute.next_step()\n",
+        "            pass\n",
+        TEACHER,
+    ),
+    Mutant(
+        "held-back prompts are trained on where harvest is computed anew",
+        "draft/recompute.py",
+        "if is_held_back(t.prompt_id) == held_back",
+        "if held_back in (True, False)",
+        TEACHER,
+    ),
+]
