@@ -157,6 +157,16 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
     assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
 
 
+def test_runs_that_made_way_are_numbered_on_and_told_the_oldest_first(home: Path) -> None:
+    run = afresh(home).run
+    for name in ("previous_2", "previous_10", "previously", "previous_mine"):  # `previous` was taken away
+        (home / "run" / name).mkdir()
+    with RunFolder(run, resume=False) as folder:
+        folder.make_way()
+        assert [path.name for path in folder.before()] == ["previous_2", "previous_10", "previous_11"]
+        assert (home / "run" / "previous_11" / "metrics.jsonl").is_file()
+
+
 def test_what_somebody_puts_beside_the_run_before_stays(home: Path) -> None:
     class Visitor(Display):
         def phase(self, step: int, name: str, total: int) -> None:

@@ -75,7 +75,7 @@ class RunFolder:
         moving = _of_a_run(self.path)
         if not moving:
             return
-        number = 1 + len(self.before())
+        number = 1 + max(map(_number, self.before()), default=0)
         place = self.path / (_BEFORE if number == 1 else f"{_BEFORE}_{number}")
         place.mkdir()
         for path in moving:
@@ -83,7 +83,7 @@ class RunFolder:
 
     def before(self) -> list[Path]:
         """Runs that made way, the oldest first."""
-        return sorted(path for path in self.path.glob(f"{_BEFORE}*") if path.is_dir())
+        return sorted((path for path in self.path.glob(f"{_BEFORE}*") if _number(path) and path.is_dir()), key=_number)
 
     def point_to(self, checkpoint: Path) -> None:
         """`latest` leads there, where the file system knows links; a thing of somebody else's with that name stays."""
@@ -122,6 +122,12 @@ def _locked(path: Path) -> int:
     os.truncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return handle
+
+
+def _number(place: Path) -> int:
+    """Of a run that made way; 0 for what is none."""
+    found = re.fullmatch(rf"{_BEFORE}(?:_(\d+))?", place.name)
+    return int(found[1] or 1) if found else 0
 
 
 def _of_a_run(folder: Path) -> list[Path]:
