@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from tlt.config import Config, parse_config
-from tlt.rewards import RewardError, make_reward
-from tlt.rewards.isolated import IsolatedScore, judge
-from tlt.rewards.pool import ScorePool
+from tlt.rewards import AtOnce, RewardError, make_reward
+from tlt.rewards.isolated import IsolatedScore, Verdict, judge
 from tlt.rewards.scores import Answer, Term, one_by_one
 from tlt.types import Prompt, Request, Response, SamplingParams
 
@@ -35,6 +34,10 @@ def responses(*texts: str) -> list[Response]:
 
 def answer(text: str) -> Answer:
     return Answer(text, text, len(text))
+
+
+def judged(isolated: IsolatedScore, text: str) -> Verdict:
+    return isolated.judge_all([(PROMPT, answer(text))])[0]
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +62,10 @@ def isolated() -> Iterator[IsolatedScore]:
 def test_a_fault_is_named_and_the_next_answer_is_scored(
     isolated: IsolatedScore, text: str, outcome: str, detail: str
 ) -> None:
-    verdict = isolated.judge(PROMPT, answer(text))
+    verdict = judged(isolated, text)
     assert verdict.reward is None
     assert (verdict.outcome, detail in verdict.detail) == (outcome, True)
-    assert isolated.judge(PROMPT, answer("four"))[:3] == (4.0, "", "")
+    assert judged(isolated, "four")[:3] == (4.0, "", "")
 
 
 class Rude:
@@ -100,27 +103,27 @@ def test_whatever_a_value_does_it_is_a_named_outcome(terms: list[Any], outcome: 
 
 
 def test_the_process_is_another_one_and_kept_between_calls(isolated: IsolatedScore) -> None:
-    first, second = (isolated.judge(PROMPT, answer("child")).reward for _ in range(2))
+    first, second = (judged(isolated, "child").reward for _ in range(2))
     assert first == second != os.getpid()
 
 
 def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> None:
-    process = int(isolated.judge(PROMPT, answer("child")).reward or 0)
+    process = int(judged(isolated, "child").reward or 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process, number)
-    assert isolated.judge(PROMPT, answer("child")).reward == process
+    assert judged(isolated, "child").reward == process
 
 
 def test_one_that_hangs_is_killed_and_replaced() -> None:
     isolated = IsolatedScore(config(timeout_seconds=1.0))
-    process = int(isolated.judge(PROMPT, answer("child")).reward or 0)
+    process = int(judged(isolated, "child").reward or 0)
     began = time.monotonic()
-    assert isolated.judge(PROMPT, answer("hang"))[:2] == (None, "timeout")
+    assert judged(isolated, "hang")[:2] == (None, "timeout")
     assert 1.0 <= time.monotonic() - began < 10
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
     isolated.config = config()  # a busy machine may take longer than a second to answer
-    assert isolated.judge(PROMPT, answer("four")).reward == 4.0
+    assert judged(isolated, "four").reward == 4.0
     isolated.close()
 
 
@@ -152,7 +155,7 @@ def test_what_cannot_hang_needs_no_process() -> None:
     given = responses("7", "8")
     reward(given)
     assert [r.reward for r in given] == [1.0, 0.0]
-    assert not isinstance(reward.judge, ScorePool)
+    assert isinstance(reward.judge, AtOnce)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "tiny_rewards:no_such", "tiny_rewards:constant"])
@@ -179,13 +182,14 @@ if __name__ == "__main__":
     given = parse_config({{"model": {{"path": "-"}}, "data": {{"path": "-"}},
                           "reward": {{"name": "tiny_rewards:trouble", "timeout_seconds": 1000.0}}}})
     isolated = IsolatedScore(given)
-    print(int(isolated.judge(Prompt(0, "", (1,)), Answer("child", "child", 1)).reward), flush=True)
+    print(int(isolated.judge_all([(Prompt(0, "", (1,)), Answer("child", "child", 1))])[0].reward), flush=True)
     {then}
 """
 
 
 @pytest.mark.parametrize(
-    "then", ["pass", "os.kill(os.getpid(), 9)", "isolated.judge(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))"]
+    "then",
+    ["pass", "os.kill(os.getpid(), 9)", "isolated.judge_all([(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))])"],
 )
 def test_it_ends_with_the_run_however_that_ends(tmp_path: Any, then: str) -> None:
     script = tmp_path / "run.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Protocol
 from tlt.config import Config
 from tlt.rewards.isolated import IsolatedScore, Verdict, judge
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.scores import QUICK, Answer, RewardError, extract_answer, make_terms
+from tlt.rewards.scores import QUICK, Answer, RewardError, Term, extract_answer, make_terms
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward"]
@@ -44,45 +44,67 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
             if prompt.data.get("answer") is None:
                 raise RewardError(f"prompt {prompt.prompt_id} has no answer to compare with: set data.answer_column")
     if names <= set(QUICK):  # no process of their own
-        return Judges(partial(judge, make_terms(config)), reward.answer_marker, reward.answer_end)
+        return Judges(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
     return Judges(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
 
 
-class Judges:
-    """What a recipe's rewards are: a function of ours, or a pool of processes that run those of others."""
+class Judge(Protocol):
+    """Who says what an answer is worth."""
 
-    def __init__(self, judge: Callable[[Prompt, Answer], Verdict] | ScorePool, marker: str, end: str = "") -> None:
+    def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]: ...
+
+    def result(self, verdict: Future[Verdict]) -> Verdict:
+        """Of what was submitted, once it is there. Raises RewardError where it will never be."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class AtOnce:
+    """Functions of ours, which take no time and cannot hang."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.terms = terms
+
+    def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]:
+        verdict: Future[Verdict] = Future()
+        verdict.set_result(judge(self.terms, prompt, answer))
+        return verdict
+
+    def result(self, verdict: Future[Verdict]) -> Verdict:
+        return verdict.result()
+
+    def close(self) -> None: ...
+
+
+class Judges:
+    """A recipe's rewards, by functions of ours or by a pool of processes that run those of others."""
+
+    def __init__(self, judge: Judge, marker: str, end: str = "") -> None:
         self.judge, self.marker, self.end = judge, marker, end
         self._told: set[str] = set()
         self._begun: dict[int, tuple[Response, Future[Verdict]]] = {}  # by id
 
     def submit(self, response: Response) -> None:
-        if isinstance(self.judge, ScorePool):
-            verdict = self.judge.submit(response.request.prompt, self._answer(response))
-            self._begun[id(response)] = response, verdict
+        verdict = self.judge.submit(response.request.prompt, self._answer(response))
+        self._begun[id(response)] = response, verdict
 
     def __call__(self, responses: Sequence[Response]) -> None:
         for response in responses:
             if id(response) not in self._begun:
                 self.submit(response)
         for response in responses:
-            self._set(response, self._verdict(response))
+            self._set(response, self.judge.result(self._begun[id(response)][1]))
         self._begun.clear()
 
     def close(self) -> None:
-        if isinstance(self.judge, ScorePool):
-            self.judge.close()
+        self.judge.close()
 
     def _answer(self, response: Response) -> Answer:
         answer = extract_answer(response.text, self.marker, self.end)
         ids = tuple(response.token_ids)
         return Answer(response.text, answer, len(ids), ids, response.finish_reason)
-
-    def _verdict(self, response: Response) -> Verdict:
-        if isinstance(self.judge, ScorePool):
-            return self.judge.result(self._begun[id(response)][1])
-        return self.judge(response.request.prompt, self._answer(response))
 
     def _set(self, response: Response, verdict: Verdict) -> None:
         response.reward, response.outcome, detail, scores = verdict

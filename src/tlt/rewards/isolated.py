@@ -105,9 +105,6 @@ class IsolatedScore:
         self._process: BaseProcess | None = None
         self._start()
 
-    def judge(self, prompt: Prompt, answer: Answer) -> Verdict:
-        return self.judge_all([(prompt, answer)])[0]
-
     def judge_all(self, asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
         """None, of several, where the process did not come back."""
         if self._process is None:
