@@ -235,6 +235,34 @@ def test_what_it_prints_is_in_the_file(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "seen" not in capfd.readouterr().out
 
 
+def noisy(folder: Path, then: str = "") -> Config:
+    (folder / "noisy.py").write_text(f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
+    reward = {"name": "noisy:f", "folder": str(folder)}
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
+
+
+def test_what_it_prints_as_it_starts_is_in_the_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once the run has begun: until then a file with that name may be another run's."""
+    log = tmp_path / "reward.log"
+    made = make_reward(noisy(tmp_path), [PROMPT], log)
+    try:
+        assert not log.exists()
+        made(responses("a"))
+        assert log.read_text(encoding="utf-8") == "imported\n"
+    finally:
+        made.close()
+    assert "imported" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["raise KeyError('x')", "sys.exit('no')"])
+def test_one_that_cannot_start_shows_what_it_has_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
+    with pytest.raises(RewardError):
+        make_reward(noisy(tmp_path, fault), [PROMPT], tmp_path / "reward.log")
+    assert "imported" in capfd.readouterr().err
+
+
 def test_it_may_allocate_so_much_and_no_more() -> None:
     assert outcome_of("allocates", "16", "4096", memory_mb=1024) == [(1.0, ""), (None, "error")]
 

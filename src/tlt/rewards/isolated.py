@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.config import Config
+from tlt.rewards.output import Output
 from tlt.rewards.scores import Answer, RewardError, Term, make_terms
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
@@ -200,15 +200,18 @@ def _serve(connection: Connection, config: Config, log: Path | None) -> None:
     threading.Thread(target=_die_with_the_run, daemon=True).start()
     if limit := config.reward.memory_mb * 2**20:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    output = Output() if log else None
     try:
         terms = make_terms(config)
-    except Exception as error:
+    except BaseException as error:
+        if output:
+            output.onto_the_screen()
         connection.send((str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", False))
         return
     connection.send(("", all(term.many for term in terms)))
     for number, asked in enumerate(_received(connection)):
-        if log and number == 0:
-            _print_to(log)
+        if log and output and number == 0:
+            output.into(log)
         connection.send([tuple(verdict) for verdict in judge_all(terms, asked)])
 
 
@@ -218,19 +221,6 @@ def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Answer]]]:
             yield connection.recv()
         except (EOFError, OSError):
             return
-
-
-def _print_to(log: Path) -> None:
-    """From now on, of programs that are started too."""
-    try:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError:  # there is no folder of a run
-        return
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(file, number)
-    os.close(file)
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _adopt_orphans() -> None:
