@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -309,6 +310,20 @@ def test_only_a_run_that_is_gone_on_with_is_the_one_a_service_knows(tmp_path: Pa
     assert known_id(Place(tmp_path, 3, {}), "wandb") == "the-first"
     assert known_id(Place(tmp_path, 3, {}), "mlflow") is None
     assert known_id(Place(tmp_path, 0, {}), "wandb") is None
+
+
+def test_what_services_know_survives_an_end_as_it_is_written(tmp_path: Path) -> None:
+    place = Place(tmp_path, 3, {})
+    remember_id(place, "wandb", "the-first")
+    whole = Path.write_text
+
+    def half(path: Path, text: str, **options: Any) -> int:
+        whole(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    with patch.object(Path, "write_text", half), pytest.raises(KeyboardInterrupt):
+        remember_id(place, "mlflow", "another")
+    assert known_id(place, "wandb") == "the-first"
 
 
 def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(

@@ -15,6 +15,7 @@ class DataError(ValueError):
 
 
 KINDS = (".jsonl", ".json", ".parquet", ".arrow")
+_NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json"}  # beside the .arrow files of a saved data set
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -37,9 +38,6 @@ def files_of(path: str) -> list[Path]:
     if not found:
         raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
     return found
-
-
-_NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json"}  # beside the .arrow files of a saved data set
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from tlt.config import ConfigError
+from tlt.metrics import write_json
 
 _log = logging.getLogger(__name__)
 _IDS = "trackers.json"
@@ -177,4 +178,4 @@ def known_id(place: Place, name: str) -> str | None:
 def remember_id(place: Place, name: str, known: str) -> None:
     path = place.folder / _IDS
     ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps(ids | {name: known}), encoding="utf-8")
+    write_json(path, ids | {name: known})
