@@ -17,16 +17,20 @@ from safetensors.torch import load_file, save_file
 from tiny import QUESTIONS, tiny_config, tiny_tree
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tlt import checkpoint
 from tlt import display as display_module
 from tlt import run as run_module
 from tlt.checkpoint import CheckpointError
 from tlt.config import Config, ConfigError
 from tlt.data import DataError
 from tlt.display import Display
+from tlt.loop import Rollout
 from tlt.metrics import MetricsWriter, read_metrics
-from tlt.models.weights import sha256
+from tlt.models.families import ModelError
+from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import RewardError
 from tlt.stopping import Stopped
+from tlt.types import Response
 
 STEPS = 4
 TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers")
@@ -65,9 +69,9 @@ def copy_of_the_run(home: Path, folder: str, at: int, of: str = "whole") -> Path
     """The unbroken run's folder as it stood when the checkpoint after `at` steps was written."""
     copy = home / folder
     shutil.copytree(home / of, copy)
-    for checkpoint in (copy / "checkpoints").iterdir():
-        if int(checkpoint.name.removeprefix("step_")) > at:
-            shutil.rmtree(checkpoint)
+    for place in (copy / "checkpoints").iterdir():
+        if int(place.name.removeprefix("step_")) > at:
+            shutil.rmtree(place)
     (copy / "summary.json").unlink()
     return copy
 
@@ -525,3 +529,66 @@ def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None
     assert "2.0 s became 5.0 s, 2.50 times as long; all 1,234 tokens are the same" in display_module._compared(summary)
     summary["compared"] = compared | {"differ": 2}
     assert "2 of 6 responses differ" in display_module._compared(summary)
+
+
+# -- held-out prompts --------------------------------------------------------------------------------------------------
+
+
+def held_out(home: Path, *questions: str, **fields: Any) -> dict[str, Any]:
+    path = home / "held_out.jsonl"
+    path.write_text("\n".join(json.dumps({"question": q}) for q in questions), encoding="utf-8")
+    return {"every": 2, "path": str(path), "samples": 2} | fields
+
+
+def test_held_out_prompts_are_answered_by_their_own_sampling(home: Path) -> None:
+    """At temperature 0 both answers to a prompt are one, and no longer than was asked for; training goes on as ever."""
+    asked: list[list[Response]] = []
+
+    def listening(rollout: Rollout) -> Rollout:
+        generate = rollout.generate
+
+        def heard(requests: Any, on_response: Any, coming: Any = ()) -> Any:
+            responses, stats = generate(requests, on_response, coming)
+            asked.append(sorted(responses, key=lambda r: (r.request.prompt.prompt_id, r.request.index)))
+            return responses, stats
+
+        rollout.generate = heard  # pyright: ignore[reportAttributeAccessIssue]
+        return rollout
+
+    own = held_out(home, "unseen", "other", temperature=0.0, top_k=3, top_p=0.9, max_new_tokens=7)
+    config = whole(home, "own sampling", eval=own)
+    summary = run_module.train(config, display=Display(Console(quiet=True)), wrap=listening)
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+    evaluations = [responses for responses in asked if len(responses) == 4]
+    assert len(evaluations) == 3
+    for responses in evaluations:
+        for response in responses:
+            params = response.request.sampling
+            assert (params.temperature, params.top_k, params.top_p, params.max_new_tokens) == (0.0, 3, 0.9, 7)
+            assert len(response.token_ids) <= 7
+        texts = [response.token_ids for response in responses]
+        assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+def test_the_best_policy_of_a_run_is_the_one_that_was_evaluated_best(home: Path) -> None:
+    config = whole(home, "best", eval=held_out(home, "unseen", "other", every=1, samples=3), train={"steps": 6})
+    train(config)
+    found = checkpoint.latest(home / "best" / "best")
+    values = [line["eval"]["mean@3"] for line in read_metrics(home / "best")]
+    evaluated = {step: value for step, value in enumerate(values) if step}  # that before the first is no policy of ours
+    best = max(evaluated, key=lambda step: (evaluated[step], -step))
+    assert (found.state["step"], found.state["worth"]) == (best, evaluated[best])
+    saved = checkpoint.latest(home / "best" / "checkpoints").folder.parent / f"step_{best:08d}"
+    assert sha256(read_safetensors(found.folder / "policy")) == sha256(read_safetensors(saved / "policy"))
+
+
+@pytest.mark.parametrize(
+    ("questions", "fields"), [(("x",), {"max_new_tokens": 600}), (("x" * 600,), {})], ids=["answer", "prompt"]
+)
+def test_held_out_prompts_that_the_model_has_no_room_for_are_refused_at_the_start(
+    home: Path, questions: tuple[str, ...], fields: dict[str, Any]
+) -> None:
+    config = whole(home, "no room", eval=held_out(home, *questions, **fields))
+    with pytest.raises(ModelError, match="512"):
+        train(config)
+    assert not (home / "no room" / "metrics.jsonl").exists()

@@ -204,15 +204,23 @@ def open_workplace(config: Config) -> Workplace:
     return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 
-def refuse_too_long(prompts: Sequence[Prompt], max_new_tokens: int, options: DecoderOptions) -> None:
-    """Raises ModelError where a response may grow beyond what the target is good for."""
-    longest = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
+def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = False) -> None:
+    """Raises DataError for tokens that the model does not have, and ModelError where a response may grow beyond what
+    it is good for."""
+    options = decoder_options(read_config(config.model.path))
+    refuse_foreign_tokens(prompts, options.vocab_size)
+    section = "eval" if held_out and config.eval.max_new_tokens else "rollout"
+    new = int(getattr(config, section).max_new_tokens)
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + new
     if longest > options.max_positions:
+        whose = "a held-out prompt" if held_out else "a prompt"
         why = ", as the rollout decoder attends to all of a context" if options.limited_by == "sliding_window" else ""
-        most = options.max_positions - longest + max_new_tokens
+        most = options.max_positions - longest + new
+        least = f"lower {section}.max_new_tokens to at most {most}"
+        shorter = f"lower data.max_prompt_tokens below {options.max_positions}, with data.long_prompts = 'drop'"
         raise ModelError(
-            f"a prompt with its response may reach {longest} tokens, but config.json has {options.limited_by} = "
-            f"{options.max_positions}{why}: lower rollout.max_new_tokens to at most {most}"
+            f"{whose} with its response may reach {longest} tokens, but config.json has {options.limited_by} = "
+            f"{options.max_positions}{why}: {least if most > 0 else shorter}"
         )
 
 

@@ -17,7 +17,7 @@ from tlt.build import (
     load_tokenizer,
     open_engine,
     open_target,
-    refuse_too_long,
+    refuse_misfits,
     sampling_params,
     settled,
     starting_drafter,
@@ -35,7 +35,6 @@ from tlt.data import (
     load_held_out,
     load_prompts,
     make_cursor,
-    refuse_foreign_tokens,
 )
 from tlt.display import Display
 from tlt.evaluate import evaluate
@@ -44,7 +43,6 @@ from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
 from tlt.model_card import model_card
-from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import folder_sha256
 from tlt.record import Noting, Progress, Record
 from tlt.resume import allowed_changes, sentence
@@ -163,9 +161,7 @@ def make_parts(
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts))
     reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
-    options = decoder_options(read_config(config.model.path))
-    refuse_foreign_tokens(prompts, options.vocab_size)
-    refuse_too_long(prompts, config.rollout.max_new_tokens, options)
+    refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
@@ -212,6 +208,7 @@ def _prepare(
     ending.callback(parts.reward.close)
     encode = encoder(tokenizer, config.data)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
+    refuse_misfits(config, held_out, held_out=True)
     run = Run(
         config,
         folder,
