@@ -131,7 +131,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("adapters", type=Path, help="the policy folder of a checkpoint")
+    export.add_argument("adapters", type=Path, help="folder of the run, or of a checkpoint's policy")
     export.add_argument("--out", type=Path, required=True, help="folder of the model to be written")
     export.set_defaults(command=_export)
 
@@ -241,9 +241,10 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0]}: see tlt export --help")
+    from tlt.checkpoint import policy_in
     from tlt.rl.lora import export
 
-    export(arguments.adapters, arguments.out)
+    export(policy_in(arguments.adapters), arguments.out)
     print(f"the model is in {arguments.out}")
     return 0
 

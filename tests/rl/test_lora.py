@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -13,13 +17,17 @@ from safetensors.torch import load_file
 from tiny import random_batch, save_tokenizer, save_weights, tiny_tree
 from transformers import AutoModelForCausalLM
 
+from tlt.checkpoint import policy_in
+from tlt.cli import main
 from tlt.config import RolloutConfig, TrainConfig, parse_config
 from tlt.display import Display
 from tlt.metrics import read_metrics
-from tlt.models.families import ModelError
+from tlt.models.families import ModelError, read_config
 from tlt.models.weights import sha256
 from tlt.rl.lora import AdaptedPolicy, export
+from tlt.rl.policy import Policy
 from tlt.run import train
+from tlt.stopping import Stopped
 
 VOCAB = 31
 TOKENS = torch.tensor([[1, 7, 3, 20, 5]])
@@ -100,16 +108,54 @@ def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:
         adapted(folder, folder, targets=["query_key_value"])
 
 
-def run(tmp_path: Path, steps: int, resume: bool, name: str) -> str:
+def run(home: Path, name: str, resume: bool = False, display: Display | None = None, **training: Any) -> str:
     sections = {
-        "train": {"steps": steps, "lora": {"rank": 2}, "learning_rate": 1e-2},
-        "run": {"folder": str(tmp_path / name), "save_every": 1},
+        "train": {"steps": 3, "lora": {"rank": 2}, "learning_rate": 1e-2} | training,
+        "run": {"folder": str(home / name), "save_every": 1},
+        "reward": {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
     }
-    return train(parse_config(tiny_tree(tmp_path, **sections)), resume, Display(Console(quiet=True)))["policy_sha256"]
+    config = parse_config(tiny_tree(home, **sections))
+    return train(config, resume, display or Display(Console(quiet=True)))["policy_sha256"]
 
 
-def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    whole = run(tmp_path, 3, False, "whole")
-    run(tmp_path, 2, False, "halves")
-    assert run(tmp_path, 3, True, "halves") == whole
-    assert len(read_metrics(tmp_path / "halves")) == 3
+SEVERAL = {"epochs": 3, "updates_per_step": 2}
+
+
+@pytest.mark.parametrize("training", [{}, SEVERAL, SEVERAL | {"lora": {"rank": 0}}], ids=["lora", "both", "epochs"])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, training: dict[str, Any]) -> None:
+    """Whatever has ended it, and whenever: its steps, an error amid the second of several epochs, or a signal."""
+
+    class Stopping(Display):
+        def phase(self, step: int, name: str, total: int) -> None:
+            if (step, name) == (1, "update"):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = run(tmp_path, "whole", **training)
+    assert whole != run(tmp_path, "once", **{**training, "epochs": 1 + training.get("epochs", 1)})
+    run(tmp_path, "halves", **training, **{"steps": 2})
+    assert run(tmp_path, "halves", True, **training) == whole
+    with pytest.raises(Stopped, match="saved after step 2 of 3"):
+        run(tmp_path, "stopped", display=Stopping(Console(quiet=True)), **training)
+    assert run(tmp_path, "stopped", True, **training) == whole
+    step, calls = Policy._optimizer_step, count()
+
+    def fails(self: Policy, *arguments: Any) -> dict[str, Any]:
+        if next(calls) == per_step + per_step // 2:
+            raise ValueError("amid the second step")
+        return step(self, *arguments)
+
+    per_step = training.get("epochs", 1) * training.get("updates_per_step", 1)
+    with patch.object(Policy, "_optimizer_step", fails), pytest.raises(ValueError, match="amid the second step"):
+        run(tmp_path, "failed", **training)
+    assert run(tmp_path, "failed", True, **training) == whole
+    assert len(read_metrics(tmp_path / "failed")) == len(read_metrics(tmp_path / "halves")) == 3
+
+
+def test_who_asks_a_run_of_adapters_for_its_model_is_told_how_to_get_it(tmp_path: Path) -> None:
+    run(tmp_path, "run", steps=1)
+    with pytest.raises(ModelError, match=r"holds adapters alone: merge them by tlt export .*policy --out FOLDER"):
+        read_config(policy_in(tmp_path / "run"))
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "whole")])
+    assert not end.value.code
+    assert read_config(tmp_path / "whole").model_type == "qwen3"

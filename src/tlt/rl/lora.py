@@ -24,8 +24,8 @@ _ADAPTER = "default"
 class AdaptedPolicy(Policy):
     """A checkpoint holds the adapters alone, in PEFT's own format. Once merged it is the same model to rounding."""
 
-    def _load(self, folder: str | Path, dtype: torch.dtype, base: str | Path | None) -> Any:
-        """`folder` holds adapters of the model in `base`, or is that model."""
+    def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
+        """`folder` holds adapters of the model in `self.base`, or is that model."""
         model = load_model(self.base, dtype, self._home())
         _adapt(model, self.config.lora)
         file = Path(folder) / FILE

@@ -63,7 +63,7 @@ class Policy:
         self.autocast = dtype == torch.bfloat16
         masters = torch.float32 if self.autocast else dtype
         self.base = reference or folder
-        self.model = self._load(folder, masters, reference)
+        self.model = self._load(folder, masters)
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.reference = load_model(reference or folder, masters, self._home()) if config.kl_weight else None
@@ -83,7 +83,7 @@ class Policy:
         """share of the update under way that is done, which others may read at any time, 0 before and after; and a
         token's part of it"""
 
-    def _load(self, folder: str | Path, dtype: torch.dtype, base: str | Path | None) -> Any:
+    def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
         return load_model(folder, dtype, self._home())
 
     def _home(self) -> torch.device:
