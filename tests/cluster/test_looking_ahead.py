@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pools import Choose, TestPool
 from tiny import tiny_config
 
-from tlt.cluster.ahead import LookingAhead, Value
+from tlt.cluster.ahead import LookingAhead, Value, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
@@ -52,13 +52,52 @@ def seeds(given: AheadWork | None) -> list[int]:
 # -- who decodes what --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_nearest_comes_first_and_nothing_twice() -> None:
+def test_nothing_is_decoded_twice_and_nothing_too_far() -> None:
+    """Of two that are idle each gets every second one."""
     ahead = looking()
     ahead.begin(requests(0, 1), iter([requests(10, 11), requests(20, 21, 22), requests(30, 31)]))
-    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 20]
-    assert seeds(ahead.work(1, 1, 2)) == [21, 22]
+    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 22]
+    assert seeds(ahead.work(1, 1, 2)) == [20, 21]
     assert ahead.work(2, 1, 2) is None, "the step after the next two is too far"
-    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 20], "it goes on with what it has"
+    assert sorted(seeds(ahead.work(0, 1, 2))) == [10, 11, 22], "it goes on with what it has"
+
+
+def in_order_of(given: Sequence[int], *found: Ahead) -> list[int]:
+    ahead = looking(*found)
+    return [request.seed for request in in_order(requests(*given), ahead.store)]
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "order"),
+    [
+        ([10, 11, 20, 21, 22], (), [10, 20, 11, 21, 22]),
+        ([11, 12, 20], (known(10, 5),), [20, 11, 12]),
+        ([10, 11, 20, 21], (known(10, 6, ended=False), known(20, 8, ended=False)), [20, 10, 21, 11]),
+        ([11, 20, 21], (known(10, 40), known(20, 12, ended=False)), [11, 20, 21]),
+        ([11, 20, 21], (known(10, 40), known(20, 14, ended=False)), [20, 11, 21]),
+        ([10, 20, 21, 30], (known(10, 8, ended=False), known(20, 8, ended=False)), [30, 10, 20, 21]),
+    ],
+    ids=[
+        "one of each group first, the nearest first",
+        "a group of which one is known needs no other",
+        "what is longest so far, then its siblings",
+        "a sibling of one of 40 may reach 20, one of 12 18",
+        "... and one of 14 21",
+        "of what is expected to be as long the nearest",
+    ],
+)
+def test_what_is_expected_to_be_longest_comes_first(
+    given: list[int], found: tuple[Ahead, ...], order: list[int]
+) -> None:
+    assert in_order_of(given, *found) == order
+
+
+def test_what_another_worker_has_comes_last() -> None:
+    ahead = looking(slots=4)
+    ahead.begin((), iter([requests(10, 11, 20, 21)]))
+    ahead.work(0, 1, 2)
+    ahead.heard(0, AheadSlice([known(10, 9, ended=False), known(11, 2, ended=False)], 0.5))
+    assert seeds(ahead.work(1, 1, 1)) == [20, 21, 10, 11]
 
 
 def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
@@ -74,9 +113,9 @@ def test_what_has_ended_is_not_decoded_again_and_what_has_not_goes_on() -> None:
 def test_those_who_are_idle_share_what_there_is() -> None:
     ahead = LookingAhead(64, 2, 1000)
     ahead.begin(requests(0), [requests(10, 11, 12), requests(20, 21, 22)])
-    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 12]
-    assert seeds(ahead.work(1, 1, 2)) == [20, 21, 22]
-    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 12], "it goes on with what it has"
+    assert seeds(ahead.work(0, 1, 2)) == [10, 11, 21]
+    assert sorted(seeds(ahead.work(1, 1, 2))) == [12, 20, 22]
+    assert sorted(seeds(ahead.work(0, 1, 2))) == [10, 11, 21], "it goes on with what it has"
 
 
 def test_who_has_come_back_holds_nothing() -> None:
@@ -312,8 +351,8 @@ def test_those_who_are_idle_decode_the_next_step_while_rewards_are_computed(tmp_
     rolled_out(coordinator, requests(0, 1, 10, 11), requests(20, 21, 30, 31), requests(40, 41))
     calls = [call for call in pool.calls.values() if call.method == "look_ahead"]
     assert [(call.worker, seeds(call.arguments[0]), call.done) for call in calls] == [
-        (0, [20, 21, 30, 31], False),
-        (1, [40, 41], False),
+        (0, [20, 30, 40, 21], False),
+        (1, [31, 41], False),
     ]
 
 

@@ -15,7 +15,7 @@ from tiny import tiny_config
 
 from tlt import run as run_module
 from tlt.cluster import publication
-from tlt.cluster.crew import Crew
+from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import ClusterError, Handle
 from tlt.cluster.publication import Publication
 from tlt.cluster.remote import ClusterRollout, join
@@ -23,7 +23,7 @@ from tlt.config import Config
 from tlt.display import Display
 from tlt.draft import buffer
 from tlt.draft.saving import load_latest
-from tlt.draft.spot import SpotTrainer
+from tlt.draft.spot import Judgement, SpotTrainer
 from tlt.draft.strategy import Strategy
 from tlt.draft.worth import Worth
 from tlt.engine.tuner import Fixed
@@ -150,6 +150,7 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
     with (
         patch.object(ThreadWorker, "judge", looking),
         patch.object(publication, "Worth", lambda *arguments, **named: worth),
+        patch.object(publication, "_LOOKS", 1e6),
         patch.object(worth, "fresh", learned.append),
     ):
         _, published, pool = train(config)
@@ -157,6 +158,30 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
     assert set(looks) == {(True, True), (False, False)}
     assert 0 < len(learned) <= sum(not broken for _, broken in looks)
     assert not any(method in ("spot", "replica") for _, method in pool.log)
+
+
+def test_looks_at_a_drafter_at_rest_take_a_fiftieth_of_the_workers_time(home: Path) -> None:
+    """Each takes 4 s here, and a rollout 100 s of the workers: one in two has a look, and no more than that after
+    some in which nobody was idle."""
+    clock = [0.0]
+    pool = TestPool(1, lambda index: None)
+    published = Publication(Crew(pool), config_of(home, "adaptive"))
+    looks: list[bool] = []
+    with patch.object(published.worth, "should_train", lambda: False), patch.object(published.worth, "fresh"):
+        for _ in range(5):
+            published.next_rollout(100.0)
+        for _ in range(9):
+            published.next_rollout(100.0)
+            with patch.object(publication.time, "monotonic", lambda: clock[0]):
+                published.go_on([0])
+                looks.append(bool(pool.calls))
+                if pool.calls:
+                    clock[0] += 4.0
+                    pool.calls.clear()
+                    published.crew._calls.clear()
+                    published.answered(Done(0, "judge", Judgement(10, 20.0)))
+                    published.go_on([0])
+    assert looks == [True, False] * 4 + [True]
 
 
 def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:

@@ -276,6 +276,32 @@ def test_those_that_are_asked_for_again_go_on_and_the_others_leave() -> None:
     assert looking.stats.ahead_tokens == sum(lengths) + len(found.tokens)
 
 
+class Brief(Fixed):
+    """A round of coming steps has three rows."""
+
+    def brief_rows(self) -> int:
+        return 3
+
+
+def test_what_is_most_urgent_takes_the_place_of_what_is_less() -> None:
+    store = AheadStore(10**6)
+    looking = Engine(target().decoder, EngineConfig(max_rows=8), (), Brief(PLAIN), store=store)
+    places = [i for i, known in enumerate(expected()) if len(known.token_ids) > 7][:6]
+    *given, late = (requests()[i] for i in places)
+    looking.look_ahead(given)
+    for _ in range(4):
+        looking.round()
+    looking.look_ahead([late, *given])
+    assert {row.request.seed for row in looking.rows} == {request.seed for request in given[:2]}, "the third leaves"
+    looking.round()
+    assert {row.request.seed for row in looking.rows} == {request.seed for request in (late, *given[:2])}
+    while looking.looks_ahead:
+        looking.round()
+    assert_decoded(store, places)
+    tokens = sum(len(expected()[i].token_ids) for i in places)
+    assert looking.stats.ahead_tokens == tokens, "the third goes on from where it stood"
+
+
 def test_a_small_cache_makes_none_of_them_a_request_of_this_step() -> None:
     store = AheadStore(10**6)
     looking = engine(store, PLAIN, kv_tokens=140)

@@ -175,3 +175,21 @@ def test_a_rows_cache_holds_all_of_its_tokens_but_the_last() -> None:
     assert (row.kv_length, row.root, row.context) == (2, 1, (1, 1, 1))
     row.tokens += [5, 6]
     assert (row.kv_length, row.root, row.context) == (4, 6, (1, 1, 1, 5, 6))
+
+
+@pytest.mark.parametrize(("most", "begun"), [(16, [0, 0, 0, 4]), (8, [0, 2, 0, 2]), (3, [1, 1, 1, 1])])
+def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) -> None:
+    """A prefill of one takes as long as one of four. A row ends before each round."""
+    scheduler = scheduler_of(bound_tokens=4096, max_rows=32, verify_tokens=1)
+    scheduler.look_ahead({number: request(number, 2, 8) for number in range(40)}, most)
+    while len(scheduler.rows) < most:
+        for row in scheduler.admit(most):
+            scheduler.rows.append(row)
+    found: list[int] = []
+    for _ in begun:
+        scheduler.rows.remove(0)
+        admitted = scheduler.admit(most)
+        for row in admitted:
+            scheduler.rows.append(row)
+        found.append(len(admitted))
+    assert found == begun

@@ -504,3 +504,24 @@ def test_the_tuner_needs_no_torch() -> None:
 
 def test_a_bucket_is_plain_data() -> None:
     assert Bucket(*json.loads(json.dumps(Bucket(2, 1)))) == Bucket(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"),
+    [
+        ({1: 10.0, 16: 10.0, 64: 10.0}, 64),
+        ({1: 10.0, 16: 18.0, 64: 50.0}, 16),
+        ({1: 10.0, 11: 20.0, 64: 60.0}, 9),
+        ({1: 20.0, 6: 10.0, 16: 20.0}, 14),
+        ({1: 10.0, 4: 40.0}, 1),
+    ],
+    ids=["rows are free", "a row that was timed", "in between", "the first ones were timed cold", "rows are dear"],
+)
+def test_a_brief_round_takes_up_to_1_8_times_that_of_one_row(seconds: dict[int, float], most: int) -> None:
+    assert Bandit([PLAIN], {rows: {PLAIN: spent} for rows, spent in seconds.items()}).brief_rows() == most
+
+
+def test_free_rows_take_no_longer_than_those_there_are() -> None:
+    """At 1 % a row, three more are within 3 % of one."""
+    bandit = Bandit([PLAIN], {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
+    assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]

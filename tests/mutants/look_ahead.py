@@ -277,7 +277,28 @@ MUTANTS = [
         ")",
         PARKING,
     ),
+    Mutant(
+        "what is live goes on, whatever is more urgent",
+        "engine/scheduler.py",
+        "max(0, most - sum(not row.ahead for row in self.rows))",
+        "len(requests)",
+        ENGINE,
+    ),
+    Mutant(
+        "each row of coming steps is prefilled by itself",
+        "engine/scheduler.py",
+        "            if most - live < min(len(line), _AHEAD_AT_ONCE, most // 4):\n                return admitted\n",
+        "",
+        "engine/test_scheduler.py",
+    ),
     # -- when it pays
+    Mutant(
+        "a brief round has as many rows as was timed, none in between",
+        "engine/tuner.py",
+        "*(n for n in more if self._profiled",
+        "*(n for n in self.profile if self._profiled",
+        TUNER,
+    ),
     Mutant(
         "a look-ahead is used wherever there is one",
         "engine/tuner.py",
@@ -322,10 +343,45 @@ MUTANTS = [
     ),
     # -- many workers
     Mutant(
+        "no group is probed",
+        "cluster/ahead.py",
+        "(request.seed not in probes, -expected_length(request))",
+        "-expected_length(request)",
+        CREW,
+    ),
+    Mutant(
+        "what is expected to be shortest comes first",
+        "cluster/ahead.py",
+        "(request.seed not in probes, -expected_length(request))",
+        "(request.seed not in probes, expected_length(request))",
+        CREW,
+    ),
+    Mutant(
+        "siblings tell nothing of how long a response is",
+        "cluster/ahead.py",
+        "_ALIKE * longest[request.prompt.token_ids])",
+        "0)",
+        CREW,
+    ),
+    Mutant(
+        "what another worker has the keys and values of is taken like any other",
+        "cluster/ahead.py",
+        "key=lambda r: self._home.get(r.seed, worker) != worker)[:share]",
+        "key=lambda r: 0)[:share]",
+        CREW,
+    ),
+    Mutant(
+        "a drafter at rest is looked at in every rollout, however long that takes",
+        "cluster/publication.py",
+        "self._looking < 0.0 and",
+        "True and",
+        "cluster/test_publication.py",
+    ),
+    Mutant(
         "two workers decode the same request ahead",
         "cluster/ahead.py",
-        "if index != worker for r in requests}",
-        "if index == worker for r in requests}",
+        "for index, requests in self._at.items() if index != worker}",
+        "for index, requests in self._at.items() if index == worker}",
         CREW,
     ),
     Mutant(

@@ -17,6 +17,7 @@ from tlt.cluster.worker import AheadSlice, AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
+_GOES_ON, _ALIKE = 1.5, 0.5  # what to expect of a response: so many times its length so far, or its longest sibling's
 _KEPT = 0.9  # of what was measured before, a rollout or a slice
 
 
@@ -65,17 +66,20 @@ class LookingAhead:
     # -- who decodes what ----------------------------------------------------------------------------------------------
 
     def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
-        """For one of so many idle workers, which deal out among them what is nearest and has not ended."""
-        elsewhere = {r.seed for index, requests in self._at.items() if index != worker for r in requests}
-        wanted: list[Request] = []
-        for step in self._next_steps():
-            if len(wanted) + len(elsewhere) >= self.slots * idle:
-                break
-            left = [r for r in step if r.seed not in elsewhere and not self.store.has_ended(r)]
-            wanted += sorted(left, key=lambda r: -self.store.length(r.seed))  # the last of a step to end is waited for
-        if not wanted:
+        """For one of so many idle workers, which deal out among them what has not ended. Each goes on with what it has
+        keys and values of; what another one has comes last, as it would have to be computed again."""
+        others = {index: requests for index, requests in self._at.items() if index != worker}
+        elsewhere = {request.seed for requests in others.values() for request in requests}
+        coming = [request for step in self._next_steps() for request in step]
+        left = [r for r in coming if r.seed not in elsewhere and not self.store.has_ended(r)]
+        if not left:
             return None
-        share = min(self.slots, math.ceil((len(wanted) + len(elsewhere)) / idle))
+        asking = max(1, idle - len(others))
+        share = min(self.slots, math.ceil((len(left) + len(elsewhere)) / idle))
+        line = in_order(left, self.store)
+        own = {r.seed for r in line if self._home.get(r.seed) == worker}
+        dealt = own.union([r.seed for r in line if r.seed not in own][::asking])
+        wanted = [r for r in line if r.seed in dealt]
         wanted = sorted(wanted, key=lambda r: self._home.get(r.seed, worker) != worker)[:share]
         self._at[worker] = wanted
         self._home |= {r.seed: worker for r in wanted}
@@ -134,6 +138,23 @@ class LookingAhead:
             return mean / self.value.accept_length
         rest = 0 if known.ended else max(mean, len(known.tokens))
         return len(known.tokens) / self.value.accept_length_ahead + rest / self.value.accept_length
+
+
+def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
+    """Which of the requests of coming steps, the nearest first, to decode before which: a step waits for its longest
+    response, so that a token of that is worth many of others. One of each group of which nothing is known tells how
+    long its responses are, as those to one prompt are alike; then those that are expected to be longest."""
+    first = {request.prompt.token_ids: request for request in reversed(left)}
+    longest = {
+        prompt: max((len(ahead.tokens) for ahead in store.group(request)), default=0)
+        for prompt, request in first.items()
+    }
+    probes = {request.seed for prompt, request in first.items() if not longest[prompt]}
+
+    def expected_length(request: Request) -> float:
+        return max(_GOES_ON * store.length(request.seed), _ALIKE * longest[request.prompt.token_ids])
+
+    return sorted(left, key=lambda request: (request.seed not in probes, -expected_length(request)))
 
 
 def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:

@@ -25,6 +25,7 @@ from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # at an update from which workers are lost
+_AHEAD = 2  # slices that one decodes ahead for, before it is told anew which requests are worth most
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
 _HANGS = 30.0  # seconds after which one that trains is given up
 
@@ -101,7 +102,7 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self.publication.next_rollout()
+        self.publication.next_rollout(self._rollout_seconds * self.crew.size)
         self._trained = self.publication.tokens
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
@@ -232,7 +233,7 @@ class Coordinator:
         work = self.ahead.work(index, self._number, idle) if self.looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
-            self.crew.call_idle(index, "look_ahead", work, _LAST * self.config.cluster.slice_seconds)
+            self.crew.call_idle(index, "look_ahead", work, _AHEAD * self.config.cluster.slice_seconds)
         return work is not None
 
     def _train(self, index: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from tlt.cluster.ahead import in_order
 from tlt.cluster.budget import Budget
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine
@@ -43,7 +44,8 @@ class LocalRollout:
         self.engine.start(requests)
         if self.engine.tuner.free_rows(1) > 1:
             steps = islice(coming, self.look_ahead)
-            self.engine.look_ahead(r for step in steps for r in step if not self.engine.store.has_ended(r))
+            left = [r for step in steps for r in step if not self.engine.store.has_ended(r)]
+            self.engine.look_ahead(in_order(left, self.engine.store))
         while self.engine.busy:
             finished = self.engine.round()
             self._live = tuple(len(row.tokens) for row in self.engine.rows if not row.ahead)

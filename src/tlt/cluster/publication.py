@@ -10,6 +10,7 @@ is idle again. Where a worker is lost on the way, the next chain starts afresh.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from tlt.models.families import decoder_options, read_config
 log = logging.getLogger(__name__)
 
 METHODS = ("replica", "judge", "evidence")
+_LOOKS = 0.02  # of the workers' time in rollouts, what looks at a drafter at rest may take
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Chain:
     given: Handle | None = None
     """the candidate, where workers can take it from"""
     judged: Judgement = field(default_factory=Judgement)
+    asked: float = 0.0
+    """when its last judgement began"""
     lent: list[Harvest | Transcript] = field(default_factory=list)
     """by workers that decode, where the idle ones hold nothing back"""
 
@@ -78,13 +82,16 @@ class Publication(Guarded):
         self._wanted = JUDGED * config.speculation.training.micro_batch_tokens  # entries of a judgement
         self._chain: Chain | None = None
         self._looked = False  # at the drafter in use, in this rollout
+        self._looking = 0.0  # seconds that looks have taken beyond what they may, or may still take in this rollout
 
     # -- what the coordinator asks and says ----------------------------------------------------------------------------
 
     @guarded(None)
-    def next_rollout(self) -> None:
+    def next_rollout(self, worker_seconds: float) -> None:
+        """`worker_seconds`: of all workers, in the rollout before."""
         self.facts = {"version": float(self.version)}
         self._looked = False
+        self._looking = max(0.0, self._looking) - _LOOKS * worker_seconds
 
     @guarded(False)
     def should_train(self) -> bool:
@@ -118,7 +125,7 @@ class Publication(Guarded):
             self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
             self._ask(chain, chain.of, "replica")
             return chain
-        if not self._looked and not self.worth.should_train():
+        if not self._looked and self._looking < 0.0 and not self.worth.should_train():
             self._looked = True
             return Chain(self._judge)
         return None
@@ -173,11 +180,13 @@ class Publication(Guarded):
         self._judge(chain, idle)
 
     def _judge(self, chain: Chain, idle: list[int]) -> None:
-        chain.link = self._weigh
+        chain.link, chain.asked = self._weigh, time.monotonic()
         self._ask(chain, idle[:1] if chain.lent else idle, "judge", chain.given, chain.lent)
 
     def _weigh(self, chain: Chain, idle: list[int]) -> None:
         """All that is known of the candidate by now: is it enough to go by?"""
+        if not chain.candidate:
+            self._looking += len(chain.answers) * (time.monotonic() - chain.asked)
         now = summed(chain.answers.values())
         chain.judged = summed([chain.judged, now])._replace(broken_off=False)
         others = [index for index in range(self.crew.size) if index not in chain.answers]

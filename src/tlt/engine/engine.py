@@ -139,11 +139,11 @@ class Engine(Generates):
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
         """Requests of coming steps, in the place of those given before: they are decoded in slots that are free while
-        nothing waits, and what comes of them goes to the store. Those that are live go on. Raises ValueError for one
-        that can never run."""
+        nothing waits, the most urgent first, and what comes of them goes to the store. Raises ValueError for one that
+        can never run."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
-        self.rollout.scheduler.look_ahead(wanted)
+        self.rollout.scheduler.look_ahead(wanted, self._most_beside_ahead())
 
     def keep_ahead(self) -> None:
         """The store takes what the rows that are decoded ahead have so far."""

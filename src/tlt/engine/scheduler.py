@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.parking import Parking
@@ -42,14 +43,15 @@ class Scheduler:
         self.waiting.extend(rows)
         self.parking.forget(row.request.seed for row in rows)
 
-    def look_ahead(self, requests: Mapping[int, Request]) -> None:
-        """By seed, in the place of those that were to be decoded ahead; of these the live ones go on. Raises
-        ValueError, as `submit` does."""
+    def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
+        """By seed, the most urgent first, in the place of those that were to be decoded ahead. Of as many of these as
+        there may be among `most` live rows, those that are live go on. Raises ValueError, as `submit` does."""
         for request in requests.values():
             self._check(request)
         live: set[int] = set()
+        urgent = set(islice(requests, max(0, most - sum(not row.ahead for row in self.rows))))
         for place in reversed(range(len(self.rows))):
-            if (row := self.rows[place]).ahead and row.request.seed in requests:
+            if (row := self.rows[place]).ahead and row.request.seed in urgent:
                 live.add(row.request.seed)
             elif row.ahead:
                 self._leave(place)
@@ -86,13 +88,17 @@ class Scheduler:
 
         An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
         to be free. Where nobody waits, those of coming steps are taken, as long as there are fewer rows than
-        `most_ahead`, and a few in a round: as soon as the worker is wanted for something else, a round is too long.
+        `most_ahead`, and a few in a round, all of which have room: as soon as the worker is wanted for something else,
+        a round is too long.
         """
         live = len(self.rows)
         admitted: list[Row] = []
         line = self.waiting or self.ahead
         if not self.waiting:
-            slots = min(self.max_rows, most_ahead, live + _AHEAD_AT_ONCE)
+            most = min(self.max_rows, most_ahead)
+            slots = min(most, live + _AHEAD_AT_ONCE)
+            if most - live < min(len(line), _AHEAD_AT_ONCE, most // 4):
+                return admitted
         elif (slots := self.max_rows) - live < min(len(line), slots // 8):
             return admitted
         longest = self._longest()

@@ -37,7 +37,7 @@ _VAGUE = 2  # and what is known of the guess before, or of a chain where the dra
 _UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
 _RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
 _FREE = 0.03  # by which a round may take longer for rows that nobody waits for
-_BRIEF = 2.5  # times the round of one row, what a round that is to be over soon may take
+_BRIEF = 1.8  # times the round of one row, what a round that is to be over soon may take
 _MARGIN = 0.02  # an arm gives way only to one that is better by this
 _AHEAD_KIND = ("ahead", 1)
 _AGREES = 0.97  # how often a look-ahead is thought to be right before any was seen
@@ -154,6 +154,7 @@ class Bandit:
         self.took: dict[Bucket, dict[Strategy, _Took]] = {}
         self.anywhere, self.here = Guesses(), dict[Bucket, Guesses]()
         self._interpolated: dict[tuple[Strategy, int], float] = {}
+        self._within: dict[tuple[int, float], int] = {}  # rows of a round that takes so much longer
         self._scale: dict[Bucket, float] = {}  # what the profile is off by
         self.current = self.settled = PLAIN  # what is used now, and what is held to be the best
         self._last = PLAIN  # what the round before used
@@ -342,8 +343,11 @@ class Bandit:
         return self._rows_within(1, _BRIEF)
 
     def _rows_within(self, rows: int, longer: float) -> int:
-        most = self._profiled(PLAIN, rows) * longer
-        return max([rows, *(more for more in self.profile if self._profiled(PLAIN, more) <= most)])
+        if (rows, longer) not in self._within:
+            more = range(rows, max(rows, *self.profile) + 1)
+            most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first rows that are timed may seem slow
+            self._within[rows, longer] = max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
+        return self._within[rows, longer]
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured
