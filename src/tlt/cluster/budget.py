@@ -20,6 +20,8 @@ from tlt.engine.protocol import RolloutEngine
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_SLICE = 0.5  # seconds of idle time, after which there may be enough to judge by
+
 
 class Budget:
     """Trains the drafter which the engine begins with; saves what is published in the run's folder. The engine gives
@@ -44,6 +46,26 @@ class Budget:
             stats.spot = self._guarded(lambda trainer: self._train(trainer, engine)) or {}
             stats.seconds["spot"] = time.perf_counter() - began
 
+    def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
+        """Train and judge until it is over; what was done is added to the engine's stats."""
+        if self.trainer:
+            began = time.perf_counter()
+            self._guarded(lambda trainer: self._train_idly(trainer, engine, is_over))
+            engine.stats.seconds["spot"] = time.perf_counter() - began
+
+    def _train_idly(self, trainer: SpotTrainer, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
+        if not self.worth.should_train():
+            self._settle(trainer, engine, is_over)  # it may have gone stale
+        while self.worth.should_train() and not is_over():
+            report = trainer.train(_SLICE, is_over)
+            if not report.micro_batches:
+                return
+            engine.stats.drafter_tokens += report.tokens
+            self.micro_batches += report.micro_batches
+            self.seconds += report.seconds
+            if self.micro_batches >= STRETCH:
+                self._settle(trainer, engine, is_over)
+
     def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
         if self.trainer is None:
             return None
@@ -65,8 +87,17 @@ class Budget:
             self.seconds += report.seconds
             if self.micro_batches < STRETCH:
                 return facts
+        return facts | self._settle(trainer, engine)
+
+    def _settle(
+        self, trainer: SpotTrainer, engine: RolloutEngine, is_over: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """Judge what was trained, and publish it where it is better; unless that is over before it is judged."""
+        facts: dict[str, float] = {}
         replica = trainer.replica() if self.micro_batches else None
-        judged = trainer.judge(replica.tensors if replica else None)
+        judged = trainer.judge(replica.tensors if replica else None, stop=is_over)
+        if judged.broken_off:
+            return facts
         if judged.entries:
             facts["accept_length"] = judged.in_use / judged.entries
             self.worth.fresh(facts["accept_length"])

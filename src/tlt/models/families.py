@@ -86,6 +86,12 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     return config
 
 
+def known_options(config: Any) -> DecoderOptions:
+    """Of a model in memory. Raises ModelError."""
+    _check_family(Path(config.name_or_path or "the model"), config.model_type)
+    return decoder_options(config)
+
+
 def _check_family(path: Path, kind: Any) -> None:
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)

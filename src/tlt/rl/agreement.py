@@ -3,6 +3,9 @@ weights, since nothing else would show that a run trains one model and decodes w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -10,21 +13,31 @@ from tlt.engine.protocol import Target
 from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
-from tlt.rl.policy import Policy
 from tlt.vllm.target import VllmTarget
+
+
+class Weighed(Protocol):
+    """A policy, whoever trains it."""
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[N, V] at each token of one sequence [N]."""
+        ...
+
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
 """total variation that rounding may explain; transformers takes norms and angles in float32 even under float64"""
 _TOKENS = 16
 
 
-def take_weights(target: Target, policy: Policy, version: int) -> None:
+def take_weights(target: Target, policy: Weighed, version: int) -> None:
     """The target takes the policy's weights. Raises ModelError if the two are not one model then."""
     target.load(policy.state_dict(), version)
     check_agreement(target, policy)
 
 
-def check_agreement(target: Target, policy: Policy) -> None:
+def check_agreement(target: Target, policy: Weighed) -> None:
     """Compare the laws of the next token at each token of a short text, of vLLM that behind the last one. Raises
     ModelError if they differ by more than rounding does. For a policy in shards all members make this call."""
     count = min(_TOKENS, target.options.max_positions)

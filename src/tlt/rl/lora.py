@@ -35,12 +35,7 @@ class AdaptedPolicy(Policy):
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """As of a model without adapters: these are merged."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
-            if ".lora_" not in name:
-                found[name.replace(".base_layer.", ".")] = tensor
-        return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(self.model)}
+        return merged_state(self.model)
 
     def trained_state(self) -> Mapping[str, Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if ".lora_" in name}
@@ -55,6 +50,12 @@ class AdaptedPolicy(Policy):
         peft = _peft_config(self.config.lora)
         peft.base_model_name_or_path = str(Path(self.base).resolve())
         peft.save_pretrained(str(folder))
+
+
+def merged_state(model: Any) -> dict[str, Tensor]:
+    """As of the model without adapters: these are merged, into copies of the weights they belong to."""
+    found = {n.replace(".base_layer.", "."): tensor for n, tensor in model.state_dict().items() if ".lora_" not in n}
+    return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(model)}
 
 
 def export(adapters: Path, out: Path) -> None:
@@ -96,7 +97,10 @@ def _adapted(model: Any) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    return layer.base_layer.weight + layer.get_delta_weight(_ADAPTER)
+    weight = layer.base_layer.weight
+    for adapter in layer.active_adapters:
+        weight = weight + layer.get_delta_weight(adapter)
+    return weight
 
 
 def _outer(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,11 @@ class ShardedPolicy(Policy):
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Whole tensors, each gathered as it is read: by all members in the same order."""
-        return _Whole(self.model.state_dict(), self.group)
+        return Gathered(self.model.state_dict(), partial(_whole, group=self.group))
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """As `state_dict`."""
-        return _Whole(super().optimizer_state(), self.group)
+        return Gathered(super().optimizer_state(), partial(_whole, group=self.group))
 
     def sha256(self) -> str:
         return weights.sha256(self._in_host_memory(self.model.state_dict()))
@@ -139,14 +140,14 @@ class ShardedPolicy(Policy):
         super().load_optimizer_state({k: _shard_like(parameters[k.rpartition("/")[0]], v) for k, v in state.items()})
 
 
-class _Whole(Mapping[str, Tensor]):
-    """Gathers a tensor when it is read, so that there is one at a time."""
+class Gathered(Mapping[str, Tensor]):
+    """Makes a tensor `whole` when it is read, so that there is one at a time."""
 
-    def __init__(self, state: Mapping[str, Tensor], group: ProcessGroup) -> None:
-        self._state, self._group = state, group
+    def __init__(self, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
+        self._state, self._whole = state, whole
 
     def __getitem__(self, name: str) -> Tensor:
-        return _whole(self._state[name], self._group)
+        return self._whole(self._state[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._state

@@ -1,0 +1,194 @@
+"""tlt inside TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with our engine, and TRL does all else.
+
+A completion is a function of (weights, prompt, seed), and a seed of (the trainer's seed, its step, the place in the
+batch). So whatever drafts, and however many processes there are, TRL is given the same completions, and ends with the
+same weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tlt.build import make_engine, starting_drafter, steps_ahead
+from tlt.cluster.budget import Budget
+from tlt.cluster.local import LocalRollout
+from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config, section_of
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.spot import SpotTrainer
+from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_version
+from tlt.integrations.trl_weights import Trained
+from tlt.models.decoder import Decoder
+from tlt.models.families import known_options
+from tlt.rl.agreement import take_weights
+from tlt.sampling import request_seed
+from tlt.trace import Tracer
+from tlt.types import Prompt, Request, Response, RolloutStats
+
+
+class Rollout:
+    """A `rollout_func` for TRL's GRPOTrainer; `speculation` and `engine` have the fields that a recipe has there.
+
+    One is for one trainer. Raises ConfigError when it is made, and ValueError at the first generation for what TRL
+    was asked to do and this does not (`trl_terms.py`).
+    """
+
+    def __init__(
+        self,
+        speculation: SpeculationConfig | Mapping[str, Any] | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        refuse_version()
+        self.speculation = section_of(SpeculationConfig, speculation, "speculation")
+        self.engine = section_of(EngineConfig, engine, "engine")
+        self._process: _Process | None = None
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """A completion for each prompt, which TRL has repeated already. Called in every process, once a generation
+        batch; what it draws from torch's global generators, which shuffle TRL's data, is drawn from copies."""
+        device = trainer.accelerator.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if self._process is None:
+                refuse(trainer, self.engine)
+                self._process = _Process(trainer, self.speculation, self.engine)
+            return self._process.complete(prompts, trainer)
+
+
+class _Process:
+    """What one process of the trainer decodes with."""
+
+    def __init__(self, trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> None:
+        config = _config(trainer, speculation, engine)
+        self.trained = Trained(trainer)
+        options = known_options(self.trained.model.config)
+        self.target = Decoder(options, self.trained.dtype, trainer.accelerator.device)
+        self.budget: Budget | None = None
+        self.place, self.updates = _Place(), 0
+        self._sync(trainer)
+        layer = starting_drafter(config, options)
+        if layer:
+            training = SpotTrainer(layer, self.target, speculation.training, trainer.args.seed)
+            self.budget = Budget(training, config)
+        self.others = _Others(trainer.accelerator.num_processes)
+        store = AheadStore(speculation.look_ahead_tokens)
+        harvest, tokenizer = self.budget.harvest if self.budget else None, trainer.processing_class
+        made = make_engine(engine, speculation, self.target, tokenizer, layer, harvest, Tracer(), store)
+        self.rollout = LocalRollout(made, None if self.others.group else self.budget, steps_ahead(speculation))
+
+    def complete(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        began = time.perf_counter()
+        self._sync(trainer)
+        synced = time.perf_counter()
+        requests = self._requests(prompts, trainer)
+        responses, stats = self.rollout.generate(requests, lambda response: None)
+        if not trainer.model.training:  # the next evaluation asks the same with the same seeds
+            self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
+        decoded = time.perf_counter()
+        self.others.wait(self._use_idle_time)
+        waited = time.perf_counter()
+        self.rollout.release()
+        seconds = {"sync": synced - began, "rollout": decoded - synced, "wait": waited - decoded}
+        for name, value in _metrics(stats, seconds, self.budget).items():
+            trainer._log_metric(f"tlt/{name}", value)  # what TRL gives to reward functions as `log_metric`
+        return _completions(requests, responses)
+
+    def _sync(self, trainer: Any) -> None:
+        """The engine takes the policy's weights, if these are new."""
+        if self.trained.has_changed(trainer):
+            take_weights(self.target, self.trained, self.updates)
+            self.updates += 1
+            if self.budget:
+                self.budget.target_moved()
+
+    def _requests(self, prompts: Sequence[Any], trainer: Any) -> list[Request]:
+        domain, step, time_ = self.place.of(trainer)
+        first, law = trainer.accelerator.process_index * len(prompts), law_of(trainer)
+        requests = []
+        for index, token_ids in enumerate(prompts_of(prompts, trainer), start=first):
+            prompt = Prompt(_number(token_ids), "", token_ids)
+            seed = request_seed(trainer.args.seed, domain, step, time_, index)
+            requests.append(Request(prompt, index, self.place.generations, seed, law))
+        return requests
+
+    def _use_idle_time(self, is_over: Callable[[], bool]) -> None:
+        if self.budget:
+            self.budget.spend_idle(self.rollout.engine, is_over)
+
+
+class _Place:
+    """Which generation this is: several may share one global step, and an evaluation has several batches."""
+
+    def __init__(self) -> None:
+        self.generations = 0
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def of(self, trainer: Any) -> tuple[str, int, int]:
+        """(domain, step, how many there were at this step before). An evaluation has the same seeds whenever it
+        comes, so that two of them differ by the weights alone."""
+        self.generations += 1
+        domain, step = ("trl" if trainer.model.training else "trl eval"), trainer.state.global_step
+        before, count = self._last.get(domain, (-1, 0))
+        count = count + 1 if before == step else 0
+        self._last[domain] = step, count
+        return domain, (step if trainer.model.training else 0), count
+
+
+class _Others:
+    """The other processes of the trainer: whether they have decoded all of theirs."""
+
+    def __init__(self, processes: int) -> None:
+        self.group: Any = dist.new_group(backend="gloo") if processes > 1 else None
+
+    def wait(self, meanwhile: Callable[[Callable[[], bool]], None]) -> None:
+        """Until all processes call this; `meanwhile` is given what tells whether they have."""
+        if self.group:
+            work = dist.barrier(self.group, async_op=True)
+            assert work
+            meanwhile(work.is_completed)
+            work.wait()
+
+
+def _config(trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> Config:
+    """As of a run: what is said of prompts, rewards and the update is TRL's business."""
+    args, process = trainer.args, trainer.accelerator.process_index
+    tree = {
+        "model": {"path": trainer.model.name_or_path or "-"},
+        "data": {"path": "-"},
+        "reward": {"name": "exact"},
+        "cluster": {"workers": trainer.accelerator.num_processes},
+        "run": {"folder": f"{args.output_dir}/tlt/{process}", "seed": args.seed},
+    }
+    return parse_config(tree).model_copy(update={"speculation": speculation, "engine": engine})
+
+
+def _number(token_ids: tuple[int, ...]) -> int:
+    """Of a prompt: the same whenever it comes."""
+    return request_seed(0, f"prompt {token_ids}", 0, 0, 0) >> 1
+
+
+def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> dict[str, Any]:
+    """As TRL wants them: in the order of the prompts, the end token included, with log-probs that are comparable with
+    its own."""
+    by_seed = {response.request.seed: response for response in responses}
+    in_order = [by_seed[request.seed] for request in requests]
+    return {
+        "prompt_ids": [list(request.prompt.token_ids) for request in requests],
+        "completion_ids": [response.token_ids for response in in_order],
+        "logprobs": [response.full_logprobs for response in in_order],
+    }
+
+
+def _metrics(stats: RolloutStats, seconds: Mapping[str, float], budget: Budget | None) -> dict[str, float]:
+    found = {f"seconds/{name}": value for name, value in seconds.items()}
+    found |= {
+        "accept_length": stats.accept_length,
+        "tokens_per_second": stats.tokens / max(seconds["rollout"], 1e-9),
+        "seen_ahead": stats.seen_ahead / max(1, stats.tokens),
+    }
+    if budget:
+        found |= {"drafter_version": float(budget.version), "drafter_tokens": float(stats.drafter_tokens)}
+    return found

@@ -1,0 +1,89 @@
+"""What TRL asks of a rollout: prompts, the law, and what cannot be honoured, refused by its name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.config import EngineConfig
+from tlt.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+TESTED = ((1, 14), (1, 16))
+"""the first and the last minor version of TRL that the tests were run with"""
+
+
+class UnsupportedError(ValueError):
+    """What a GRPOTrainer was asked for and tlt does not do inside it; the message names it and the remedy."""
+
+
+def refuse_version() -> None:
+    """Raises UnsupportedError for a TRL that is too old; one that is newer than those tested is told of."""
+    try:
+        version = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError("TRL is not installed: pip install 'tlt[trl]'") from None
+    first, last = (".".join(map(str, number)) for number in TESTED)
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < TESTED[0]:
+        raise UnsupportedError(f"TRL {version} is too old: tlt works inside {first} to {last}, pip install 'tlt[trl]'")
+    if found > TESTED[1]:
+        log.warning("TRL %s is newer than those that tlt was tested inside of, %s to %s", version, first, last)
+
+
+def refuse(trainer: Any, engine: EngineConfig) -> None:
+    """Raises UnsupportedError."""
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    zero = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
+    for asked, what, remedy in (
+        (args.min_p, "min_p", "set it to None, and top_p or top_k instead"),
+        (args.repetition_penalty != 1.0, "repetition_penalty", "set it to 1.0"),
+        (args.generation_kwargs, "generation_kwargs", "leave them out"),
+        (getattr(args, "cache_implementation", None), "cache_implementation", "leave it out"),
+        (trainer.tools, "tools", "leave them out, or rollout_func"),
+        (getattr(trainer, "environment_factories", None), "environment_factory", "leave it out, or rollout_func"),
+        (args.use_vllm, "use_vllm", "set it to False: tlt decodes; docs/vllm.md has tlt inside vLLM"),
+        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching", "set it to False"),
+        (args.fp16, "fp16", "set bf16=True"),
+        (args.temperature == 0, "temperature = 0", "all completions of a group would be the same: set it above 0"),
+        (engine.backend != "tlt", f"engine.backend = {engine.backend!r}", "leave it out"),
+        (plugin is not None and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", "set fsdp_version: 2"),
+        (zero == 3, "DeepSpeed ZeRO-3", "take ZeRO-2 or FSDP2"),
+    ):
+        if asked:
+            raise UnsupportedError(f"tlt inside TRL does not do {what}: {remedy}")
+
+
+def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
+    """Token ids by the trainer's own tokenizer: text as it is, messages through its chat template. Raises
+    UnsupportedError for messages with images."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompts[0], str):
+        return [tuple(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
+    parts = [message["content"] for messages in prompts for message in messages]
+    if any(isinstance(part, list) and any(piece.get("type") != "text" for piece in part) for part in parts):
+        raise UnsupportedError("tlt inside TRL does not do images: leave rollout_func out")
+    rendered = tokenizer.apply_chat_template(
+        conversation=list(prompts),
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )
+    return [tuple(ids) for ids in rendered["input_ids"]]
+
+
+def law_of(trainer: Any) -> SamplingParams:
+    """Every end token that the model or the tokenizer names ends a completion, as in TRL."""
+    args = trainer.args
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k or 0,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+        stop_token_ids=tuple(trainer.eos_token_ids),
+    )

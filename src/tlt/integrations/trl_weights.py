@@ -1,0 +1,82 @@
+"""The policy that TRL trains, as the engine takes it: whole tensors by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tlt.integrations.trl_terms import UnsupportedError
+from tlt.rl.lora import merged_state
+from tlt.rl.sharded import Gathered
+
+
+class Trained:
+    """Plain, in the replicas of DDP, in shards of FSDP2, or with LoRA adapters, which are merged into copies. What
+    reads it is called by all processes."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._known: tuple[int, list[float]] | None = None
+        self.dtype = torch.bfloat16 if trainer.args.bf16 else self.model.dtype
+        if self._has_adapters:
+            self._refuse_adapters()
+
+    @property
+    def model(self) -> Any:
+        wrapped = self.trainer.model_wrapped
+        return self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    def _refuse_adapters(self) -> None:
+        for name, peft in self.model.peft_config.items():
+            kind = str(getattr(peft.peft_type, "value", peft.peft_type))
+            if kind != "LORA" or peft.use_dora or peft.modules_to_save:
+                what = kind if kind != "LORA" else "use_dora" if peft.use_dora else "modules_to_save"
+                raise UnsupportedError(f"tlt inside TRL does not do the adapter {name!r} with {what}: take plain LoRA")
+        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            raise UnsupportedError("tlt inside TRL does not do LoRA adapters in shards of FSDP2: train on DDP")
+
+    def has_changed(self, trainer: Any) -> bool:
+        """Whether it was trained, or loaded, since this was last asked. By its step and the norm of each parameter:
+        fused AdamW leaves their version counters as they were."""
+        with torch.no_grad():
+            norms = [_whole(parameter.detach().norm()) for parameter in self.model.parameters()]
+        now = trainer.state.global_step, torch.stack([norm.double() for norm in norms]).tolist()
+        before, self._known = self._known, now
+        return now != before
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        if self._has_adapters:
+            return merged_state(self.model.get_base_model())
+        return Gathered(self.model.state_dict(), _whole)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[N, V] at each token of one sequence [N]."""
+        with _without_dropout(self.model), self.trainer.accelerator.autocast():
+            return self.model(input_ids=tokens[None].to(self.trainer.accelerator.device), use_cache=False).logits[0]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _without_dropout(model: Any) -> Iterator[None]:
+    """`model.train()` afterwards would switch on what somebody had switched off."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

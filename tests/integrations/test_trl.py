@@ -1,0 +1,281 @@
+"""tlt inside the installed TRL: `make test-trl`. Whatever drafts, TRL ends with the same completions and weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
+
+import peft
+from integrations.real_trl import PROMPTS, Result, make, run
+from transformers import AutoModelForCausalLM
+
+from tlt.cluster.local import LocalRollout
+from tlt.config import EngineConfig
+from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
+from tlt.engine.engine import Engine
+from tlt.integrations.trl import Rollout
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.rl.lora import merged_state
+from tlt.types import Request
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+HARD = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 3}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a drafter for it."""
+    folder = tmp_path_factory.mktemp("trl")
+    make(folder)
+    config = AutoModelForCausalLM.from_pretrained(folder / "model").config
+    torch.manual_seed(3)
+    save_drafter(EagleLayer(eagle_options(decoder_options(config), "eagle1", 32)), folder / "drafter")
+    return folder
+
+
+def modes(folder: Path) -> dict[str, dict[str, Any]]:
+    path = str(folder / "drafter")
+    return {
+        "off": {"drafter": "off"},
+        "suffix": {"drafter": "suffix"},
+        "learned": {"drafter": "eagle", "path": path, "min_chance": 0.0},
+        "adaptive": {"drafter": "adaptive", "path": path},
+        "trained": {
+            "drafter": "adaptive",
+            "window": 32,
+            "training": {"budget": 1.0, "micro_batch_tokens": 32, "unroll": 2},
+        },
+    }
+
+
+@contextmanager
+def watched_requests() -> Iterator[list[Request]]:
+    """Those of the generation that is made meanwhile."""
+    seen: list[Request] = []
+    generate = LocalRollout.generate
+
+    def watched(rollout: LocalRollout, requests: Any, *rest: Any) -> Any:
+        seen.extend(requests)
+        return generate(rollout, requests, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalRollout, "generate", watched)
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> Result:
+    return run(home, Rollout(speculation={"drafter": "off"}), **HARD, **EVALUATED)
+
+
+@pytest.mark.parametrize("mode", ["suffix", "learned", "adaptive", "trained"])
+def test_completions_and_final_weights_are_the_same_whatever_drafts(home: Path, plain: Result, mode: str) -> None:
+    """With accumulation, several generations in a global step, two iterations over each, and evaluation between."""
+    found = run(home, Rollout(speculation=modes(home)[mode]), **HARD, **EVALUATED)
+    assert found.completions == plain.completions
+    assert found.sha256 == plain.sha256
+    if mode == "learned":
+        assert any(log.get("tlt/accept_length", 1.0) > 1.0 for log in found.logs), "it did speculate"
+    if mode == "trained":
+        assert sum(log.get("tlt/drafter_tokens", 0) for log in found.logs) > 0
+
+
+def test_the_run_did_train_and_did_evaluate(plain: Result, home: Path) -> None:
+    untrained = make(home, Rollout(speculation={"drafter": "off"}))
+    before = dict(untrained.model.named_parameters())
+    assert all(not torch.equal(p, before[name]) for name, p in plain.trainer.model.named_parameters())
+    assert sum("eval_reward" in log for log in plain.logs) == 3
+    assert all({"tlt/accept_length", "tlt/seconds/rollout", "tlt/seen_ahead"} <= log.keys() for log in plain.logs[:1])
+    assert any("eval_tlt/accept_length" in log for log in plain.logs)
+
+
+def test_every_completion_is_by_the_weights_of_its_moment(home: Path) -> None:
+    """Fused AdamW leaves version counters of parameters as they were: an engine that trusted them would be stale."""
+    mine, checked = Rollout(speculation={"drafter": "suffix"}), []
+
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        with watched_requests() as requests:
+            found = mine(prompts, trainer)
+        target = Decoder(decoder_options(trainer.model.config), torch.float64, torch.device("cpu"))
+        target.load(trainer.model.state_dict(), 0)
+        again = {r.request.seed: r for r in Engine(target, EngineConfig()).generate(requests)}
+        assert [again[request.seed].token_ids for request in requests] == found["completion_ids"]
+        own = _by_the_model(trainer.model, found, trainer.args.temperature)
+        for mine_, its in zip(found["logprobs"], own, strict=True):
+            assert mine_ == pytest.approx(its, abs=1e-4), "log-probs are comparable with the trainer's"
+        checked.append(len(requests))
+        return found
+
+    run(home, rollout, **HARD)
+    assert len(checked) == 3
+
+
+def _by_the_model(model: Any, found: dict[str, Any], temperature: float) -> list[list[float]]:
+    rows = []
+    for prompt, tokens in zip(found["prompt_ids"], found["completion_ids"], strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        law = (logits / temperature).log_softmax(-1)
+        rows.append(law.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist())
+    return rows
+
+
+def test_loading_a_drafter_leaves_the_order_of_the_data_as_it_is(home: Path) -> None:
+    """TRL shuffles with torch's global generator."""
+    mine, states = Rollout(speculation=modes(home)["learned"]), []
+
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        before = torch.get_rng_state()
+        found = mine(prompts, trainer)
+        states.append(torch.equal(before, torch.get_rng_state()))
+        return found
+
+    run(home, rollout)
+    assert states == [True, True]
+
+
+def test_no_two_completions_of_a_run_share_their_noise(home: Path) -> None:
+    """Several generations are made in one global step, and one prompt comes in several."""
+    mine, seeds = Rollout(speculation={"drafter": "off"}), []
+
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        with watched_requests() as requests:
+            found = mine(prompts, trainer)
+        if trainer.model.training:
+            seeds.extend(request.seed for request in requests)
+        return found
+
+    run(home, rollout, **HARD | {"steps_per_generation": 1, "num_iterations": 1}, **EVALUATED)
+    assert len(seeds) > 3 * 4, "more generations than steps"
+    assert len(set(seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_prompts_are_tokenized_as_trl_does(home: Path, messages: bool) -> None:
+    prompts: list[Any] = [row["prompt"] for row in PROMPTS]
+    if messages:
+        prompts = [[{"role": "system", "content": "short"}, {"role": "user", "content": text}] for text in prompts]
+    mine = Rollout(speculation={"drafter": "suffix"})
+    trainer = make(home, mine, [{"prompt": prompt} for prompt in prompts])
+    assert mine(prompts, trainer)["prompt_ids"] == trainer._tokenize_prompts(prompts)[0]
+    trainer.train()
+
+
+def test_an_evaluation_is_drafted_by_the_one_before(home: Path) -> None:
+    """The seeds of evaluations are the same, and with a learning rate of 0 so are the answers."""
+    mine = Rollout(speculation={"drafter": "adaptive"})
+    trainer = make(home, mine, learning_rate=0.0)
+    trainer.train()
+    trainer.evaluate()
+    trainer.state.global_step += 1
+    assert mine._process
+    mine._process.rollout.engine.tuner.choose = lambda *arguments: _with_chains(mine)  # type: ignore[method-assign]
+    assert trainer.evaluate()["eval_tlt/seen_ahead"] > 0.8
+
+
+def _with_chains(mine: Rollout) -> Any:
+    assert mine._process
+    return max(mine._process.rollout.engine.tuner.strategies, key=lambda strategy: strategy.ahead)
+
+
+def test_lora_adapters_are_merged_and_the_base_stays_as_it_is(home: Path) -> None:
+    shape = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    found = [run(home, Rollout(speculation=modes(home)[mode]), peft=shape, **HARD) for mode in ("off", "suffix")]
+    assert found[0].completions == found[1].completions
+    assert found[0].sha256 == found[1].sha256
+    base = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float64).state_dict()
+    adapted = found[0].trainer.model
+    name = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(adapted.get_base_model().state_dict()[f"{name}.base_layer.weight"], base[f"{name}.weight"])
+    merged = merged_state(adapted.get_base_model())
+    whole = adapted.merge_and_unload().state_dict()
+    assert merged.keys() == whole.keys()
+    assert all(torch.allclose(merged[key], whole[key], rtol=0, atol=1e-12) for key in whole)
+    assert not torch.equal(whole[f"{name}.weight"], base[f"{name}.weight"])
+
+
+def test_other_adapters_are_refused_by_their_name(home: Path) -> None:
+    shape = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ValueError, match=r"does not do the adapter 'default' with use_dora"):
+        make(home, Rollout(), peft=shape).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"min_p": 0.1}, "min_p"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(home: Path, changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"tlt inside TRL does not do {name}"):
+        make(home, Rollout(), **changes).train()
+
+
+def test_a_model_that_the_decoder_does_not_know_is_refused(home: Path) -> None:
+    trainer = make(home, Rollout())
+    trainer.model.config.model_type = "gpt_neox"
+    with pytest.raises(ValueError, match="gpt_neox"):
+        trainer.train()
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+def two_processes(folder: Path, what: str) -> list[dict[str, Any]]:
+    """`two_trl.py` in two processes of one group, as torchrun starts them; what each one says at its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).parent / "two_trl.py"
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), what, str(folder)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=200) for process in started]
+    assert all(process.returncode == 0 for process in started), outputs[0][1][-3000:] + outputs[1][1][-3000:]
+    return [json.loads(said.splitlines()[-1]) for said, _ in outputs]
+
+
+def test_two_processes_end_alike_whatever_drafts(home: Path) -> None:
+    """Groups of four, two of which are in each process."""
+    first, second = two_processes(home, "modes")
+    assert len({first[mode]["sha256"] for mode in first} | {second[mode]["sha256"] for mode in second}) == 1
+    for rank in (first, second):
+        assert len({json.dumps(rank[mode]["completions"]) for mode in rank}) == 1
+    assert first["adaptive"]["drafter_tokens"] + second["adaptive"]["drafter_tokens"] > 0, "idle time was trained in"
+
+
+def test_two_processes_decode_what_one_does(home: Path) -> None:
+    alone = run(home, Rollout(speculation={"drafter": "off"}), learning_rate=0.0)
+    first, second = (rank["off"]["completions"] for rank in two_processes(home, "still"))
+    together = [rows for i in range(0, len(first), 2) for rows in (*first[i : i + 2], *second[i : i + 2])]
+    assert together == alone.completions
+
+
+def test_shards_of_fsdp2_are_gathered(home: Path) -> None:
+    for said in two_processes(home, "shards"):
+        assert said["same"], "the state dict is the whole model's"
+        assert said["changed"] == [True, False, True], "and its change is seen"

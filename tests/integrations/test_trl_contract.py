@@ -1,0 +1,330 @@
+"""What TRL documents of a rollout_func and of what it hands to it, in a fake of TRL; `test_trl.py` has the real one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import EOS, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
+from tlt.integrations import trl, trl_terms
+from tlt.integrations.trl import Rollout
+from tlt.models.families import ModelError, decoder_options
+
+PROMPTS = ["two and two"] * 3 + ["why?"] * 3
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.16.0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("contract") / "model")
+
+
+class FakeAccelerator:
+    device, process_index, num_processes = torch.device("cpu"), 0, 1
+    state = SimpleNamespace(fsdp_plugin=None, deepspeed_plugin=None)
+
+    def unwrap_model(self, model: Any, keep_torch_compile: bool) -> Any:
+        return model
+
+    def autocast(self) -> Any:
+        return nullcontext()
+
+
+class FakeTrainer:
+    """What a GRPOTrainer of TRL 1.16 has, of which tlt makes use."""
+
+    tools: tuple[Any, ...] = ()
+    environment_factories = chat_template = None
+    eos_token_ids = (EOS,)
+
+    def __init__(self, folder: Path, process: int = 0, **changes: Any) -> None:
+        plain = {
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": None,
+            "repetition_penalty": 1.0,
+            "generation_kwargs": None,
+            "cache_implementation": None,
+            "use_vllm": False,
+            "use_transformers_continuous_batching": False,
+            "bf16": False,
+            "fp16": False,
+            "max_completion_length": 12,
+            "seed": 42,
+            "output_dir": str(folder / "out"),
+        }
+        self.args = SimpleNamespace(**plain | changes)
+        self.state = SimpleNamespace(global_step=0)
+        self.model = self.model_wrapped = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+        self.processing_class = AutoTokenizer.from_pretrained(folder)
+        self.chat_template_kwargs: dict[str, Any] = {}
+        self.accelerator = FakeAccelerator()
+        self.accelerator.process_index = process
+        self.logged: dict[str, list[float]] = defaultdict(list)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        self.logged[name].append(value)
+
+
+def off() -> Rollout:
+    return Rollout(speculation={"drafter": "off"})
+
+
+# -- what is given back ------------------------------------------------------------------------------------------------
+
+
+def test_it_gives_back_what_trl_asks_for(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    found = Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
+    assert found.keys() == {"prompt_ids", "completion_ids", "logprobs"}
+    assert found["prompt_ids"] == [trainer.processing_class(text)["input_ids"] for text in PROMPTS]
+    assert [len(ids) for ids in found["completion_ids"]] == [len(logprobs) for logprobs in found["logprobs"]]
+    for ids in found["completion_ids"]:
+        assert 1 <= len(ids) <= 12
+        assert len(ids) == 12 or ids[-1] == EOS, "the end token is kept"
+        assert EOS not in ids[:-1]
+    assert len({tuple(ids) for ids in found["completion_ids"]}) == len(PROMPTS), "each has a seed of its own"
+
+
+def test_it_logs_what_it_did(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    Rollout(speculation={"drafter": "suffix"})(PROMPTS, trainer)
+    names = {"accept_length", "tokens_per_second", "seen_ahead"}
+    assert {f"tlt/{name}" for name in names} <= trainer.logged.keys()
+    assert all(len(values) == 1 for values in trainer.logged.values())
+    assert trainer.logged["tlt/seconds/rollout"][0] > 0
+
+
+def test_the_end_tokens_are_those_that_trl_knows(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    said = off()(PROMPTS, trainer)["completion_ids"]
+    trainer.eos_token_ids = (EOS, said[0][1])
+    assert off()(PROMPTS, trainer)["completion_ids"][0] == said[0][: said[0].index(said[0][1]) + 1]
+
+
+def test_the_law_is_the_trainers(folder: Path) -> None:
+    args = FakeTrainer(folder, temperature=0.3, top_k=5, top_p=0.9).args
+    law = trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
+    assert (law.temperature, law.top_k, law.top_p, law.max_new_tokens, law.stop_token_ids) == (0.3, 5, 0.9, 12, (1, 2))
+    args.top_k = None  # off, as 0 is
+    assert trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
+
+
+def test_messages_go_through_the_trainers_template(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    trainer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"  # type: ignore[assignment]
+    trainer.chat_template_kwargs = {"mark": "!"}
+    found = off()([[{"role": "user", "content": "go"}]], trainer)
+    assert found["prompt_ids"] == [trainer.processing_class("go!")["input_ids"]]
+    picture = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "go"}]}]]
+    with pytest.raises(ValueError, match="does not do images"):
+        off()(picture, trainer)
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def places(*calls: tuple[bool, int]) -> list[tuple[str, int, int]]:
+    place = trl._Place()
+    return [
+        place.of(SimpleNamespace(model=SimpleNamespace(training=training), state=SimpleNamespace(global_step=step)))
+        for training, step in calls
+    ]
+
+
+def test_generations_of_one_global_step_are_told_apart() -> None:
+    train = places((True, 0), (True, 0), (False, 0), (True, 0), (True, 1))
+    assert [place for place in train if place[0] == "trl"] == [
+        ("trl", 0, 0),
+        ("trl", 0, 1),
+        ("trl", 0, 2),
+        ("trl", 1, 0),
+    ]
+
+
+def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
+    first, second = places((False, 3), (False, 3)), places((True, 0), (False, 5), (False, 5))[1:]
+    assert first == second == [("trl eval", 0, 0), ("trl eval", 0, 1)]
+
+
+def test_a_group_may_span_processes(folder: Path) -> None:
+    alone = off()(PROMPTS, FakeTrainer(folder))["completion_ids"]
+    parts = [off()(PROMPTS[4 * i :][:4], FakeTrainer(folder, process=i))["completion_ids"] for i in range(1)]
+    assert parts[0] == alone[:4]
+    second = off()(PROMPTS[3:], FakeTrainer(folder, process=1))["completion_ids"]
+    assert second == alone[3:], "a row is numbered over all processes"
+
+
+# -- traps -------------------------------------------------------------------------------------------------------------
+
+
+def an_update(trainer: FakeTrainer, fused: bool = True) -> list[int]:
+    """One step of the optimizer that transformers takes by default; the parameters' version counters, before, after."""
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.05, fused=fused)
+    parameter = next(trainer.model.parameters())
+    for each in trainer.model.parameters():
+        each.grad = torch.ones_like(each)
+    before = parameter._version
+    optimizer.step()
+    return [before, parameter._version]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path, counted: bool) -> None:
+    """By the step; and where it is the same, as after load_best_model_at_end, by the weights."""
+    trainer, mine = FakeTrainer(folder), off()
+    old = mine(PROMPTS, trainer)["completion_ids"]
+    before, after = an_update(trainer)
+    assert before == after, "else this is no trap any more"
+    trainer.state.global_step += counted
+    now = mine(PROMPTS, trainer)["completion_ids"]
+    fresh = FakeTrainer(folder)
+    fresh.model.load_state_dict(trainer.model.state_dict())
+    fresh.state.global_step = trainer.state.global_step
+    other = off()
+    if not counted:
+        other._process = None
+        other(PROMPTS, fresh)  # the second generation of its step, as that was
+    assert now == other(PROMPTS, fresh)["completion_ids"]
+    assert now != old
+
+
+def test_weights_that_did_not_change_are_not_taken_again(folder: Path) -> None:
+    trainer, mine = FakeTrainer(folder), off()
+    for _ in range(3):
+        mine(PROMPTS, trainer)
+    assert mine._process
+    assert mine._process.updates == 1
+
+
+def test_torchs_global_generator_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    """TRL shuffles with it, and loading a drafter draws from it."""
+    trainer = FakeTrainer(folder)
+    save_drafter(EagleLayer(eagle_options(decoder_options(trainer.model.config), "eagle1", 32)), tmp_path)
+    before = torch.get_rng_state()
+    Rollout(speculation={"drafter": "eagle", "path": str(tmp_path)})(PROMPTS, trainer)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_model_trains_on_as_it_did(folder: Path) -> None:
+    """The comparison of the two laws is made without dropout."""
+    trainer = FakeTrainer(folder)
+    trainer.model.model.layers[0].eval()
+    before = [module.training for module in trainer.model.modules()]
+    off()(PROMPTS, trainer)
+    assert [module.training for module in trainer.model.modules()] == before
+    assert True in before
+    assert False in before
+
+
+def test_a_model_that_is_not_what_its_config_says_is_refused(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    trainer.model.config.rms_norm_eps = 0.5  # the modules have the old one
+    with pytest.raises(ModelError, match="not one model"):
+        off()(PROMPTS, trainer)
+
+
+def test_adapters_of_lora_are_merged(folder: Path) -> None:
+    import peft
+
+    trainer, plain = FakeTrainer(folder), FakeTrainer(folder)
+    shape = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, shape)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    said = off()(PROMPTS, trainer)["completion_ids"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert said != off()(PROMPTS, plain)["completion_ids"]
+    plain.model = plain.model_wrapped = trainer.model.merge_and_unload()
+    assert said == off()(PROMPTS, plain)["completion_ids"]
+
+
+# -- idle time ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_done_early_has_until_the_last_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+
+    class FakeWork:
+        asked = 0
+
+        def is_completed(self) -> bool:
+            self.asked += 1
+            return self.asked > 3
+
+        def wait(self) -> None:
+            waited.append("wait")
+
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op: FakeWork())
+
+    def meanwhile(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            waited.append("train")
+
+    trl._Others(2).wait(meanwhile)
+    assert waited == ["train", "train", "train", "wait"]
+    trl._Others(1).wait(meanwhile)
+    assert len(waited) == 4, "alone there is nobody to wait for"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"min_p": 0.05}, "min_p"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"use_vllm": True}, "use_vllm"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"fp16": True}, "fp16"),
+        ({"temperature": 0}, "temperature"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(trl_terms.UnsupportedError, match=f"tlt inside TRL does not do {name}"):
+        off()(PROMPTS, FakeTrainer(folder, **changes))
+
+
+def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    trainer.tools = (print,)
+    with pytest.raises(trl_terms.UnsupportedError, match="tools"):
+        off()(PROMPTS, trainer)
+    trainer = FakeTrainer(folder)
+    trainer.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    with pytest.raises(trl_terms.UnsupportedError, match="ZeRO-3"):
+        off()(PROMPTS, trainer)
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    with pytest.raises(trl_terms.UnsupportedError, match="FSDP version 1"):
+        off()(PROMPTS, trainer)
+    with pytest.raises(trl_terms.UnsupportedError, match="backend"):
+        Rollout(engine={"backend": "vllm"})(PROMPTS, FakeTrainer(folder))
+    with pytest.raises(ValueError, match="did you mean drafter"):
+        Rollout(speculation={"draftr": "off"})
+
+
+def test_versions_of_trl_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.24.0")
+    with pytest.raises(trl_terms.UnsupportedError, match=r"TRL 0\.24\.0 is too old: tlt works inside 1\.\d+ to 1\.16"):
+        Rollout()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.19.0")
+    Rollout()
+    assert "TRL 1.19.0 is newer than those" in caplog.text

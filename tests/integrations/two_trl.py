@@ -1,0 +1,74 @@
+"""One of two processes of a GRPOTrainer (`test_trl.py` starts both): runs what is asked for, and says how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from integrations.real_trl import make, run
+
+from tlt.integrations.trl import Rollout
+from tlt.integrations.trl_weights import Trained
+
+PARTS = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+HARD = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 3}
+TRAINED = {"micro_batch_tokens": 32, "unroll": 2}
+
+
+def modes(folder: Path) -> dict[str, Any]:
+    path = str(folder / "drafter")
+    found = {}
+    for mode in ("off", "suffix", "eagle", "adaptive"):
+        learned = {"path": path, "training": TRAINED} if mode in ("eagle", "adaptive") else {}
+        mine = Rollout(speculation={"drafter": mode, **learned})
+
+        def uneven(prompts: Any, trainer: Any, mine: Rollout = mine) -> dict[str, Any]:
+            if os.environ["RANK"] == "1":
+                time.sleep(0.2)  # the other one waits for it
+            return mine(prompts, trainer)
+
+        result = run(folder, uneven, **PARTS, **HARD)
+        tokens = sum(log.get("tlt/drafter_tokens", 0.0) for log in result.logs)
+        found[mode] = {"sha256": result.sha256, "completions": result.completions, "drafter_tokens": tokens}
+    return found
+
+
+def still(folder: Path) -> dict[str, Any]:
+    result = run(folder, Rollout(speculation={"drafter": "off"}), **PARTS, learning_rate=0.0)
+    return {"off": {"completions": result.completions}}
+
+
+def shards(folder: Path) -> dict[str, Any]:
+    """The model in shards of FSDP2, as a trainer would have it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    trainer = make(folder, Rollout(speculation={"drafter": "off"}), **PARTS)
+    model = trainer.model
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trainer.model_wrapped = model
+    trained = Trained(trainer)
+    state = trained.state_dict()
+    same = all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+    logits = trained.logits(torch.arange(16))
+    changed = [trained.has_changed(trainer), trained.has_changed(trainer)]
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    changed.append(trained.has_changed(trainer))
+    return {"same": same and bool(logits.isfinite().all()), "changed": changed}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"modes": modes, "still": still, "shards": shards}[sys.argv[1]](Path(sys.argv[2]))))
