@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo test vllm test-vllm mutants lint clean
+.PHONY: all demo test vllm test-vllm trl test-trl mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -39,6 +39,18 @@ vllm: .venv-vllm/.installed
 test-vllm: vllm
 	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest tests/vllm_backend
 
+# TRL in an environment of its own, and tlt inside it.
+TRL := .venv-trl/bin
+trl: .venv-trl/.installed
+.venv-trl/.installed: pyproject.toml constraints.txt
+	test -x $(TRL)/python || $(PYTHON) -m venv .venv-trl
+	$(TRL)/pip install -q -c constraints.txt torch==2.13.0
+	$(TRL)/pip install -q -c constraints.txt -e '.[trl,lora,dev]'
+	touch $@
+
+test-trl: trl
+	OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1 $(TRL)/python -m pytest tests/integrations
+
 # Plants the faults listed in tests/mutants one at a time: each must be noticed. ARGS="-k word -j 1" for some of them.
 mutants: all
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
@@ -49,4 +61,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm runs build src/tlt.egg-info
+	rm -rf .venv .venv-vllm .venv-trl runs build src/tlt.egg-info

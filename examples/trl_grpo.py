@@ -1,8 +1,11 @@
-"""GRPO by TRL, decoded by tlt: python examples/trl_grpo.py FOLDER [STEPS]. Without the one argument that says tlt, and its
-import, it is a TRL script as any other."""
+"""GRPO by TRL, decoded by tlt: python examples/trl_grpo.py FOLDER [STEPS]
+
+Without the argument `rollout_func`, and its import, it is a TRL script as any other.
+"""
 
 import sys
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -30,6 +33,7 @@ trainer = GRPOTrainer(
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        bf16=torch.cuda.is_available(),
     ),
     train_dataset=Dataset.from_list(questions),
     rollout_func=Rollout(),

@@ -21,7 +21,7 @@ LAYERS = (
     ("loop", "evaluate", "about"),
     ("cluster", "workers_view", "sample_view", "keys", "display", "record"),
     ("run",),
-    ("generate", "fidelity", "drafting", "bench", "integrations"),
+    ("generate", "export", "fidelity", "drafting", "bench", "integrations"),
     ("cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

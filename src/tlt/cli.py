@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
 
     _add_generate(commands.add_parser("generate", help="answer prompts with a model folder"))
-    _add_export(commands.add_parser("export", help="merge the adapters of a LoRA run into a whole model"))
+    _add_export(commands.add_parser("export", help="a run's policy and drafter, as an engine reads them"))
 
     verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
     verify.add_argument("recipe")
@@ -131,8 +131,11 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("adapters", type=Path, help="folder of the run, or of a checkpoint's policy")
-    export.add_argument("--out", type=Path, required=True, help="folder of the model to be written")
+    export.add_argument("source", type=Path, help="folder of a run, of a model, or of a learned drafter")
+    export.add_argument("out", type=Path, help="folder to be written; of a run with its drafter, in drafter/")
+    export.add_argument("--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="who is to read it")
+    export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    export.add_argument("--model", type=Path, help="of a drafter: the folder of the model that it drafts for")
     export.set_defaults(command=_export)
 
 
@@ -241,11 +244,10 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0]}: see tlt export --help")
-    from tlt.checkpoint import policy_in
-    from tlt.rl.lora import export
+    from tlt.export import export
 
-    export(policy_in(arguments.adapters), arguments.out)
-    print(f"the model is in {arguments.out}")
+    for line in export(arguments.source, arguments.out, arguments.to, arguments.dtype, arguments.model):
+        print(line)
     return 0
 
 

@@ -234,6 +234,19 @@ def test_a_model_that_the_decoder_does_not_know_is_refused(home: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.parametrize("with_tlt", [True, False])
+def test_the_example_is_a_trl_script_but_for_two_lines(home: Path, tmp_path: Path, with_tlt: bool) -> None:
+    lines = (Path(__file__).parents[2] / "examples" / "trl_grpo.py").read_text(encoding="utf-8").splitlines()
+    without = [line for line in lines if "Rollout" not in line]
+    assert len(without) == len(lines) - 2
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(lines if with_tlt else without), encoding="utf-8")
+    command = [sys.executable, str(script), str(home / "model"), "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ("tlt/accept_length" in done.stdout) == with_tlt
+
+
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ def model_folder(folder: str | Path) -> Path:
     if (path / "config.json").is_file():
         return path
     if (path / "adapter_config.json").is_file():
-        raise ModelError(f"{path} holds adapters alone: merge them by tlt export {path} --out FOLDER, and give that")
+        raise ModelError(f"{path} holds adapters alone: merge them by tlt export {path} FOLDER, and give that")
     if path.exists():
         raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
     if _HUB_ID.fullmatch(str(folder)):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from tlt.config.lora import LoraConfig
 from tlt.models.families import ModelError
@@ -58,19 +57,14 @@ def merged_state(model: Any) -> dict[str, Tensor]:
     return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(model)}
 
 
-def export(adapters: Path, out: Path) -> None:
-    """Write a whole model, the adapters of a checkpoint merged into their base, as any Hugging Face folder. Raises
-    ModelError."""
-    if not (adapters / FILE).is_file():
-        raise ModelError(f"{adapters} holds no adapters ({FILE}): give the policy folder of a checkpoint of a LoRA run")
+def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
+    """The adapters of a checkpoint merged into their base. Raises ModelError."""
     peft = _peft()
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is not there: put it back")
     model = load_model(str(base), torch.float32, torch.device("cpu"))
-    whole = peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload()
-    whole.save_pretrained(out)
-    AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(out)
+    return peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload().to(dtype)
 
 
 def _adapt(model: Any, config: LoraConfig) -> None:

@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, load_drafter
+from tlt.draft.formats import method, write_drafter
+from tlt.files import read_json
 from tlt.models.families import DecoderOptions
-from tlt.vllm.drafter import export_drafter
 from tlt.vllm.noise import Draw
 from tlt.vllm.settings import engine_arguments, set_environment, speculative_arguments
 from tlt.vllm.versions import VllmError, require_vllm
@@ -46,7 +48,8 @@ class VllmTarget:
 
         def export() -> tuple[str, str]:
             layer = load_drafter(str(speculation.path), options)
-            return export_drafter(layer, model.path, self._folder.name), self._folder.name
+            write_drafter(layer, read_json(Path(model.path) / "config.json"), self._folder.name, "vllm")
+            return method(layer.options), self._folder.name
 
         speculative = speculative_arguments(speculation, export)
         arguments = engine_arguments(model, engine, speculative, self.longest, device.type)

@@ -1,0 +1,162 @@
+"""Our learned drafter as the engines read it: the same tensors, in the names and the config.json of each.
+
+- EAGLE-1 (arXiv 2401.15077): vLLM has it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose fc
+  has a bias; speculators does not have it.
+- EAGLE-3 (arXiv 2503.01840): LlamaForCausalLMEagle3 in vLLM and SGLang alike, with the target's head and both ways to
+  number its layers; speculators has a config of its own, and another name for the layer.
+
+Engines do not say when a tensor is missing or not known to them, so that `tests/draft/test_formats.py` pins the exact
+sets. They draft greedily, without the noise, and so are right as often as the target's sample is the likeliest token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
+
+Format = Literal["vllm", "sglang", "speculators"]
+
+
+class Words(NamedTuple):
+    """Of the target, [V, D] each."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+def write_drafter(
+    layer: EagleLayer, target: Mapping[str, Any], folder: str | Path, to: Format, words: Words | None = None
+) -> None:
+    """`target` is its config.json, and `words` what the drafter shares with it; left out, the engine takes the target's
+    own. Raises DrafterError for what the format cannot hold."""
+    _refuse(layer.options, to)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors(layer, to, words)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = _speculators_config(layer.options, target) if to == "speculators" else _config(layer.options, target, to)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def method(options: EagleOptions) -> str:
+    """By which vLLM knows its kind."""
+    return "eagle3" if options.kind == "eagle3" else "eagle"
+
+
+def _refuse(options: EagleOptions, to: Format) -> None:
+    if options.kind == "eagle1" and to == "speculators":
+        raise DrafterError(
+            "speculators has no EAGLE-1: export to vllm or sglang, or make the drafter with speculation.kind = 'eagle3'"
+        )
+    if options.kind == "eagle3" and list(options.taps) != sorted(set(options.taps)):
+        raise DrafterError(
+            f"the drafter reads the target's layers {', '.join(map(str, options.taps))}, and engines want three that "
+            "differ, in order, which a target of six layers or fewer does not have: make the drafter with "
+            "speculation.kind = 'eagle1'"
+        )
+
+
+def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Tensor]:
+    found = checkpoint_tensors(layer)
+    if layer.options.kind == "eagle1":
+        # without a bias SGLang would leave its own as it was made, at random; vLLM's fc has none
+        return found | ({"fc.bias": torch.zeros_like(found["fc.weight"][:, 0])} if to == "sglang" else {})
+    if to == "speculators":
+        found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in found.items()}
+    if words:
+        shared = {"lm_head.weight": words.head}
+        if to == "speculators":  # which leaves an embedding that is not in the file as it was made
+            shared["embed_tokens.weight"] = words.embedding
+        found |= {name: t.detach().to("cpu", found["fc.weight"].dtype, copy=True) for name, t in shared.items()}
+    return found
+
+
+def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dict[str, Any]:
+    """Of vLLM and SGLang; positions are turned as in the target."""
+    eagle1 = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3" if options.kind == "eagle3" else eagle1],
+        **_llama(options, target),
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+        "torch_dtype": target.get("dtype") or target.get("torch_dtype") or "float32",
+    }
+    if options.kind == "eagle1":
+        return config
+    nested = [tap - 1 for tap in options.taps]  # SGLang counts layers from what leaves them, and adds 1
+    return config | {
+        "draft_vocab_size": options.vocab_size,
+        "num_aux_hidden_states": len(options.taps),
+        "eagle_aux_hidden_state_layer_ids": list(options.taps),
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested},
+        "norm_before_residual": False,
+        **_window(options),
+    }
+
+
+def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one layer. `tie_word_embeddings` must not be the target's: SGLang would take the embedding for the head."""
+    rope = {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
+    return {
+        "model_type": "llama",
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "head_dim": options.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": options.rms_norm_eps,
+        "vocab_size": options.vocab_size,
+        "max_position_embeddings": options.max_positions,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **_theta_beside(rope),
+    }
+
+
+def _theta_beside(rope: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 has the base of the angles among the parameters, where engines of before do not look for it."""
+    theta = (rope.get("rope_parameters") or {}).get("rope_theta")
+    return {"rope_theta": theta, **rope} if theta is not None else rope
+
+
+def _window(options: EagleOptions) -> dict[str, Any]:
+    """Where the format has one: vLLM's EAGLE-3 and speculators; SGLang attends to everything."""
+    return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
+
+
+def _speculators_config(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
+    """As speculators 0.9 writes it, and vLLM serves by itself."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": options.vocab_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": list(options.taps),
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {**_llama(options, target), **_window(options)},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": str(target.get("_name_or_path", "")),
+                "architectures": list(target.get("architectures") or []),
+            },
+        },
+    }

@@ -1,0 +1,197 @@
+"""`tlt export`: what a run leaves behind as the folders that transformers, vLLM, SGLang and speculators take.
+
+A policy is one Hugging Face folder for all of them; a drafter is written in the format of its engine
+(`draft/formats.py`). The README.md in each says what it is, and the command that serves it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer
+
+from tlt.build import load_tokenizer
+from tlt.checkpoint import policy_in
+from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
+from tlt.draft.formats import Format, Words, method, write_drafter
+from tlt.draft.saving import load_latest
+from tlt.files import read_json
+from tlt.models.families import ModelError, decoder_options, model_folder, read_config
+from tlt.models.weights import read_safetensors
+from tlt.rl.hugging_face import load_model
+from tlt.rl.lora import FILE as ADAPTERS
+from tlt.rl.lora import whole_model
+
+To = Literal["hf", "vllm", "sglang", "speculators"]
+_GUESSES = 4  # in a row, in the commands that serve
+
+
+def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = None) -> list[str]:
+    """Write `source`, a run, a model folder or a drafter, to the folder `out`; what was written, in words. `model` is
+    the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
+    CheckpointError."""
+    if out.exists() and any(out.iterdir()):
+        raise ModelError(f"{out} is not empty: give another folder, or empty it")
+    if _is_drafter(source):
+        if model is None:
+            raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")
+        return [_drafter(source, policy_in(model), out, to, getattr(torch, dtype), served=model)]
+    policy = policy_in(source)
+    _policy(policy, out, getattr(torch, dtype))
+    said, drafter = [f"the model is in {out}"], _newest_drafter(source, out)
+    if drafter and to != "hf":
+        said.append(_drafter(drafter, out, out / "drafter", to, getattr(torch, dtype), served=out))
+    (out / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
+    return said
+
+
+def _is_drafter(folder: Path) -> bool:
+    file = folder / "config.json"
+    return file.is_file() and "tlt_drafter" in read_json(file)
+
+
+def _newest_drafter(run: Path, policy: Path) -> Path | None:
+    """Of a run's folder: the one it published last, or that its recipe names."""
+    options = decoder_options(read_config(policy))
+    if saved := load_latest(run / "drafter", options):
+        return run / "drafter" / f"drafter_{saved.number:08d}"
+    recipe = run / "config.json"
+    named = (read_json(recipe).get("speculation") or {}).get("path") if recipe.is_file() else None
+    return Path(named) if named and _is_drafter(Path(named)) else None
+
+
+# -- the policy --------------------------------------------------------------------------------------------------------
+
+
+def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
+    """Weights, tokenizer with its chat template, generation config, and a config that serves: with a cache."""
+    if (folder / ADAPTERS).is_file():
+        whole = whole_model(folder, dtype)
+    else:
+        whole = load_model(model_folder(folder), dtype, torch.device("cpu"))
+    whole.config.use_cache = True
+    whole.generation_config.use_cache = True
+    whole.save_pretrained(out)
+    _tokenizer(folder).save_pretrained(out)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Adapters have theirs beside them, and the base's config.json elsewhere."""
+    if (folder / "config.json").is_file():
+        return load_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+# -- the drafter -------------------------------------------------------------------------------------------------------
+
+
+def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, served: Path) -> str:
+    if to == "hf":
+        raise DrafterError("a drafter is no model by itself: export it to vllm, sglang or speculators")
+    layer = load_drafter(source, decoder_options(read_config(model)))
+    target = read_json(model / "config.json") | {"_name_or_path": str(served)}
+    write_drafter(layer.to(dtype), target, out, to, _words(model))
+    training = source / "training.json"
+    facts = read_json(training) if training.is_file() else {}
+    (out / "README.md").write_text(_drafter_card(layer, facts, served, out, to), encoding="utf-8")
+    return f"the drafter is in {out}"
+
+
+def _words(model: Path) -> Words:
+    weights = read_safetensors(model)
+    embedding = weights["model.embed_tokens.weight"]
+    return Words(embedding, weights.get("lm_head.weight", embedding))
+
+
+# -- cards -------------------------------------------------------------------------------------------------------------
+
+
+def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
+    """One line for a shell."""
+    if to == "sglang":
+        plain = f"python -m sglang.launch_server --model-path {model}"
+        eagle = "EAGLE3" if kind == "eagle3" else "EAGLE"
+        return (
+            plain
+            if drafter is None
+            else (
+                f"{plain} --speculative-algorithm {eagle} --speculative-draft-model-path {drafter} "
+                f"--speculative-num-steps {_GUESSES} --speculative-eagle-topk 1 "
+                f"--speculative-num-draft-tokens {_GUESSES + 1}"
+            )
+        )
+    if drafter is None:
+        return f"vllm serve {model}"
+    if to == "speculators":
+        return f"vllm serve {drafter}"  # its config names the model
+    said = {"method": kind, "model": str(drafter), "num_speculative_tokens": _GUESSES}
+    return f"vllm serve {model} --speculative-config '{json.dumps(said)}'"
+
+
+def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
+    """That of the checkpoint, and how it is served."""
+    card = policy / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {out.name}\n"
+    serve = "" if to == "hf" else f"\nServed by {to}:\n\n    {serve_command(to, out, None, '')}\n"
+    beside = "\nIts drafter is in `drafter/`, with a README.md of its own.\n" if has_drafter and to != "hf" else ""
+    return f"{text}{serve}{beside}"
+
+
+def _window(layer: EagleLayer, to: Format) -> str:
+    """What it attends to here, and there."""
+    options = layer.options
+    if options.window >= options.max_positions:
+        return "all tokens before, as in training"
+    said = f"the last {options.window:,} tokens, as in training. "
+    if options.kind == "eagle3" and to != "sglang":
+        return said + "The config has it as `sliding_window`"
+    engine = "vLLM's EAGLE-1" if to == "vllm" else "SGLang"
+    return (
+        said + f"{engine} reads no window from a config and attends to all: beyond so many it may be less often right"
+    )
+
+
+def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], model: Path, out: Path, to: Format) -> str:
+    options = layer.options
+    rows = [("drafts for", f"`{model}`"), ("kind", f"{options.kind}, one layer, its words and head the model's")]
+    if facts:
+        rows.append(("trained on", f"{facts['harvest_tokens']:,} tokens of the model's own answers"))
+    if options.taps:
+        rows.append(("reads", f"`hidden_states` {', '.join(map(str, options.taps))} of the model"))
+    rows.append(("attends to", _window(layer, to)))
+    table = "\n".join(f"| {name} | {fact} |" for name, fact in rows)
+    return f"""---
+tags: [tlt, speculative-decoding, eagle]
+---
+# A drafter for {model.name}
+
+| | |
+|---|---|
+{table}
+{_by_depth(layer, facts)}
+Served by {to}:
+
+    {serve_command(to, model, out, method(options))}
+
+Any drafter gives the same distribution of answers; this one is for speed alone.
+"""
+
+
+def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
+    """How often a guess is right if those before it were, where that was measured."""
+    held_out = [found for found in facts.get("held_out", []) if found["agreement"]]
+    if not held_out:
+        known = f"\nIts first guess was right {layer.agreement:.2f} of the time.\n" if layer.agreement else ""
+        return known
+    best = held_out[0]
+    cells = [f"{right:.2f}" if right is not None else "-" for right in best["agreement"]]
+    return (
+        f"\nOn held-out prompts, drafting with the target's own noise ({best['strategy']}): accept length "
+        f"{best['accept_length']:.2f}. Engines draft greedily, and are right less often.\n\n"
+        f"| guess | {' | '.join(str(d + 1) for d in range(len(cells)))} |\n|{'---|' * (len(cells) + 1)}\n"
+        f"| right, if those before it were | {' | '.join(cells)} |\n"
+    )

@@ -1,0 +1,159 @@
+"""Drafters as engines read them. Engines are silent where a tensor is missing, so that names, shapes and configs are
+pinned here, from what vLLM 0.33, SGLang 0.5 and speculators 0.9 read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import decoder_options
+
+from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options
+from tlt.draft.formats import Words, write_drafter
+
+TARGET = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+    "eos_token_id": 3,
+    "_name_or_path": "served",
+}
+D, H, K, E, F, V = 8, 4, 2, 4, 12, 7
+
+
+def a_layer(kind: Any, layers: int = 8) -> EagleLayer:
+    torch.manual_seed(0)
+    options = decoder_options(num_layers=layers, intermediate_size=F, vocab_size=V)
+    return EagleLayer(eagle_options(options, kind, 16))
+
+
+def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    words = Words(torch.zeros(V, D), torch.ones(V, D))
+    write_drafter(a_layer(kind), TARGET, tmp_path, to, words if head else None)
+    return json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+
+
+def shapes(kind: str, prefix: str) -> dict[str, tuple[int, ...]]:
+    wide = 2 * D if kind == "eagle3" else D
+    found: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, 3 * D if kind == "eagle3" else 2 * D),
+        f"{prefix}.self_attn.q_proj.weight": (H * E, wide),
+        f"{prefix}.self_attn.k_proj.weight": (K * E, wide),
+        f"{prefix}.self_attn.v_proj.weight": (K * E, wide),
+        f"{prefix}.self_attn.o_proj.weight": (D, H * E),
+        f"{prefix}.mlp.gate_proj.weight": (F, D),
+        f"{prefix}.mlp.up_proj.weight": (F, D),
+        f"{prefix}.mlp.down_proj.weight": (D, F),
+        f"{prefix}.post_attention_layernorm.weight": (D,),
+    }
+    if kind == "eagle3":
+        found |= {f"{prefix}.{name}.weight": (D,) for name in ("input_layernorm", "hidden_norm")}
+        found |= {"norm.weight": (D,), "lm_head.weight": (V, D)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "prefix", "more"),
+    [
+        ("eagle1", "vllm", "layers.0", {}),
+        ("eagle1", "sglang", "layers.0", {"fc.bias": (D,)}),
+        ("eagle3", "vllm", "midlayer", {}),
+        ("eagle3", "sglang", "midlayer", {}),
+        ("eagle3", "speculators", "layers.0", {"embed_tokens.weight": (V, D)}),
+    ],
+)
+def test_names_and_shapes_are_those_of_the_engine(
+    tmp_path: Path, kind: str, to: str, prefix: str, more: dict[str, tuple[int, ...]]
+) -> None:
+    _, tensors = written(tmp_path, kind, to)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes(kind, prefix) | more
+    assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
+    ours = checkpoint_tensors(a_layer(kind))  # type: ignore[arg-type]
+    again = {name.replace("layers.0.", "midlayer.") if kind == "eagle3" else name: t for name, t in tensors.items()}
+    assert all(torch.equal(again[name], tensor) for name, tensor in ours.items())
+
+
+COMMON = {
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": F,
+    "num_hidden_layers": 1,
+    "num_attention_heads": H,
+    "num_key_value_heads": K,
+    "head_dim": E,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": V,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": 5e5,
+    "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+}
+ENDS = {"bos_token_id": None, "eos_token_id": 3, "torch_dtype": "float32"}
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+
+
+@pytest.mark.parametrize(("to", "name"), [("vllm", "LlamaForCausalLM"), ("sglang", "LlamaForCausalLMEagle")])
+def test_the_config_of_eagle1(tmp_path: Path, to: str, name: str) -> None:
+    assert written(tmp_path, "eagle1", to)[0] == {"architectures": [name], **COMMON, **ENDS}
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_config_of_eagle3_numbers_layers_both_ways(tmp_path: Path, to: str) -> None:
+    """hidden_states[2], [4] and [5] of eight layers: 2, 4, 5 in vLLM; SGLang adds 1 to 1, 3, 4."""
+    assert written(tmp_path, "eagle3", to)[0] == {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **COMMON,
+        **ENDS,
+        "draft_vocab_size": V,
+        "num_aux_hidden_states": 3,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "norm_before_residual": False,
+        **WINDOW,
+    }
+
+
+def test_the_config_of_speculators(tmp_path: Path) -> None:
+    config = written(tmp_path, "eagle3", "speculators")[0]
+    assert config.pop("transformer_layer_config") == {**COMMON, **WINDOW}
+    asked = config.pop("speculators_config")
+    assert asked["verifier"] == {"name_or_path": "served", "architectures": ["Qwen3ForCausalLM"]}
+    assert asked["proposal_methods"][0]["speculative_tokens"] == 4
+    assert config == {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": V,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "tie_word_embeddings": False,
+    }
+
+
+def test_without_a_head_the_engine_shares_the_targets(tmp_path: Path) -> None:
+    assert "lm_head.weight" not in written(tmp_path, "eagle3", "vllm", head=False)[1]
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_layers_that_collide_are_refused(tmp_path: Path, layers: int, to: Any) -> None:
+    """vLLM would sort them and leave one out, and the drafter would read the wrong ones."""
+    with pytest.raises(DrafterError, match="six layers or fewer"):
+        write_drafter(a_layer("eagle3", layers), TARGET, tmp_path, to)
+    write_drafter(a_layer("eagle3", 7), TARGET, tmp_path, to)
+
+
+def test_speculators_has_no_eagle1(tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match=r"speculation\.kind = 'eagle3'"):
+        write_drafter(a_layer("eagle1"), TARGET, tmp_path, "speculators")

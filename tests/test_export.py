@@ -1,0 +1,155 @@
+"""`tlt export`: what it writes loads elsewhere, and says how it is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import qwen3, save_tokenizer, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tlt.checkpoint import policy_in
+from tlt.cli import main
+from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
+from tlt.export import export
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
+from tlt.run import train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight layers, with a chat template, more end tokens, and a cache switched off."""
+    folder = tmp_path_factory.mktemp("model")
+    made = qwen3(vocab_size=257, num_hidden_layers=8, use_cache=False, eos_token_id=256).float()
+    made.generation_config = GenerationConfig(eos_token_id=[256, 7], temperature=0.6, do_sample=True, use_cache=False)
+    made.save_pretrained(folder)
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def a_drafter(model: Path, folder: Path, kind: str = "eagle1") -> EagleLayer:
+    torch.manual_seed(1)
+    layer = EagleLayer(eagle_options(decoder_options(read_config(model)), kind, 64))  # type: ignore[arg-type]
+    layer.agreement = 0.75
+    save_drafter(layer, folder)
+    return layer
+
+
+def test_a_model_is_whole_for_those_who_load_it(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert export(model, out, "vllm", "float32") == [f"the model is in {out}"]
+    mine, its = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, out))
+    assert its.config.use_cache is True
+    text = AutoTokenizer.from_pretrained(out).apply_chat_template([{"role": "user", "content": "go"}], tokenize=True)
+    ids = torch.tensor([text["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(mine(ids).logits, its(ids).logits)
+    generation = GenerationConfig.from_pretrained(out)
+    assert (generation.eos_token_id, generation.temperature) == ([256, 7], 0.6)
+    assert generation.use_cache is not False
+    assert f"vllm serve {out}" in (out / "README.md").read_text()
+
+
+def test_weights_may_be_bfloat16(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", "hf", "bfloat16")
+    weights = read_safetensors(tmp_path / "out")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
+    """That of the newest checkpoint; the drafter is that of its recipe, as none was published."""
+    config = tiny_config(tmp_path)
+    layer = a_drafter(Path(config.model.path), tmp_path / "drafter")
+    train(config)
+    run = Path(config.run.folder)
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(tmp_path / "drafter")
+    (run / "config.json").write_text(json.dumps(recipe))
+    out = tmp_path / "out"
+    said = export(run, out, "vllm", "float32")
+    assert said == [f"the model is in {out}", f"the drafter is in {out / 'drafter'}"]
+    policy = read_safetensors(policy_in(run))
+    assert all(torch.equal(tensor, policy[name].float()) for name, tensor in read_safetensors(out).items())
+    tensors = load_file(out / "drafter" / "model.safetensors")
+    ours = checkpoint_tensors(layer)
+    assert tensors.keys() == ours.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in ours.items())
+    card = (out / "README.md").read_text()
+    assert "after 2 steps of reinforcement learning" in card
+    assert "Its drafter is in `drafter/`" in card
+
+
+@pytest.mark.parametrize(
+    ("to", "kind", "command", "window"),
+    [
+        ("vllm", "eagle1", '"method": "eagle", "model": "{out}"', "vLLM's EAGLE-1 reads no window"),
+        ("vllm", "eagle3", '"method": "eagle3", "model": "{out}"', "The config has it as `sliding_window`"),
+        ("sglang", "eagle1", "--speculative-algorithm EAGLE --speculative-draft-model-path {out} ", "SGLang reads no"),
+        ("sglang", "eagle3", "--speculative-algorithm EAGLE3 --speculative-draft-model-path {out} ", "SGLang reads no"),
+        ("speculators", "eagle3", "vllm serve {out}\n", "The config has it as `sliding_window`"),
+    ],
+)
+def test_a_drafters_card_says_how_it_is_served_and_what_it_attends_to(
+    model: Path, tmp_path: Path, to: str, kind: str, command: str, window: str
+) -> None:
+    a_drafter(model, tmp_path / "drafter", kind)
+    held_out = [{"strategy": "eagle-d2", "accept_length": 1.9, "agreement": [0.75, 0.5, None]}]
+    facts = {"harvest_tokens": 1234, "held_out": held_out}
+    (tmp_path / "drafter" / "training.json").write_text(json.dumps(facts))
+    out = tmp_path / "out"
+    export(tmp_path / "drafter", out, to, "float32", model)  # type: ignore[arg-type]
+    card = (out / "README.md").read_text()
+    assert command.replace("{out}", str(out)) in card
+    assert window in card
+    assert "the last 64 tokens" in card
+    assert "accept length 1.90" in card
+    assert "| 0.75 | 0.50 | - |" in card
+    assert "1,234 tokens" in card
+    if kind == "eagle3":
+        head = load_file(out / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(head, read_safetensors(model)["lm_head.weight"].float())
+
+
+def test_a_window_as_long_as_the_context_needs_no_warning(model: Path, tmp_path: Path) -> None:
+    layer = EagleLayer(eagle_options(decoder_options(read_config(model)), "eagle1", 512))
+    save_drafter(layer, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", "sglang", "float32", model)
+    assert "all tokens before, as in training" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None:
+    a_drafter(model, tmp_path / "drafter")
+    with pytest.raises(DrafterError, match="say whose by --model"):
+        export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32")
+    with pytest.raises(DrafterError, match="no model by itself"):
+        export(tmp_path / "drafter", tmp_path / "out", "hf", "float32", model)
+    with pytest.raises(ModelError, match="is not empty"):
+        export(model, tmp_path, "hf", "float32")
+    with pytest.raises(ModelError, match="there is no folder"):
+        export(tmp_path / "nowhere", tmp_path / "out", "hf", "float32")
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["export", str(model), str(tmp_path / "out"), "--to", "sglang", "--dtype", "float32"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"the model is in {tmp_path / 'out'}\n"
+    with pytest.raises(SystemExit) as done:
+        main(["export", str(tmp_path / "nowhere"), str(tmp_path / "other")])
+    assert done.value.code == 2
+
+
+def test_a_drafter_is_known_by_its_config(model: Path, tmp_path: Path) -> None:
+    """What was exported is no longer ours, and says so."""
+    a_drafter(model, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
+    with pytest.raises(DrafterError, match="holds no drafter that can be read"):
+        load_drafter(tmp_path / "out", decoder_options(read_config(model)))
