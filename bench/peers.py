@@ -1,0 +1,188 @@
+"""Whole GRPO steps of trainers that a user could pick: same model, tasks, batch, bound of tokens, optimizer, threads.
+
+    .venv-trl/bin/python bench/peers.py [RECIPE] --json FILE [--only "NAME;NAME"] [--steps 3] [--tokens 512]
+
+Each contender is a process of its own, and they come in turn; what is in the file already stays, so that a contender
+can be run at a time. A step is generation, rewards and update, by the wall clock. TRL is in the environment of
+`make trl`, which wants `pip install -e '.[tasks]'` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DRAFTER = Path(__file__).parent.parent / "assets" / "tiny-drafter"
+LEARNED = {"drafter": "adaptive", "path": str(DRAFTER)}
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "TRL, generate": {},
+    "TRL, continuous batching": {"batching": True},
+    "TRL with tlt, suffix": {"speculation": {"drafter": "suffix"}},
+    "TRL with tlt, adaptive": {"speculation": LEARNED},
+    "tlt, suffix": {"alone": {"drafter": "suffix"}},
+    "tlt, adaptive": {"alone": LEARNED},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="recipes/quickstart.toml")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", default=";".join(CONTENDERS), help="contenders, separated by semicolons")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(run(arguments.one, arguments.recipe, arguments.steps, arguments.tokens)))
+        return
+    from tlt.metrics import provenance, write_json
+
+    names = arguments.only.split(";")
+    found = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"contenders": {}}
+    for name in names:
+        command = [sys.executable, __file__, arguments.recipe, "--json", str(arguments.json), "--one", name]
+        command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        measured = json.loads(done.stdout.splitlines()[-1])
+        found["contenders"].setdefault(name, []).append(measured)
+        settings = {"recipe": arguments.recipe, "tokens": arguments.tokens}
+        write_json(arguments.json, {**provenance(), **settings, "contenders": found["contenders"]})
+        print(f"{name}: {', '.join(f'{s:.1f}' for s in measured['seconds'])} s a step, reward {measured['reward']}")
+
+
+def run(name: str, recipe: str, steps: int, tokens: int) -> dict[str, Any]:
+    from tlt.config import load_config
+
+    bounds = ["--rollout.max_new_tokens", str(tokens), "--train.steps", str(steps), "--run.trackers", "[]"]
+    config = load_config(recipe, bounds)
+    options = CONTENDERS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        return alone(config, folder, options["alone"]) if "alone" in options else in_trl(config, folder, **options)
+
+
+def alone(config: Any, folder: str, speculation: dict[str, Any]) -> dict[str, Any]:
+    from rich.console import Console
+
+    from tlt.config import SpeculationConfig, section_of
+    from tlt.display import Display
+    from tlt.metrics import read_metrics
+    from tlt.run import train
+
+    run_section = config.run.model_copy(update={"folder": f"{folder}/run", "save_every": 0})
+    speculation_section = section_of(SpeculationConfig, speculation, "speculation")
+    changed = config.model_copy(update={"run": run_section, "speculation": speculation_section})
+    train(changed, display=Display(Console(quiet=True)))
+    lines = read_metrics(Path(folder) / "run")
+    steps = [line for line in lines if "rollout" in line.get("seconds", {})]
+    return {
+        "seconds": [line["seconds"]["total"] for line in steps],
+        "rollout": [line["seconds"]["rollout"] for line in steps],
+        "reward": [round(line["reward"], 3) for line in steps],
+        "tokens": [line["tokens"] for line in steps],
+        "accept_length": [round(line["accept_length"], 2) for line in steps],
+    }
+
+
+def in_trl(
+    config: Any, folder: str, batching: bool = False, speculation: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from tlt.build import load_tokenizer
+    from tlt.data import encoder, load_prompts
+    from tlt.integrations.trl import Rollout
+
+    prompts = load_prompts(config.data, encoder(load_tokenizer(config.model.path), config.data))
+    score, close = reward_of(config, prompts)
+    steps: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            steps.append(time.perf_counter() - self.began)
+
+    trainer = GRPOTrainer(
+        model=config.model.path,
+        reward_funcs=score,
+        args=GRPOConfig(**grpo_settings(config, folder, batching)),
+        train_dataset=Dataset.from_list([{"prompt": p.text, "row": i} for i, p in enumerate(prompts)]),
+        callbacks=[Clock()],
+        rollout_func=Rollout(speculation, {"max_rows": config.engine.max_rows}) if speculation else None,
+    )
+    trainer.train()
+    close()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    size = config.rollout.prompts_per_step * config.rollout.group_size
+    return {
+        "seconds": steps,
+        "reward": [round(log["reward"], 3) for log in logs],
+        "tokens": [round(log["completions/mean_length"] * size) for log in logs],
+        "accept_length": [round(log.get("tlt/accept_length", 1.0), 2) for log in logs],
+    }
+
+
+def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
+    """A generation of the recipe's size, and one optimizer step on it."""
+    rollout, train = config.rollout, config.train
+    size, parts = rollout.prompts_per_step * rollout.group_size, 4
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": size // parts,
+        "gradient_accumulation_steps": parts,
+        "num_generations": rollout.group_size,
+        "max_completion_length": rollout.max_new_tokens,
+        "max_steps": train.steps,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": train.adam_beta2,
+        "loss_type": "grpo",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
+    if batching:  # its cache would take most of the memory
+        settings["use_transformers_continuous_batching"] = True
+        cache = {"num_blocks": 4 * size, "max_batch_tokens": 2048}
+        settings["transformers_continuous_batching_config"] = cache
+    return settings
+
+
+def reward_of(config: Any, prompts: Any) -> tuple[Callable[..., list[float | None]], Callable[[], None]]:
+    """The recipe's own reward, as TRL calls it."""
+    from tlt.rewards import make_reward
+    from tlt.types import Request, Response, SamplingParams
+
+    reward = make_reward(config, prompts)
+
+    def score(completions: list[str], row: list[int], **columns: Any) -> list[float | None]:
+        said = [
+            Response(Request(prompts[n], i, 0, i, SamplingParams()), [], [], [], "stop", text)
+            for i, (n, text) in enumerate(zip(row, completions, strict=True))
+        ]
+        reward(said)
+        return [response.reward for response in said]
+
+    return score, reward.close
+
+
+if __name__ == "__main__":
+    main()
