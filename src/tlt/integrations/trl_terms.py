@@ -12,7 +12,7 @@ from tlt.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-TESTED = ((1, 14), (1, 16))
+TESTED = ((1, 16), (1, 16))
 """the first and the last minor version of TRL that the tests were run with"""
 
 
