@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import types
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from tiny import tiny_config
 from tlt import run as run_module
 from tlt import trackers as trackers_module
 from tlt.completions import CompletionsWriter, read_completions
+from tlt.completions_parquet import ParquetCompletions
 from tlt.config import Config, ConfigError
 from tlt.display import Display
 from tlt.measure import measure, tokens_of
@@ -216,6 +218,58 @@ def test_completions_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     assert {line["step"] for line in read_completions(tmp_path)} == {steps[0]}
     CompletionsWriter(tmp_path, 0, limit)
     assert not list(tmp_path.glob("completions*"))
+
+
+def parquet_of(folder: Path) -> list[dict[str, Any]]:
+    table = pytest.importorskip("pyarrow.parquet").read_table(folder / "completions")
+    return [row | {"scores": dict(row["scores"])} for row in table.to_pylist()]
+
+
+def test_the_same_completions_as_parquet_once_each_after_a_resume(tmp_path: Path) -> None:
+    """The last two of four steps are done again, in the other format."""
+    pytest.importorskip("pyarrow")
+    steps = {"train": {"steps": 4}}
+    expected = read_completions(train(config_of(tmp_path, **steps)))
+    config = config_of(tmp_path, **steps, run={"folder": str(tmp_path / "p"), "completions_format": "parquet"})
+    found = parquet_of(train(config))
+    assert [row | {"decoded": 0} for row in found] == [row | {"decoded": 0} for row in expected]
+    assert {row["decoded"].keys() == expected[0]["decoded"].keys() for row in found} == {True}
+    folder = Path(config.run.folder)
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
+    (folder / "completions" / "step_00000003.parquet.partial").write_bytes(b"half")
+    other = config.model_copy(update={"run": config.run.model_copy(update={"completions_format": "jsonl"})})
+    later = read_completions(train(other, resume=True))
+    assert {row["step"] for row in later} == {2, 3}
+    assert [row["step"] for row in [*parquet_of(folder), *later]] == [row["step"] for row in expected]
+    assert sorted(path.name for path in (folder / "completions").iterdir()) == [
+        "step_00000000.parquet",
+        "step_00000001.parquet",
+    ]
+
+
+def test_parquet_is_bounded_reads_as_one_table_and_holds_any_answer(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    writer = ParquetCompletions(tmp_path, 0, 60_000)
+    answers: list[Any] = [None, "text", {"a": 1}, 7, "half \ud800"]
+    for step in range(20):
+        odd = group([1.0, 0.0])
+        odd.prompt.data["answer"] = answers[step % len(answers)]
+        writer.write(step, [odd])
+        assert sum(path.stat().st_size for path in (tmp_path / "completions").iterdir()) <= 60_000
+    found = parquet_of(tmp_path)
+    assert [row["step"] for row in found] == sorted(row["step"] for row in found)
+    assert found[-1]["step"] == 19
+    assert found[-1]["answer"] == "half \\ud800"
+    assert {row["answer"] for row in found} >= {None, "text", '{"a": 1}', "7"}
+
+
+def test_parquet_without_pyarrow_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    config = config_of(tmp_path, run={"completions_format": "parquet"})
+    nothing = patch("tlt.completions_parquet.find_spec", return_value=None)
+    with nothing, pytest.raises(ConfigError, match=r"run\.completions_format = 'parquet' needs pyarrow: pip install"):
+        train(config)
+    assert not Path(config.run.folder).exists()
 
 
 def test_any_text_survives(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ FILES = (
 """what a run writes there, beside its workers' logs, which go on in the same files"""
 FOLDERS = {
     "checkpoints": re.compile(r"\.?step_\d{8}(\.partial)?"),
+    "completions": re.compile(r"step_\d{8}\.parquet(\.partial)?"),
     "best": re.compile(r"\.?step_\d{8}(\.partial)?"),
     "drafter": re.compile(r"\.?drafter_\d{8}(\.partial)?"),
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt.completions import CompletionsWriter
+from tlt.completions_parquet import ParquetCompletions
 from tlt.config import Config
 from tlt.journal import Journal
 from tlt.loop import StepResult, Watcher
@@ -27,7 +28,10 @@ class Record:
         names = names_of(config.run.trackers)
         self.metrics = MetricsWriter(folder, first_step, last)
         limit = config.run.completions_mb * 2**20
-        self.completions = CompletionsWriter(folder, first_step, limit) if limit else None
+        # each forgets the steps that are done again; a resumed run may write in the other format
+        kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
+        writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
+        self.completions = writers[config.run.completions_format] if limit else None
         self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:

@@ -26,6 +26,7 @@ from tlt.build import (
 from tlt.checkpoint import Checkpoint
 from tlt.cluster.budget import Budget
 from tlt.cluster.local import LocalRollout
+from tlt.completions_parquet import refuse_without_pyarrow
 from tlt.config import Config
 from tlt.data import (
     Cursor,
@@ -130,6 +131,7 @@ def train(
     names the fields that a resumed run may change although it will end elsewhere. Raises a ValueError of one sentence
     for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
     names_of(config.run.trackers)  # refuses what is not there
+    refuse_without_pyarrow(config.run)
     config = settled(config)
     with stop_request() as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
         found = checkpoint.latest(folder.path / "checkpoints") if resume else None

@@ -221,6 +221,8 @@ class RunConfig(Section):
     is installed"""
     completions_mb: int = Field(default=1024, ge=0)
     """completions.jsonl keeps every response, and drops the oldest beyond so many MiB; 0: none is kept"""
+    completions_format: Literal["jsonl", "parquet"] = "jsonl"
+    """`parquet`: completions/ in its place, a file a step (tlt[parquet])"""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
 
