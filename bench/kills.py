@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recovery import verdict, write_recipe
+from recovery import WAYS, verdict, write_recipe
 
 from tlt.cluster.sweeper import MARK
 
@@ -36,14 +36,14 @@ _DRIVER = 0.1  # share of the kills that meet the driver
 _GONE_WITHIN = 20.0  # seconds
 
 
-def recipe_of(home: Path) -> Path:
+def recipe_of(home: Path, way: str) -> Path:
     """A long tail for its size, so that one worker is often idle, and a drafter small enough to be trained then."""
     training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
     return write_recipe(
         home,
         rollout={"prompts_per_step": 2, "group_size": 3, "max_new_tokens": 64, "stop_strings": list("abcdefghijklm ")},
         speculation={"drafter": "adaptive", "window": 32, "training": training},
-        train={"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 256},
+        train={"steps": STEPS, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 256} | WAYS[way],
         cluster={"workers": 2, "slice_seconds": 0.02},
     )
 
@@ -156,13 +156,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--way", choices=WAYS, default="whole weights", help="to train")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     moments = random.Random(arguments.seed)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        recipe = recipe_of(home)
+        recipe = recipe_of(home, arguments.way)
         whole = Trial(recipe, home / "whole", 0, moments)
         whole.run()
         print(f"undisturbed: {whole.left_behind or 'nothing'} left behind", flush=True)
@@ -185,6 +186,7 @@ def main() -> None:
 
         states = summary["workers"]
         totals = {"kills": kills, "hits": dict(hits), "runs": len(rows), "ended_equal": ended_equal, "clean": clean}
+        totals["way"] = arguments.way
         undisturbed = {"sha256": summary["policy_sha256"], "workers": states, "left_behind": whole.left_behind}
         write_json(arguments.json, {**totals, "undisturbed": undisturbed, "rows": rows, **provenance()})
 

@@ -31,6 +31,12 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 24
+WAYS: dict[str, dict[str, Any]] = {
+    "whole weights": {},
+    "several epochs": {"epochs": 2, "updates_per_step": 2},
+    "LoRA": {"lora": {"rank": 2}, "epochs": 2, "learning_rate": 1e-2},
+}
+"""to train: name -> what it sets of [train]"""
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 
@@ -301,30 +307,35 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs at random moments")
     parser.add_argument("--terms", type=int, default=50, help="SIGTERMs at random moments")
     parser.add_argument("--points", type=int, help="at most so many of the points of a save; all by default")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="to train; all by default")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    results = {way: disturbed(way, arguments) for way in arguments.ways}
+    if arguments.json:
+        from tlt.metrics import provenance, write_json
+
+        write_json(arguments.json, {"ways": results, **provenance()})
+
+
+def disturbed(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All that a run which trains so has to bear."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        recipe = write_recipe(home)
+        recipe = write_recipe(home, train={"steps": STEPS} | WAYS[way])
         points = at_every_point(recipe, home, arguments.points)
-        print(
-            f"{points['tried']} of {points['points']} points of {points['operations']}: {len(points['failed'])} failed"
-        )
+        tried = f"{points['tried']} of {points['points']} points of {points['operations']}"
+        print(f"{way}: {tried}: {len(points['failed'])} failed", flush=True)
         expected, lasts = undisturbed(recipe, home)
         results = []
         for number, trials in ((signal.SIGKILL, arguments.kills), (signal.SIGTERM, arguments.terms)):
             found = at_random_moments(recipe, home, number, trials, expected, lasts)
             results.append(found)
             print(
-                f"{number.name} at {trials} random moments: {found['cut_short']} cut short, "
-                f"{found['ended_equal']} ended with the same sha256"
+                f"{way}: {number.name} at {trials} random moments: {found['cut_short']} cut short, "
+                f"{found['ended_equal']} ended with the same sha256",
+                flush=True,
             )
-    if arguments.json:
-        from tlt.metrics import provenance, write_json
-
-        write_json(
-            arguments.json, {"every_point": points, "run_seconds": lasts, "random_moments": results, **provenance()}
-        )
+    return {"every_point": points, "run_seconds": lasts, "random_moments": results}
 
 
 if __name__ == "__main__":
