@@ -10,8 +10,9 @@ export PYTHONPATH=src HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 "$PYTHON" -m pytest -m gpu tests/gpu
 if "$PYTHON" -c "import vllm" 2> /dev/null; then  # the same by vLLM: plain, n-gram, learned, look-ahead, ours beside it
+    # four vLLMs on one device: by default each wants nearly all of it to be free
     timeout 600 "$PYTHON" -m tlt bench rollout bench/prompts.toml --engine.backend vllm --batches 1,4,16,64,128 \
-        --repeats 2 --model.device cuda --json "$OUT/gpu_vllm.json"
+        --look-ahead 1 --repeats 2 --model.device cuda --engine.vllm.gpu_memory_utilization 0.2 --json "$OUT/gpu_vllm.json"
 fi
 for dtype in float32 bfloat16; do
     timeout 240 "$PYTHON" -m tlt bench rollout bench/prompts.toml --batches 1,32 --repeats 2 \

@@ -176,6 +176,33 @@ class RunnerV1(Runner):
         return self._sample(logits, metadata)
 
 
+class EagleProposer:
+    """A learned drafter that has learned all there is: its logits are the target's. Step by step as
+    vllm.v1.spec_decode.llm_base_proposer, whose entry p, with the token behind it, predicts token p + 2."""
+
+    def __init__(self, target: Decoder, depth: int) -> None:
+        self.target, self.depth, self.vllm_config = target, depth, None
+        self.model = SimpleNamespace(tensors={}, compute_logits=lambda hidden: hidden)
+        self.positions = torch.zeros(0, dtype=torch.int64)
+
+    def set_inputs_first_pass(self, positions: torch.Tensor, last: torch.Tensor) -> tuple[int, torch.Tensor, None]:
+        self.positions = positions
+        return len(positions), last, None
+
+    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states).argmax(dim=-1)
+
+    @torch.inference_mode()
+    def propose(self, contexts: list[list[int]]) -> list[list[int]]:
+        ends = [len(context) - 2 for context in contexts]
+        positions = torch.cat([torch.arange(end + 1) for end in ends])
+        self.set_inputs_first_pass(positions, torch.tensor(ends).add(1).cumsum(0) - 1)
+        for _ in range(self.depth):
+            guesses = self._greedy_sample(last_logits(self.target, contexts)).tolist()
+            contexts = [[*context, guess] for context, guess in zip(contexts, guesses, strict=True)]
+        return [context[-self.depth :] for context in contexts]
+
+
 class LLM:
     """vllm.v1.engine.llm_engine.LLMEngine in this process, with one worker and its model runner V1. `_start` of
     `tlt.vllm.target` is given it (see `install`)."""
@@ -197,9 +224,9 @@ class LLM:
             return LookAheadProposer(
                 SimpleNamespace(speculative_config=widest, model_config=SimpleNamespace(max_model_len=self.longest))
             )
-        return SimpleNamespace(
-            vllm_config=None, model=SimpleNamespace(tensors={}), folder=(speculative or {}).get("model")
-        )
+        if speculative and speculative["method"] == "eagle":
+            return EagleProposer(self.runner.target, speculative["num_speculative_tokens"])
+        return None
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
@@ -241,9 +268,12 @@ class LLM:
         return outputs
 
     def _propose(self, before: dict[str, int]) -> None:
+        rows = [self.runner.live[name] for name in self.runner.input_batch.req_ids]
+        if isinstance(self.runner.drafter, EagleProposer):
+            drafts = self.runner.drafter.propose([[*row.prompt, *row.tokens] for row in rows])
+            self.guesses = dict(zip(self.runner.input_batch.req_ids, drafts, strict=True))
         if not isinstance(self.runner.drafter, LookAheadProposer):
             return
-        rows = [self.runner.live[name] for name in self.runner.input_batch.req_ids]
         tokens = np.zeros((len(rows), self.longest), dtype=np.int32)
         counts = np.array([len(row.prompt) + len(row.tokens) for row in rows])
         for place, row in enumerate(rows):

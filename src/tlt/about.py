@@ -18,10 +18,18 @@ def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
 
 
 def about_model(config: Config) -> str:
-    o, speculation = decoder_options(read_config(config.model.path)), config.speculation
+    o = decoder_options(read_config(config.model.path))
     model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
     device, workers = torch_device(config.model), config.cluster.workers
-    drafter = f" with {speculation.path}" if speculation.path else ""
-    slow = ", which first measures what rounds take" if speculation.drafter == "adaptive" else ""
     many = f" by each of {workers} workers" if workers > 1 else ""
-    return f"model: {model}, on {device}{many}; speculation: {speculation.drafter}{drafter}{slow}"
+    return f"model: {model}, on {device}{many}; speculation: {_about_speculation(config)}"
+
+
+def _about_speculation(config: Config) -> str:
+    speculation = config.speculation
+    adaptive, by_vllm = speculation.drafter == "adaptive", config.engine.backend == "vllm"
+    if adaptive and by_vllm:
+        return "look-ahead, by vLLM"
+    learned = f" with {speculation.path}" if speculation.path else ""
+    slow = ", which first measures what rounds take" if adaptive else ""
+    return f"{speculation.drafter}{learned}{', by vLLM' if by_vllm else ''}{slow}"

@@ -107,6 +107,20 @@ MUTANTS = [
     ),
     # -- the learned drafter
     Mutant(
+        "a drafter guesses with the noise of the token that it was given",
+        "vllm/runner_v1.py",
+        "self.drafter.positions[found[1]] + 1",
+        "self.drafter.positions[found[1]]",
+        ENGINE,
+    ),
+    Mutant(
+        "all guesses of a drafter have the noise of the first one",
+        "vllm/runner_v1.py",
+        "        self._positions = positions + 1\n",
+        "",
+        ENGINE,
+    ),
+    Mutant(
         "what is published never reaches vLLM",
         "vllm/engine.py",
         "        self.target.load_drafter(layer)\n",

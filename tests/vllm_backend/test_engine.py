@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,22 @@ def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: P
     assert given == [Transcript(prompt.prompt_id, len(prompt.token_ids), tokens) for prompt, tokens in whole]
 
 
+def test_what_is_for_this_step_comes_first(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
+    engine, asked = opened(config), requests(open_workplace(config), 10)
+    engine.start(())
+    engine.look_ahead(asked[:6])
+    for _ in range(3):
+        engine.round()
+    assert len(engine.rows) == config.engine.max_rows
+    engine.submit(asked[6:])
+    engine.round()
+    assert [row.request for row in engine.rows] == asked[6:]
+    while engine.busy or engine.looks_ahead:
+        engine.round()
+    assert all(engine.store.has_ended(request) for request in asked[:6])
+
+
 def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, speculation={"drafter": "off"})
     place = open_workplace(config)
@@ -153,6 +168,18 @@ def test_another_drafter_takes_the_place_of_the_one_in_use(started: Any, tmp_pat
     assert all(torch.equal(given[name], tensor) for name, tensor in checkpoint_tensors(other).items())
 
 
+def test_it_guesses_with_the_noise(started: Any, tmp_path: Path) -> None:
+    """One that knows the target's law guesses its very samples."""
+    speculation = {"drafter": "eagle", "path": str(learned(tmp_path)), "depth": 3}
+    config = tiny_config(tmp_path, speculation=speculation)
+    place, engine = open_workplace(config), opened(config)
+    asked = [replace(r, sampling=replace(r.sampling, top_k=9 * (i % 2))) for i, r in enumerate(requests(place, 9))]
+    assert told(said_by(engine, asked)) == told(said_by(Engine(place.target, config.engine), asked))
+    ends = 4 * len(asked)  # what is drafted behind the end of a response
+    assert engine.stats.accepted >= engine.stats.drafted - ends > 2 * ends
+    assert engine.stats.tokens > 3 * engine.stats.row_passes
+
+
 SHORT = {"max_new_tokens": 32}
 TRAINING = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
 
@@ -160,7 +187,12 @@ TRAINING = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
 def run_of(home: Path, drafts: str) -> Config:
     from test_coordinator import config_of
 
-    speculation = {"drafter": drafts, "path": str(learned(home)) if drafts == "eagle" else None, "training": TRAINING}
+    speculation = {
+        "drafter": drafts,
+        "path": str(learned(home)) if drafts == "eagle" else None,
+        "training": TRAINING,
+        "depth": 1,
+    }
     config = config_of(home, 2, speculation=speculation, rollout=SHORT)
     return by_vllm(config)
 
@@ -197,7 +229,7 @@ def test_a_step_ends_with_the_same_tokens_whoever_is_lost(when: str, started: An
 def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> None:
     from test_coordinator import train
 
-    digest, learned_from, pool = train(run_of(tmp_path, "adaptive"))
+    digest, learned_from, pool = train(run_of(tmp_path, "adaptive"), random.Random(3).randrange)
     assert (digest, learned_from) == plain
     assert any(method == "look_ahead" for _, method in pool.log)
     assert all(worker.spot_trainer is None for worker in pool.workers), "no learned drafter is in use"
@@ -213,8 +245,7 @@ def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
     monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
     monkeypatch.setattr("tlt.draft.worth.Worth.should_train", lambda worth: True)
     monkeypatch.setattr("tlt.draft.spot.Judgement.is_better", property(lambda judgement: judgement.entries > 0))
-    turn = count()
-    digest, learned_from, pool = train(run_of(tmp_path, "eagle"), lambda n: next(turn))
+    digest, learned_from, pool = train(run_of(tmp_path, "eagle"), random.Random(5).randrange)
     assert (digest, learned_from) == plain
     log = [method for _, method in pool.log]
     assert any(worker.spot_trainer.trainer.steps > 0 for worker in pool.workers)

@@ -1,7 +1,8 @@
 """`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with our noise, by batch size and drafter.
 
-All decode the same requests to the same tokens, which is checked against our own engine's; in turn, several times, in
-this process. Plain is vLLM at its best, compiled unless `engine.vllm.enforce_eager` says otherwise.
+All decode the same requests to the same tokens, which is checked against our own engine's, in turn, several times, in
+this process. Our engine stands beside, plain and adaptive. Plain vLLM is vLLM at its best: compiled, unless
+`engine.vllm.enforce_eager` says otherwise.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, trained
 from tlt.bench.rollout import bench_requests
-from tlt.build import Workplace, detokenizer, load_tokenizer, make_target, open_target, open_workplace
+from tlt.build import (
+    Workplace,
+    detokenizer,
+    load_tokenizer,
+    make_engine,
+    make_target,
+    open_target,
+    open_workplace,
+)
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
+from tlt.models.weights import read_safetensors
 from tlt.types import RolloutStats
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
@@ -43,18 +53,20 @@ def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: 
     """`look_ahead`: policy updates between the target that decoded ahead and the one that decodes now; 0: none did."""
     console = Console(highlight=False)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_rows": max(batches)})})
-    place, older = open_workplace(config), make_target(config.model)
-    present = place.target
-    now, before = trained(config, look_ahead)
+    place = open_workplace(config)
+    present, older, now = place.target, None, dict(read_safetensors(config.model.path))
+    if look_ahead:
+        now, before = trained(config, look_ahead)
+        older = make_target(config.model)
+        older.load(before, 0)
     present.load(now, 0)
-    older.load(before, 0)
-    targets = _targets(config)
+    targets = _targets(config, look_ahead > 0)
     for target in targets.values():
         target.load(now, 0)
     rows = []
     for batch in batches:
         with console.status(f"batch {batch}"):
-            contenders = _contenders(config, batch, targets, present, look_ahead > 0)
+            contenders = _contenders(config, batch, targets, present)
             rows += _batch(place, config, batch, repeats, contenders, older)
     _print(console, rows)
     if json_file:
@@ -68,11 +80,12 @@ def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: 
         write_json(json_file, {"rows": rows, "look_ahead": look_ahead, **facts, **provenance()})
 
 
-def _targets(config: Config) -> dict[str, VllmTarget]:
+def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
     """A vLLM each, as it is told at its start how it speculates."""
+    ahead = {"look-ahead": "adaptive"} if look_ahead else {}
     learned = {"eagle": "eagle"} if config.speculation.path else {}
     # where vLLM has loaded numba, for its n-gram lookup, no other vLLM starts in the same process
-    kinds = {"plain": "off", "look-ahead": "adaptive", **learned, "n-gram": "suffix"}
+    kinds = {"plain": "off", **ahead, **learned, "n-gram": "suffix"}
     found = {}
     for name, drafter in kinds.items():
         speculation = config.speculation.model_copy(update={"drafter": drafter})
@@ -82,22 +95,28 @@ def _targets(config: Config) -> dict[str, VllmTarget]:
     return found
 
 
-def _contenders(
-    config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder, look_ahead: bool
-) -> list[_Contender]:
+def _contenders(config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder) -> list[_Contender]:
     engine = config.engine.model_copy(update={"max_rows": batch})
-    spell = detokenizer(load_tokenizer(config.model.path))
-    found = [_Contender("tlt plain", Engine(present, engine, detokenize=spell))]
+    tokenizer = load_tokenizer(config.model.path)
+    spell, most = detokenizer(tokenizer), config.speculation.look_ahead_tokens
+    adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
+    found = [
+        _Contender("tlt plain", Engine(present, engine, detokenize=spell)),
+        _Contender("tlt adaptive", make_engine(engine, adaptive, present, tokenizer, store=AheadStore(most)), True),
+    ]
     for name, target in targets.items():
-        if look_ahead or name != "look-ahead":
-            store = AheadStore(config.speculation.look_ahead_tokens)
-            ours = VllmEngine(target, engine, spell, store=store)
-            found.append(_Contender(f"vllm {name}", ours, name == "look-ahead"))
+        ours = VllmEngine(target, engine, spell, store=AheadStore(most))
+        found.append(_Contender(f"vllm {name}", ours, name == "look-ahead"))
     return found
 
 
 def _batch(
-    place: Workplace, config: Config, batch: int, repeats: int, contenders: Sequence[_Contender], older: Decoder
+    place: Workplace,
+    config: Config,
+    batch: int,
+    repeats: int,
+    contenders: Sequence[_Contender],
+    older: Decoder | None,
 ) -> list[dict[str, Any]]:
     speeds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     stats = {contender.name: RolloutStats() for contender in contenders}
@@ -105,7 +124,7 @@ def _batch(
     for repeat in range(repeats + 1):  # the first one warms up
         count = max(2 * config.rollout.group_size, 2 * batch)
         requests = bench_requests(config, place.prompts, place.sampling, count, repeat)
-        ahead = decode_ahead(older, config, requests)
+        ahead = decode_ahead(older, config, requests) if older else []
         said: dict[int, list[int]] = {}
         for contender in contenders if repeat % 2 else [*contenders[:1], *contenders[:0:-1]]:
             if contender.looks_ahead:

@@ -150,6 +150,29 @@ class NoiseTable:
         are not ours stay as they are."""
         if not self.draws:
             return logits
+        times = positions + 1 - self._starts[slots]
+        log_p, full, noisy = self._write_scores(logits, slots, times)
+        token = logits.argmax(dim=-1, keepdim=True)
+        logprob = log_p.gather(-1, token)
+        logprob = logprob.masked_fill(~noisy[:, None], 0.0)
+        last = self._logprobs.shape[1] - 1
+        inside = torch.where((times >= 0) & (times < last), times, last)
+        self._logprobs[slots, inside] = torch.cat([logprob, full.gather(-1, token)], dim=-1).float()
+        shown = any(draw.show_law for draw in self.draws.values())
+        for row, slot in enumerate(slots.tolist() if shown else ()):
+            if slot in self.draws and self.draws[slot].show_law:
+                self._law = full[row].float()
+        return logits
+
+    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """As `apply`, of a drafter's logits in float32 or wider: it guesses what the target will draw there. Nothing is
+        kept of it."""
+        if self.draws:
+            self._write_scores(logits, slots, positions + 1 - self._starts[slots])
+        return logits
+
+    def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In place; log p and the log-softmax of the logits [R, V], and which rows have noise [R]."""
         draws = self.draws.values()
         law = Law(
             self._temperature[slots],
@@ -157,23 +180,11 @@ class NoiseTable:
             self._top_p[slots],
             restricted=any(draw.top_k or draw.top_p < 1 for draw in draws),
             tempered=any(draw.temperature != 1 for draw in draws),
-            greedy=any(draw.temperature == 0 for draw in draws),
         )
-        times = positions + 1 - self._starts[slots]
         log_p, full = log_law(logits, law)
         noisy = law.temperature > 0
         self._write(logits, log_p, self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy)
-        token = logits.argmax(dim=-1, keepdim=True)
-        logprob = log_p.gather(-1, token)
-        if law.greedy:
-            logprob = logprob.masked_fill(~noisy[:, None], 0.0)
-        last = self._logprobs.shape[1] - 1
-        inside = torch.where((times >= 0) & (times < last), times, last)
-        self._logprobs[slots, inside] = torch.cat([logprob, full.gather(-1, token)], dim=-1).float()
-        for row, slot in enumerate(slots.tolist() if any(draw.show_law for draw in draws) else ()):
-            if slot in self.draws and self.draws[slot].show_law:
-                self._law = full[row].float()
-        return logits
+        return log_p, full, noisy
 
 
 WriteScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]

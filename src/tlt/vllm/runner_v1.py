@@ -1,5 +1,7 @@
 """The noise for vLLM's model runner V1 (CPUs, and GPUs where V2 lacks something), which refuses logits processors where
-it speculates (vllm#43672). One method of one runner is wrapped: `_sample`, which is given the logits of all rows."""
+it speculates (vllm#43672). One method of the runner is wrapped: `_sample`, which is given the logits of all rows. So
+that a learned drafter guesses with the noise too, so are two of it: the one that says where it begins, and the one that
+takes its likeliest tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ class NoisySampling:
         self._slots: dict[str, int] = {}
         self._free = list(range(slots))
         runner._sample = self
-        if isinstance(getattr(runner, "drafter", None), LookAheadProposer):
-            runner.drafter.runner = runner
+        drafter = getattr(runner, "drafter", None)
+        if isinstance(drafter, LookAheadProposer):
+            drafter.runner = runner
+        elif _guesses_greedily(drafter):
+            NoisyGuesses(self, drafter)
 
     def __call__(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         if logits is not None:
@@ -40,7 +45,7 @@ class NoisySampling:
     def _rows(self, drafts: Any) -> tuple[Tensor, Tensor]:
         """Slot and input position of each row of logits: a request's last token, and each token of its draft."""
         runner, device = self.runner, self.runner.device
-        held = [self._slot(name) for name in runner.input_batch.req_ids]
+        held = self._held()
         slots = torch.tensor(held, device=device)
         if drafts is None:
             return slots, runner.positions[runner.query_start_loc.gpu[1 : len(slots) + 1].long() - 1]
@@ -48,6 +53,13 @@ class NoisySampling:
             self.table.drafted(slot, count)
         counts = torch.tensor(drafts.num_draft_tokens, device=device) + 1
         return slots.repeat_interleave(counts), runner.positions[drafts.logits_indices.long()]
+
+    def slots(self) -> Tensor:
+        """Of the requests of a pass, in its order."""
+        return torch.tensor(self._held(), device=self.runner.device)
+
+    def _held(self) -> list[int]:
+        return [self._slot(name) for name in self.runner.input_batch.req_ids]
 
     def _slot(self, name: str) -> int:
         if name not in self._slots:
@@ -63,3 +75,35 @@ class NoisySampling:
             self.table.add(slot, draw, before + params.max_tokens)
             self._slots[name] = slot
         return self._slots[name]
+
+
+def _guesses_greedily(drafter: Any) -> bool:
+    """One of vLLM's learned ones that takes the argmax of logits over our vocabulary, a step after the other."""
+    others = ("use_local_argmax_reduction", "use_heterogeneous_vocab", "uses_mrope", "parallel_drafting")
+    return hasattr(drafter, "_greedy_sample") and not any(getattr(drafter, name, False) for name in others)
+
+
+class NoisyGuesses:
+    """Puts the noise on a learned drafter's logits: with that of its position it guesses the target's very sample."""
+
+    def __init__(self, sampling: NoisySampling, drafter: Any) -> None:
+        self.sampling, self.drafter = sampling, drafter
+        self._first_pass = drafter.set_inputs_first_pass
+        self._positions: Tensor | None = None
+        drafter.set_inputs_first_pass = self.first_pass
+        drafter._greedy_sample = self.guess
+
+    def first_pass(self, *arguments: Any, **named: Any) -> Any:
+        """The last token that the target has been at stands there; the drafter was given the one behind it."""
+        found = self._first_pass(*arguments, **named)
+        self._positions = self.drafter.positions[found[1]] + 1
+        return found
+
+    def guess(self, hidden_states: Tensor) -> Tensor:
+        """[requests] its guesses of one step."""
+        logits, positions = self.drafter.model.compute_logits(hidden_states), self._positions
+        if positions is None or len(positions) != len(logits):  # vLLM tries it out at its start
+            return logits.argmax(dim=-1)
+        self._positions = positions + 1
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return self.sampling.table.guess(wide, self.sampling.slots(), positions).argmax(dim=-1)
