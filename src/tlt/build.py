@@ -88,7 +88,8 @@ def load_engine(
 def open_target(config: Config, folder: str | Path) -> Target:
     """What the recipe's engine decodes with, with the weights of `folder`. Raises ModelError, or VllmError."""
     if config.engine.backend == "vllm":
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+        longest = config.data.max_prompt_tokens + most_new
         target: Target = vllm_target(config.model, config.engine, config.speculation, longest)
     else:
         target = make_target(config.model)
@@ -101,6 +102,7 @@ def vllm_target(model: ModelConfig, engine: EngineConfig, speculation: Speculati
     from tlt.vllm.target import VllmTarget
 
     options = decoder_options(read_config(model.path))
+    model = model.model_copy(update={"dtype": str(torch_dtype(model)).removeprefix("torch.")})
     return VllmTarget(model, engine, speculation, options, torch_device(model), longest)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 NOISE = "vllm_backend/test_shared_noise.py"
-ENGINE = "vllm_backend/test_engine.py"
+ENGINE = "vllm_backend/test_vllm_engine.py"
 VERSIONS = "vllm_backend/test_versions.py"
 TEACHER = "rl/test_teacher.py"
 

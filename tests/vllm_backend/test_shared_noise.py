@@ -139,6 +139,48 @@ def test_a_slot_that_is_used_again_keeps_nothing_of_the_one_before() -> None:
     assert torch.equal(table.apply(logits.clone(), torch.tensor([0]), torch.tensor([3])), logits)
 
 
+def test_a_request_that_never_ran_has_drawn_nothing() -> None:
+    """vLLM still had it queued when it was called off."""
+    drawn = NoiseTable(slots=1, device=torch.device("cpu")).take({7: (4, 4)})
+    assert (drawn[7].logprobs, drawn[7].drafted) == ([], 0)
+
+
+def test_one_that_was_preempted_keeps_what_was_drawn_for_it() -> None:
+    """It comes back in another slot; whoever had that before leaves nothing in it."""
+    table = NoiseTable(slots=2, device=torch.device("cpu"))
+    logits, draw = torch.randn(3, 8), Draw(1, 99, 2, 1.0, 0, 1.0)
+    table.add(1, Draw(2, 5, 2, 1.0, 0, 1.0), 6)
+    table.apply(logits.clone(), torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3]))
+    table.add(0, draw, 6)
+    table.drafted(0, 3)
+    table.apply(logits[:2].clone(), torch.tensor([0, 0]), torch.tensor([1, 2]))
+    table.leave(0)
+    table.add(1, draw, 6)
+    table.apply(logits[2:].clone(), torch.tensor([1]), torch.tensor([3]))
+    found = table.take({1: (0, 3)})[1]
+    expected = NoiseTable(slots=1, device=torch.device("cpu"))
+    expected.add(0, draw, 6)
+    expected.apply(logits.clone(), torch.tensor([0, 0, 0]), torch.tensor([1, 2, 3]))
+    assert found.logprobs == expected.take({1: (0, 3)})[1].logprobs
+    assert found.drafted == 3
+
+
+def test_scores_are_not_rounded_to_the_dtype_of_the_logits(target: Any, tested_version: None) -> None:
+    given: list[torch.Tensor] = []
+    runner = SimpleNamespace(_sample=lambda logits, drafts: given.append(logits))
+    noisy = NoisySampling.__new__(NoisySampling)
+    noisy.runner, noisy._sample = runner, runner._sample
+    noisy.table = NoiseTable(slots=1, device=torch.device("cpu"))
+    noisy.table.add(0, Draw(1, 3, 1, 1.0, 0, 1.0), 4)
+    noisy._rows = lambda drafts: (torch.tensor([0]), torch.tensor([0]))
+    logits = torch.zeros(1, 4096, dtype=torch.bfloat16)
+    noisy(logits, None)
+    alone = NoiseTable(slots=1, device=torch.device("cpu"))
+    alone.add(0, Draw(1, 3, 1, 1.0, 0, 1.0), 4)
+    assert torch.equal(given[0], alone.apply(logits.float(), torch.tensor([0]), torch.tensor([0])))
+    assert given[0].dtype == torch.float32
+
+
 def test_a_record_longer_than_any_before_makes_room() -> None:
     table = NoiseTable(1, torch.device("cpu"))
     table.add(0, Draw(3, 5, 1, 1.0, 0, 1.0), 1000)

@@ -96,8 +96,10 @@ class NoiseTable:
         self._ours[slot] = draw is not None
         if draw is None:
             return False
+        for other in [held for held, own in self.draws.items() if own.key == draw.key]:
+            self.leave(other)
+        before, self._drafts[slot] = self._left.pop(draw.key, (self._logprobs.new_zeros(0, 2), [0, 0]))
         self.draws[slot] = draw
-        self._drafts[slot] = [0, 0]
         self._seeds[slot] = draw.seed - 2**64 if draw.seed >= 2**63 else draw.seed
         self._starts[slot] = draw.prompt_tokens
         self._temperature[slot] = draw.temperature
@@ -107,6 +109,7 @@ class NoiseTable:
         if most_tokens + 1 > tokens:
             more = max(most_tokens + 1, 2 * tokens) - tokens
             self._logprobs = torch.cat([self._logprobs, self._logprobs.new_zeros(slots, more, 2)], dim=1)
+        self._logprobs[slot, : len(before)] = before  # it was preempted, and goes on
         return True
 
     def leave(self, slot: int) -> None:
@@ -128,7 +131,7 @@ class NoiseTable:
         for key, (first, end) in wanted.items():
             if key in slots:
                 self.leave(slots[key])
-            drawn, drafts = self._left.pop(key)
+            drawn, drafts = self._left.pop(key, (self._logprobs.new_zeros(0, 2), [0, 0]))  # none: it was never run
             found[key] = Drawn(drawn[first:end].tolist(), *drafts)
         return found
 

@@ -39,6 +39,8 @@ class NoisySampling:
 
     def __call__(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         if logits is not None:
+            # in bfloat16 scores would be rounded, and the nearest of them tie
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             self.table.apply(logits, *self._rows(spec_decode_metadata))
         return self._sample(logits, spec_decode_metadata)
 

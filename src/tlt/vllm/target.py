@@ -115,8 +115,11 @@ class VllmTarget:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back the cache's memory, up to the next request. vLLM can do so on GPUs alone."""
-        if self.device.type == "cuda" and not self._asleep:
+        """Give back the cache's memory, up to the next request, unless there are some under way: several engines may
+        share a vLLM. It can do so on GPUs alone, once its scheduler has heard of the end of all requests."""
+        if self.device.type == "cuda" and not self._asleep and not self.llm.has_unfinished_requests():
+            for _ in range(2):  # one pass may be queued still
+                self.llm.step()
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
             self._asleep = True
