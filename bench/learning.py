@@ -49,17 +49,18 @@ class Shuffled:
 def run(config: Config, shuffled: bool) -> dict[str, Any]:
     from rich.console import Console
 
-    from tlt import run as run_module
+    from tlt import parts
     from tlt.display import Display
+    from tlt.run import train
 
-    make_reward = run_module.make_reward
+    make_reward = parts.make_reward
 
     def reward(config: Config, prompts: Sequence[Any], *more: Any) -> Any:
         made = make_reward(config, prompts, *more)
         return Shuffled(made, config.run.seed) if shuffled else made
 
-    with patch.object(run_module, "make_reward", reward):
-        summary = run_module.train(config, False, Display(Console(file=sys.stderr)))
+    with patch.object(parts, "make_reward", reward):
+        summary = train(config, False, Display(Console(file=sys.stderr)))
     mean = f"mean@{config.eval.samples}"
     first, last = summary["eval_first"][mean], summary["eval_last"][mean]
     rise = summary["reward_last_tenth"] - summary["reward_first_tenth"]

@@ -96,9 +96,9 @@ def in_trl(
     config: Any, folder: str, batching: bool = False, speculation: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from tlt.build import load_tokenizer
     from tlt.data import encoder, load_prompts

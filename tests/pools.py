@@ -125,8 +125,11 @@ class TestPool:
     def come_back(self, index: int, number: float) -> None:
         self.workers[index].come_back(number)
 
-    def updated(self, index: int) -> float:
+    def updated(self, index: int, seconds: float) -> float | None:
         return getattr(self.workers[index], "updated", 0.0)
+
+    def last_words(self, index: int) -> str:
+        return ""
 
     def put(self, value: Any) -> Handle:
         call = Call(-1, "put", (), Handle_(len(self.calls)), copy.deepcopy(value), done=True)

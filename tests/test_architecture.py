@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
-    ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume"),
+    ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume", "restarts"),
     ("completions", "completions_parquet", "trackers"),
     ("models", "attention"),
     ("draft",),
@@ -20,6 +20,7 @@ LAYERS = (
     ("rl", "measure", "rewards", "tables", "data", "checkpoint", "journal", "folder", "model_card", "build"),
     ("loop", "evaluate", "about"),
     ("cluster", "workers_view", "sample_view", "keys", "display", "record"),
+    ("parts",),
     ("run",),
     ("generate", "export", "fidelity", "drafting", "bench", "integrations"),
     ("cli", "__main__"),

@@ -9,7 +9,7 @@ from tiny import tiny_config
 
 from tlt.build import load_tokenizer, open_workplace
 from tlt.data import DataError
-from tlt.run import make_parts
+from tlt.parts import make_parts
 
 
 def test_a_bench_decodes_the_prompts_that_training_sees(tmp_path: Path) -> None:

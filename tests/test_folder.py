@@ -276,7 +276,7 @@ def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
     """nohup tlt train ... &"""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_request() as stop:
+        with stop_request(60.0) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop
             os.kill(os.getpid(), signal.SIGTERM)

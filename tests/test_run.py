@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import RewardError
+from tlt.rl.policy import Policy
 from tlt.stopping import Stopped
 from tlt.types import Response
 
@@ -316,6 +318,58 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: s
     summary = train(config, resume=True)
     assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
     assert lessons(Path(config.run.folder)) == lessons(home / "whole")
+
+
+class Slow(Asking):
+    """And that phase takes long."""
+
+    def __init__(self, phase: str, step: int, seconds: float = 60.0) -> None:
+        super().__init__(phase, step, signal.SIGTERM)
+        self.seconds = seconds
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        super().phase(step, name, total)
+        if (step, name) == self.when:
+            time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home: Path, phase: str) -> None:
+    config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=r"within 0.1 s .*given up; saved after step 2 in .*--resume") as stopped:
+        run_module.train(config, False, Slow(phase, 2))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+    assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
+
+
+def test_a_step_that_ends_in_time_is_saved_as_it_is(home: Path) -> None:
+    config = whole(home, "in time", run={"save_every": 0, "stop_within": 30.0})
+    with pytest.raises(Stopped, match=r"saved after step 3 of"):
+        run_module.train(config, False, Slow("rollout", 2, seconds=0.1))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nothing whole can be saved then. It is given up when that is over too: what is left is the last checkpoint."""
+    real, seconds = Policy.update, [0.15]
+
+    def update(self: Policy, batch: Any, step: int, *group: Any) -> Any:
+        metrics = real(self, batch, step, *group)
+        if step == 2:
+            self.version = None
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(seconds[0])
+            self.version = step + 1
+        return metrics
+
+    monkeypatch.setattr(Policy, "update", update)
+    with pytest.raises(Stopped, match=r"saved after step 3 of"):
+        train(whole(home, "more time", run={"save_every": 0, "stop_within": 0.1}))
+    seconds[0] = 60.0
+    with pytest.raises(Stopped, match=r"given up; saved after step 2 in"):
+        train(whole(home, "no more time", run={"save_every": 1, "stop_within": 0.1}))
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:

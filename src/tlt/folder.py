@@ -17,7 +17,7 @@ from tlt.config.sections import RunConfig
 
 FILES = (
     *("config.json", "metrics.jsonl", "completions.jsonl", "completions.old.jsonl", "summary.json"),
-    *("trackers.json", "trace.json", "journal.bin", "reward.log"),
+    *("trackers.json", "trace.json", "journal.bin", "reward.log", "ray.log"),
 )
 """what a run writes there, beside its workers' logs, which go on in the same files"""
 FOLDERS = {

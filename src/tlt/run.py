@@ -8,24 +8,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tlt import checkpoint
-from tlt.about import about_model, about_prompts
 from tlt.build import (
     eval_sampling,
     load_tokenizer,
-    open_engine,
-    open_target,
     refuse_misfits,
-    sampling_params,
     settled,
-    starting_drafter,
     steps_ahead,
 )
 from tlt.checkpoint import Checkpoint
-from tlt.cluster.budget import Budget
-from tlt.cluster.local import LocalRollout
 from tlt.completions_parquet import refuse_without_pyarrow
 from tlt.config import Config
 from tlt.data import (
@@ -34,46 +27,23 @@ from tlt.data import (
     encoder,
     fingerprint,
     load_held_out,
-    load_prompts,
-    make_cursor,
 )
 from tlt.display import Display
 from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
 from tlt.journal import Journal
-from tlt.loop import Parts, Rollout, StepResult, Trainable, Watcher, coming, one_step
+from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
 from tlt.model_card import model_card
 from tlt.models.weights import folder_sha256
+from tlt.parts import Lasting, make_parts
 from tlt.record import Noting, Progress, Record
 from tlt.resume import allowed_changes, sentence
-from tlt.rewards import make_reward
-from tlt.rl.agreement import take_weights
 from tlt.rl.groups import from_plain, to_plain
-from tlt.rl.kinds import make_policy, weights_folder
-from tlt.rl.teacher import spot_trainer
-from tlt.stopping import Stopped, StopRequest, stop_request
+from tlt.stopping import StepTakesTooLong, Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
 from tlt.types import Group, Prompt
-
-
-class Lasting(Trainable, Protocol):
-    """A policy that goes into checkpoints."""
-
-    version: int | None
-    """the steps that it was updated in, those of a run that it goes on from among them; None amid an update"""
-
-    @property
-    def updated(self) -> float:
-        """Share of the update under way that is done; others may ask at any time."""
-        ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def load_optimizer(self, folder: Path) -> None: ...
-
-    def sha256(self) -> str: ...
 
 
 @dataclass
@@ -133,7 +103,7 @@ def train(
     names_of(config.run.trackers)  # refuses what is not there
     refuse_without_pyarrow(config.run)
     config = settled(config)
-    with stop_request() as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
+    with stop_request(config.run.stop_within) as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
         found = checkpoint.latest(folder.path / "checkpoints") if resume else None
         run = _prepare(config, folder, display or Display(), found, ending, force)
         if resume and run.journal:
@@ -145,47 +115,17 @@ def train(
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
         with run.display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
+            stop.amid_update = lambda: run.policy.version is None
             try:
                 evaluation = _go(run, record, stop)
+            except StepTakesTooLong:
+                raise Stopped(_stopped_amid_a_step(run, stop.number), stop.number) from None
             except Exception as error:
                 error.add_note(_rescue(run))
                 raise
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
         return summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
-
-
-def make_parts(
-    config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
-) -> tuple[Parts, Lasting]:
-    """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
-    folder = policy_folder or config.model.path
-    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
-    note(about_prompts(config, prompts))
-    reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
-    refuse_misfits(config, prompts)
-    sampling = sampling_params(config.rollout, config.model.path, tokenizer)
-    cursor = make_cursor(config.data, len(prompts), config.run.seed)
-    note(about_model(config))
-    rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
-    return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
-
-
-def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
-    target = open_target(config, weights_folder(config, folder))
-    layer = starting_drafter(config, target.options)
-    policy = make_policy(config, folder)
-    budget = Budget(spot_trainer(layer, target, policy, config), config) if layer else None
-    engine = open_engine(config, target, layer, budget.harvest if budget else None)
-    take_weights(target, policy, version=0)
-    return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
-
-
-def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
-    from tlt.cluster.remote import join
-    from tlt.cluster.workers import RayPool  # Ray is an extra
-
-    return join(RayPool(config, folder), config)
 
 
 # -- start and resume --------------------------------------------------------------------------------------------------
@@ -280,6 +220,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
     for result in _steps(run):
         done = result.metrics.step + 1
         run.stand(done, asdict(result.metrics))
+        stop.step_has_ended()
         if stop or _save_is_due(config, done):
             with timed("save", result.metrics.seconds, run.parts.tracer):
                 run.display.phase(result.metrics.step, "save", 0)
@@ -389,6 +330,11 @@ def _rescue(run: Run) -> str:
         return f"{failed}saved after step {standing.saved} in {run.folder.path}: go on with --resume"
     before = run.folder.before()
     return f"{failed}nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
+
+
+def _stopped_amid_a_step(run: Run, number: int) -> str:
+    took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was given up"
+    return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"
 
 
 def _how_to_go_on(config: Config, done: int, number: int) -> str:

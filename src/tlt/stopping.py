@@ -1,11 +1,11 @@
-"""SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C: the first asks a run to save and stop after its step, the second
-ends it at once."""
+"""SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C: the first asks a run to save and stop after its step, or without
+it where that takes too long; the second ends it at once."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,38 +13,64 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """A run was asked to stop, and has saved; the message says how to go on."""
+    """A run was asked to stop, and did; the message says how to go on."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + number
 
 
+class StepTakesTooLong(BaseException):
+    """The step under way when a run was asked to stop has not ended in time. No guard around a part of a step that may
+    fail shall hold it up."""
+
+
 class StopRequest:
-    number: int = 0
-    """of the signal that came; 0 while none has"""
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds that the step has from the first signal on."""
+        self.patience = patience
+        self.number = 0
+        """of the signal that came; 0 while none has"""
+        self.amid_update: Callable[[], bool] = lambda: False
+        """whether the state cannot be saved at this moment; then the step gets the same time once more"""
+        self._more = 1
 
     def __bool__(self) -> bool:
         return self.number != 0
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def hear(self, number: int, frame: FrameType | None) -> None:
         if self.number:
             raise KeyboardInterrupt
         self.number = number
+        signal.setitimer(signal.ITIMER_REAL, self.patience)
+
+    def time_is_up(self, number: int, frame: FrameType | None) -> None:
+        if self._more and self.amid_update():
+            self._more -= 1
+            signal.setitimer(signal.ITIMER_REAL, self.patience)
+        else:
+            raise StepTakesTooLong
+
+    def step_has_ended(self) -> None:
+        """In time."""
+        if self.number:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
-def stop_request() -> Iterator[StopRequest]:
+def stop_request(patience: float) -> Iterator[StopRequest]:
     """Notes the signals of the block, but for those that are to be ignored (nohup). Outside the main thread Python lets
     nobody, and none is ever noted."""
-    request = StopRequest()
+    request = StopRequest(patience)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, request) for number in heard}
+    before = {number: signal.signal(number, request.hear) for number in heard}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, request.time_is_up)
     try:
         yield request
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -19,7 +19,6 @@ import pytest
 from pools import TestPool, ThreadWorker
 from tiny import tiny_config
 
-from tlt import run as run_module
 from tlt.bench import forks, one_run
 from tlt.bench import train as bench
 from tlt.bench.turns import BenchError, Pausing, Process
@@ -101,7 +100,7 @@ def result(home: Path) -> dict[str, Any]:
     with (
         patch.object(bench, "Process", InThread),
         patch.object(bench, "_better_shape", lambda *_: 2),
-        patch.object(run_module, "_many_workers", many_workers),
+        patch("tlt.parts._many_workers", many_workers),
         patch.object(one_run, "serially", seen),
     ):
         bench.bench_train(config_of(home), 2, STEPS, list(bench.MODES), home / "result.json")

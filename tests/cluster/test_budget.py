@@ -16,7 +16,7 @@ from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.worth import Worth
-from tlt.run import make_parts
+from tlt.parts import make_parts
 from tlt.types import Request, RolloutStats
 
 TRAINED = {"budget": 0.5, "micro_batch_tokens": 64, "unroll": 2}

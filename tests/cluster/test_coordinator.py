@@ -56,7 +56,7 @@ def train(config: Config, choose: Choose = lambda n: 0, loses: Loses = lambda i,
         pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses))
         return join(pools[0], config)
 
-    with patch.object(run_module, "_many_workers", many_workers):
+    with patch("tlt.parts._many_workers", many_workers):
         summary = run_module.train(config, False, Display(Console(quiet=True)))
     assert pools[0].closed
     kept = ("step", "reward", "lengths", "tokens", "batch", "prompts")
@@ -187,7 +187,7 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     pool = TestPool(2, lambda i: ThreadWorker(config, i, config.model.path), loses=loses)
     no_shards = patch.object(ThreadWorker, "spread", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
-    many_workers = patch.object(run_module, "_many_workers", lambda config, folder: join(pool, config))
+    many_workers = patch("tlt.parts._many_workers", lambda config, folder: join(pool, config))
     sentence = rf"{who} was lost amid {method}, and its shard of the policy with it"
     with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
         run_module.train(shards, False, Display(Console(quiet=True)))

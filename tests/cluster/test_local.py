@@ -8,7 +8,7 @@ from tiny import tiny_config
 
 from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
-from tlt.run import make_parts
+from tlt.parts import make_parts
 from tlt.types import Request
 
 

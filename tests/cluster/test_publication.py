@@ -63,7 +63,7 @@ def train(config: Config, loses: Any = lambda i, m: "") -> tuple[str, Publicatio
 
     learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
     with (
-        patch.object(run_module, "_many_workers", many_workers),
+        patch("tlt.parts._many_workers", many_workers),
         patch("tlt.build.make_tuner", lambda *arguments: Fixed(learned)),
         patch.object(publication, "STRETCH", 2),
         patch.object(buffer, "_HELD_BACK", 2),  # of six prompts

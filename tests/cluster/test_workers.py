@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -52,6 +55,16 @@ def workers_of(folder: str) -> list[int]:
     return [pid for pid in marked(folder) if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def listeners(folder: str) -> set[str]:
+    """Addresses at which this process and those that Ray started for it listen."""
+    found: set[str] = set()
+    for pid in (os.getpid(), *marked(folder)):
+        with suppress(psutil.Error):
+            sockets = psutil.Process(pid).net_connections(kind="inet")
+            found |= {s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN}
+    return found
+
+
 class Killer(Display):
     """Ends a worker at the beginning of some phases, or a moment later."""
 
@@ -59,9 +72,13 @@ class Killer(Display):
         super().__init__(Console(quiet=True))
         self.moments, self.how, self.killed = moments, how, 0
         self.folder = ""
+        self.heard: set[str] = set()
+        """addresses at which any of the run's processes was to be reached"""
 
     def phase(self, step: int, name: str, total: int) -> None:
         super().phase(step, name, total)
+        if self.folder:
+            self.heard |= listeners(self.folder)
         if (step, name) in self.moments:
             threading.Timer(self.moments[step, name], self.kill).start()
 
@@ -93,6 +110,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     def join(pool: Any, config: Config) -> Any:
         pools.append(pool)
         killer.folder = pool.folder
+        assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
         return real(pool, config)
 
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -100,6 +118,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
         disturbed = run_module.train(config_of(home, 2, "disturbed", run=run), True, killer)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert killer.killed == 3
+    assert killer.heard == {"127.0.0.1"}
     assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
     assert disturbed["steps"] == STEPS
     assert not Path(killer.folder).exists()
@@ -107,20 +126,57 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert shm() == set()
 
 
-def test_one_that_does_not_answer_is_replaced(home: Path) -> None:
+@pytest.mark.parametrize("moment", [(1, "rollout"), (1, "update")])
+def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
     """Its process is stopped, not dead: no call to it fails."""
-    killer, real = Killer({(1, "rollout"): 0.0}, signal.SIGSTOP), remote.join
+    killer, real = Killer({moment: 0.0}, signal.SIGSTOP), remote.join
 
     def join(pool: Any, config: Config) -> Any:
         killer.folder = pool.folder
         return real(pool, config)
 
     with patch.object(remote, "join", join):
-        config = config_of(home, 2, "disturbed", cluster={"patience": 5.0})
+        config = config_of(home, 2, "disturbed", cluster={"patience": 5.0}, run={"save_every": 1})
         disturbed = run_module.train(config, False, killer)
     assert killer.killed == 1
+    assert "here is worker 0" in Path(config.run.folder, "worker_0.log").read_text()
     assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
     assert marked(killer.folder) == []
+
+
+def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
+    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.cluster.control._EVERY", 0.2)
+
+    class Steers(Killer):
+        def kill(self) -> None:
+            (pid,) = [i for i in marked(self.folder) if b"gcs_server" in Path(f"/proc/{i}/cmdline").read_bytes()]
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(2.0)
+
+        def phase(self, step: int, name: str, total: int) -> None:
+            if (step, name) in self.moments:
+                self.kill()
+
+    killer, real = Steers({(1, "rollout"): 0.0}), remote.join
+
+    def join(pool: Any, config: Config) -> Any:
+        killer.folder = pool.folder
+        return real(pool, config)
+
+    config = config_of(home, 2, "disturbed", run={"save_every": 1})
+    with (
+        patch.object(remote, "join", join),
+        pytest.raises(ClusterError, match=r"control process at .* is gone") as lost,
+    ):
+        run_module.train(config, False, killer)
+    assert re.match(rf"saved after step \d in {config.run.folder}: go on with --resume", lost.value.__notes__[0])
+    assert marked(killer.folder) == []
+    assert "gcs" not in "".join(capfd.readouterr())
+    assert run_module.train(config, True, quiet())["policy_sha256"] == in_this_process(
+        config_of(home, 2, "undisturbed")
+    )
 
 
 def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
@@ -175,7 +231,7 @@ def in_this_process(config: Config) -> str:
         pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
         return remote.join(pool, config)
 
-    with patch.object(run_module, "_many_workers", many_workers):
+    with patch("tlt.parts._many_workers", many_workers):
         return run_module.train(config, False, quiet())["policy_sha256"]
 
 

@@ -165,7 +165,7 @@ def test_with_importance_weights_a_reward_that_differs_is_seen(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("tlt.run.make_reward", lambda *_: AlwaysAnother())
+    monkeypatch.setattr("tlt.parts.make_reward", lambda *_: AlwaysAnother())
     agree, _ = check(small(home, train={"importance_cap": 2.0}), tmp_path)
     assert not agree
 

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants import draft, engine, integrations, look_ahead, models, record, rl, sampling, vllm
+from mutants import cluster, draft, engine, integrations, look_ahead, models, record, rl, sampling, vllm
 from mutants.mutant import Mutant
 
-_LISTS = sampling, models, engine, rl, draft, look_ahead, record, vllm, integrations
+_LISTS = cluster, sampling, models, engine, rl, draft, look_ahead, record, vllm, integrations
 AREAS = {area.__name__.rpartition(".")[2]: area.MUTANTS for area in _LISTS}
 TESTS = Path(__file__).parent.parent
 SOURCE = TESTS.parent / "src" / "tlt"

@@ -21,9 +21,9 @@ from tlt.fidelity.oracle import last_logits
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.parts import make_parts
 from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.policy import Policy
-from tlt.run import make_parts
 
 CPU = torch.device("cpu")
 VOCAB = 31

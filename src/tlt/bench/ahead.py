@@ -12,7 +12,7 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.loop import one_step
 from tlt.models.decoder import Decoder
-from tlt.run import make_parts
+from tlt.parts import make_parts
 from tlt.types import Request, Response
 
 _FIRST_STEPS = 2  # the optimizer's first steps are not like those that follow

@@ -28,6 +28,7 @@ _ATTEMPTS = 5  # at an update from which workers are lost
 _AHEAD = 2  # slices that one decodes ahead for, before it is told anew which requests are worth most
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
 _HANGS = 30.0  # seconds after which one that trains is given up
+_ANSWERS = 0.5  # seconds that a worker has to say how far its update is
 
 
 @dataclass
@@ -369,10 +370,10 @@ class Coordinator:
                 return reports[0]
             self._meeting = None
             self.crew.everyone("rollback")
-        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times as workers were lost: see why")
+        raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
     def _look_at_update(self) -> None:
-        self.updated = min(self.crew.pool.updated(index) for index in range(self.crew.size))
+        self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in range(self.crew.size))
 
     def _meet(self) -> str:
         """Where the workers' group meets: another place as soon as one of them was lost."""

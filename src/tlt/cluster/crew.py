@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from tlt.cluster.deadlines import Deadlines
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
-from tlt.rl.parallel import GroupBroken
+from tlt.rl.parallel import Broken, GroupBroken
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
 _LOOK = 1.0  # seconds between two looks at who does not answer
 BREAKABLE = ("spot", "judge", "look_ahead")  # they take the call's number last
-_SHORT = ("decode", *BREAKABLE, "replica", "evidence", "adopt", "take_drafter", "sync", "trace", "tuner_state")
+_JOINT = ("update", "spread")  # a worker that hangs in one of these holds up all others
+_PING = 5.0  # seconds that a sound worker may take to say that it is there
 _IN_A_ROW = 3  # times that a worker may be lost before it has answered once
 
 
@@ -35,10 +37,13 @@ class Crew:
     the policy is in shards none can: the first loss ends the run."""
 
     def __init__(self, pool: Pool, shards: bool = False, patience: float = math.inf) -> None:
-        """A worker that does not answer a short call for `patience` seconds hangs, and is lost."""
-        self.pool, self.size, self.shards, self.patience = pool, pool.size, shards, patience
+        """A worker that does not answer within a call's deadline hangs, and is lost; `patience` is that of short ones,
+        in seconds."""
+        self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)
         self.sound = set(range(pool.size))  # those that hold the run's state
         self.losses = 0
+        self.trouble = ""
+        """what went wrong last: why a worker was lost, or why the workers' group broke"""
         self._in_a_row = [0] * pool.size
         self._sources: dict[int, tuple[int, Handle]] = {}  # of those that are new: whose state, and the call for it
         self._calls: dict[Handle, tuple[int, str]] = {}
@@ -87,28 +92,49 @@ class Crew:
                 return found
 
     def _hung(self) -> list[Done]:
-        """Those who do not answer, and are lost."""
-        late = [i for i in range(self.size) if self._since[i] < time.monotonic() - self.patience]
-        amid = {index: methods[0] for index in late if (methods := self.pending(index)) and methods[0] in _SHORT}
-        for index, method in amid.items():
-            self.replace(index, f"{method} (no answer for {self.patience:g} s)")
-        return [Done(index, method, None, lost=True) for index, method in amid.items()]
+        """Those who miss a deadline, and are lost."""
+        now = time.monotonic()
+        firsts = {index: methods[0] for index in range(self.size) if (methods := self.pending(index))}
+        late = {i: method for i, method in firsts.items() if now - self._since[i] > self.deadlines.seconds(method)}
+        if not late:
+            return []
+        index, method = self._to_blame(*max(late.items()))
+        why = f"no answer for {now - self._since[index]:.0f} s"
+        self._since = [time.monotonic()] * self.size  # the others may have waited for it
+        self.replace(index, method, why)
+        return [Done(index, method, None, lost=True)]
+
+    def _to_blame(self, index: int, method: str) -> tuple[int, str]:
+        """A worker is late with a call; or one that it waits for is: in a joint call the one that says nothing at all;
+        if it is new, the one whose state it is to take."""
+        if method in _JOINT:
+            silent = [i for i in range(self.size) if self.pool.updated(i, _PING) is None]
+            return max(silent, default=index), method
+        if method == "take_state":
+            source, state = self._sources[index]
+            if source in self.sound and not self.pool.wait([state], 0):
+                return source, "state"
+        return index, method
 
     def _outcome(self, handle: Handle) -> Done:
         index, method = self._calls.pop(handle)
-        self._since[index] = time.monotonic()
+        began, self._since[index] = self._since[index], time.monotonic()
         try:
             result = self.pool.result(handle)
-        except WorkerLost:
+        except WorkerLost as lost:
             if method == "take_state":
                 self._suspect(*self._sources[index])
-            self.replace(index, method)
+            self.replace(index, method, str(lost))
             return Done(index, method, None, lost=True)
-        except GroupBroken:
-            raise _shard_lost("another worker", method) from None
+        except GroupBroken as error:
+            raise _shard_lost("another worker", method, str(error)) from None
         self._in_a_row[index] = 0
         if method == "take_state":
             self.sound.add(index)
+        if isinstance(result, Broken):
+            self.trouble = result.reason
+        else:
+            self.deadlines.took(method, self._since[index] - began)
         return Done(index, method, result)
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
@@ -146,8 +172,8 @@ class Crew:
     def together(
         self, method: str, arguments: list[tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
     ) -> list[Any] | None:
-        """A call in which the workers need each other, and return None where another one was lost. None if so: by then
-        all are back, as one that still waits 10 s later is replaced too. `meanwhile` is called now and then."""
+        """A call in which the workers need each other, and return Broken where another one was lost. None if so: by
+        then all are back, as one that still waits 10 s later is replaced too. `meanwhile` is called now and then."""
         for index, own in enumerate(arguments):
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -155,7 +181,7 @@ class Crew:
         while waiting := [i for i in range(self.size) if method in self.pending(i)]:
             if time.monotonic() > until:
                 for index in waiting:
-                    self.replace(index, method)
+                    self.replace(index, method, "it waits for one that was lost")
                 break
             meanwhile()
             for done in self._collect(0.5):
@@ -163,7 +189,7 @@ class Crew:
                     self._kept.append(done)
                 else:
                     results[done.worker] = done.result
-                if done.lost or (done.method == method and done.result is None):
+                if done.lost or (done.method == method and isinstance(done.result, Broken)):
                     until = min(until, time.monotonic() + _PATIENCE)
         return [results[i] for i in range(self.size)] if until == math.inf else None
 
@@ -173,7 +199,7 @@ class Crew:
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:
                 for index, method in busy.items():
-                    self.replace(index, method)
+                    self.replace(index, method, f"called back, and not back within {patience:g} s")
             self._kept += self._collect(0.5)
 
     def all_sound(self) -> None:
@@ -183,20 +209,20 @@ class Crew:
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def replace(self, index: int, amid: str) -> None:
+    def replace(self, index: int, amid: str, why: str) -> None:
         """A new worker that takes the state of a sound one; `amid` says what the old one was at. Raises ClusterError if
         there is none to take it of."""
+        why = "; ".join(filter(None, (why, self.pool.last_words(index))))
+        self.trouble = f"worker {index} was lost amid {amid} ({why})"
         if self.shards:
-            raise _shard_lost(f"worker {index}", amid)
-        log.warning("worker %d was lost amid %s; a new one takes its place", index, amid)
+            raise _shard_lost(f"worker {index}", amid, why)
+        log.warning("a new one takes its place: %s", self.trouble)
         self.losses += 1
         self._in_a_row[index] += 1
         self.sound.discard(index)
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
         if self._in_a_row[index] > _IN_A_ROW:
-            raise ClusterError(
-                f"worker {index} was lost {self._in_a_row[index]} times in a row: see that its memory suffices"
-            )
+            raise ClusterError(f"worker {index} was lost {self._in_a_row[index]} times in a row; {self.trouble}")
         source = self._source()
         state = self.pool.submit(source, "state")
         self._sources[index] = source, state
@@ -209,17 +235,15 @@ class Crew:
             return
         try:
             self.pool.result(state)
-        except WorkerLost:
+        except WorkerLost as lost:
             self._kept.append(Done(source, "state", None, lost=True))
-            self.replace(source, "state")
+            self.replace(source, "state", str(lost))
 
     def _source(self) -> int:
         if not self.sound:
-            raise ClusterError("all workers were lost: see that their memory suffices")
+            raise ClusterError(f"all workers were lost; {self.trouble}")
         return min(self.sound)
 
 
-def _shard_lost(who: str, amid: str) -> ClusterError:
-    return ClusterError(
-        f"{who} was lost amid {amid}, and its shard of the policy with it (train.shard): see that its memory suffices"
-    )
+def _shard_lost(who: str, amid: str, why: str) -> ClusterError:
+    return ClusterError(f"{who} was lost amid {amid}, and its shard of the policy with it (train.shard): {why}")

@@ -10,7 +10,7 @@ Handle = Any
 
 
 class WorkerLost(Exception):
-    """The worker died, or its answer is lost with another one's."""
+    """The worker died, or its answer is lost with another one's; the message says what is known of why."""
 
 
 class ClusterError(ValueError):
@@ -28,8 +28,8 @@ class Pool(Protocol):
         """`Worker.come_back`, at once, beside whatever the worker is at; lost with a worker that is lost."""
         ...
 
-    def updated(self, index: int) -> float:
-        """`Worker.updated`, in the same way; 0 where there is no answer."""
+    def updated(self, index: int, seconds: float) -> float | None:
+        """`Worker.updated`, in the same way; None where there is no answer for so many seconds."""
         ...
 
     def put(self, value: Any) -> Handle:
@@ -46,6 +46,10 @@ class Pool(Protocol):
 
     def replace(self, index: int) -> None:
         """A new worker in the place of one, which is killed if it still lives; as at the start of the run."""
+        ...
+
+    def last_words(self, index: int) -> str:
+        """The end of what a worker has written, in a clause that says where; empty if it has not."""
         ...
 
     def close(self) -> None:

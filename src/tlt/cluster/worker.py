@@ -32,7 +32,7 @@ from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
 from tlt.engine.protocol import RolloutEngine
 from tlt.rl.agreement import take_weights
 from tlt.rl.kinds import make_policy, weights_folder
-from tlt.rl.parallel import GroupBroken, Meeting, Processes, ProcessGroup
+from tlt.rl.parallel import Broken, GroupBroken, Meeting, Processes, ProcessGroup
 from tlt.rl.sharded import ShardedPolicy
 from tlt.rl.teacher import spot_trainer
 from tlt.trace import Span, Tracer
@@ -102,10 +102,16 @@ class State(NamedTuple):
 
 class Worker:
     def __init__(
-        self, config: Config, index: int, folder: str | Path, host: str = "127.0.0.1", join: Join = Processes
+        self,
+        config: Config,
+        index: int,
+        folder: str | Path,
+        meets: str | Path = "127.0.0.1",
+        join: Join = Processes,
     ) -> None:
-        """`folder` holds the policy to start from; `host` is this machine as the other workers reach it."""
-        self.config, self.index, self.host, self._join = config, index, host, join
+        """`folder` holds the policy to start from; `meets` is where all workers can meet: a folder that they share on
+        one machine, or this machine's address as the others reach it."""
+        self.config, self.index, self._meets, self._join = config, index, meets, join
         self.target = open_target(config, weights_folder(config, folder))
         layer = starting_drafter(config, self.target.options)
         self.policy = make_policy(config, folder)
@@ -232,29 +238,27 @@ class Worker:
 
     def meeting(self) -> str:
         """Where a new group can meet; it stays open until the next one."""
-        self._meeting = Meeting(self.host)
+        self._meeting = Meeting(self._meets)
         return self._meeting.address
 
-    def spread(self, meeting: Any, rank: int, size: int) -> bool:
-        """Where the policy is in shards, before all that is asked of it. True: None would mean that a member was lost.
-        Raises GroupBroken."""
+    def spread(self, meeting: Any, rank: int, size: int) -> None:
+        """Where the policy is in shards, before all that is asked of it. Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.spread(self._group_at(meeting, rank, size))
-        return True
 
-    def update(self, batch: TrainBatch, step: int, meeting: Any, rank: int, size: int) -> dict[str, float] | None:
-        """This member's part of the update; None if another member is lost, and then `rollback`. Raises GroupBroken if
-        it was lost with shards of the policy, and there is no state to go back to."""
+    def update(self, batch: TrainBatch, step: int, meeting: Any, rank: int, size: int) -> dict[str, float] | Broken:
+        """This member's part of the update; Broken if another member is lost, and then `rollback`. Raises GroupBroken
+        if it was lost with shards of the policy, and there is no state to go back to."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
             with self.tracer.span("update"):
                 return self.policy.update(batch, step, self._group_at(meeting, rank, size))
-        except GroupBroken:
+        except GroupBroken as error:
             self.leave()
             if self._before is None:
                 raise
-            return None
+            return Broken(str(error))
 
     @property
     def updated(self) -> float:

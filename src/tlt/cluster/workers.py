@@ -1,12 +1,11 @@
-"""Workers on Ray: thin actors, each with its own cores or its own device. The only file that knows Ray.
+"""Workers on Ray: thin actors (`actor.py`), each with its own cores or its own device.
 
-Alone on this machine, Ray lives in a folder of its own, listens on loopback, and goes with the run: `sweeper` sees to
-that whatever becomes of the driver.
+Alone on this machine, Ray lives in a folder that only this user can open, listens on loopback, and goes with the run:
+`sweeper` sees to that whatever becomes of the driver.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
@@ -15,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tlt.cluster.actor import Actor, Place, last_words
+from tlt.cluster.control import Control
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
@@ -27,50 +28,7 @@ from tlt.stopping import SIGNALS
 
 _STORE_BYTES = 128 * 2**20
 _BESIDE = "beside"  # calls that do not wait for the one under way
-_ANSWERS = 0.5  # seconds that one who is asked beside something else has
 _LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and the system allows 107
-
-
-class Actor:
-    """A worker in a process of Ray's; it is built with the first call, so that what that raises comes back as such."""
-
-    def __init__(self, config: Config, index: int, folder: str, cores: Sequence[int], log_file: str) -> None:
-        self._arguments = config, index, folder
-        self._cores, self._log_file = cores, log_file
-        self._worker: Any = None
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        if self._worker is None:
-            self._worker = self._build()
-        return getattr(self._worker, method)(*arguments)
-
-    def come_back(self, number: float) -> None:
-        """In a thread of its own."""
-        if self._worker is not None:
-            self._worker.come_back(number)
-
-    def updated(self) -> float:
-        """In that thread too."""
-        return self._worker.updated if self._worker is not None else 0.0
-
-    def _build(self) -> Any:
-        logging.basicConfig(handlers=[logging.FileHandler(self._log_file, delay=True)])
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        import torch
-
-        from tlt.cluster.worker import Worker
-
-        if self._cores:
-            torch.set_num_threads(len(self._cores))
-        return Worker(*self._arguments, host="127.0.0.1" if self._cores else _address_of_this_machine())
-
-
-def _address_of_this_machine() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address()
 
 
 class RayPool:
@@ -82,17 +40,23 @@ class RayPool:
         self.folder = ""
         """of the Ray that is this run's own"""
         self._ray = _import_ray(alone=config.cluster.address is None)
+        _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()
         try:
             with _own_signals():
                 self._join(config.cluster.address) if config.cluster.address else self._start()
+            self._amid_update = False
+            self._control = Control(self._ray.get_runtime_context().gcs_address)
             self._actors = [self._actor(index, str(Path(folder).resolve())) for index in range(self.size)]
+            self._processes = [self._process(index) for index in range(self.size)]
         except BaseException:
             self.close()
             raise
 
     def _start(self) -> None:
         folder = self.folder = _short_folder()
+        rays = Path(folder) / "ray"  # Ray opens its folder to all users; nobody else gets into the one above
+        rays.mkdir()
         command = [sys.executable, "-m", "tlt.cluster.sweeper", str(os.getpid()), folder]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         os.environ[MARK] = folder
@@ -102,7 +66,7 @@ class RayPool:
                 num_cpus=self.size,
                 include_dashboard=False,
                 object_store_memory=_STORE_BYTES,
-                _temp_dir=folder,
+                _temp_dir=str(rays),
                 _node_ip_address="127.0.0.1",
                 log_to_driver=False,
                 logging_level="ERROR",
@@ -125,32 +89,38 @@ class RayPool:
         for what, count in needed.items():
             if count < self.size:
                 raise ConfigError(f"cluster.workers = {self.size}, but there are {count:g} {what}: one each is needed")
-        cores = [] if self._config.cluster.address else share_of_cores(index, self.size)
+        alone = self._config.cluster.address is None
+        place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
         # calls are many and short: Ray's record of each took a tenth of the processor from those who decode
         actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_BESIDE: 1})(Actor)
-        log_file = Path(self._config.run.folder).resolve() / f"worker_{index}.log"
-        return actor.remote(self._config, index, policy_folder, cores, str(log_file))
+        return actor.remote(self._config, index, policy_folder, place)
+
+    def _log_file(self, index: int) -> str:
+        return str(Path(self._config.run.folder).resolve() / f"worker_{index}.log")
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
+        self._amid_update = method == "update"
         return self._actors[index].call.remote(method, *arguments)
 
     def come_back(self, index: int, number: float) -> None:
         self._actors[index].come_back.options(concurrency_group=_BESIDE).remote(number)
 
-    def updated(self, index: int) -> float:
+    def updated(self, index: int, seconds: float) -> float | None:
         try:
             handle = self._actors[index].updated.options(concurrency_group=_BESIDE).remote()
-            return self._ray.get(handle, timeout=_ANSWERS)
+            return self._ray.get(handle, timeout=seconds)
         except (self._ray.exceptions.RayError, TimeoutError):
-            return 0.0
+            return None
 
     def put(self, value: Any) -> Handle:
         return self._ray.put(value)
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
+        if not self._amid_update:  # then nothing whole could be saved; there is time for it to end
+            self._control.look()
         waiting = list(handles)
         done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)
         if done and rest:
@@ -163,15 +133,31 @@ class RayPool:
             return self._ray.get(handle)
         except errors.RayTaskError as error:
             if isinstance(error.cause, errors.RayError):
-                raise WorkerLost from error
+                raise WorkerLost(_why(error.cause)) from error
             raise error.cause from None
         except errors.RayError as error:
-            raise WorkerLost from error
+            raise WorkerLost(_why(error)) from error
 
     def replace(self, index: int) -> None:
-        self._ray.kill(self._actors[index], no_restart=True)
+        self._kill(index)
         # the checkpoint that the run went on from may be gone by now; the new worker takes the state of a sound one
         self._actors[index] = self._actor(index, self._config.model.path)
+        self._processes[index] = self._process(index)
+
+    def _process(self, index: int) -> Handle:
+        return self._actors[index].process.options(concurrency_group=_BESIDE).remote()
+
+    def _kill(self, index: int) -> None:
+        """Ray asks a worker to end before it ends it, and one that is stopped keeps its connections for some seconds,
+        at whose other end a member of its group waits."""
+        self._ray.kill(self._actors[index], no_restart=True)
+        process = self._processes[index]
+        if self.folder and self._ray.wait([process], timeout=0)[0]:
+            with suppress(self._ray.exceptions.RayError, ProcessLookupError):
+                os.kill(self._ray.get(process), signal.SIGKILL)
+
+    def last_words(self, index: int) -> str:
+        return last_words(self._log_file(index))
 
     def close(self) -> None:
         """Ends Ray, if it is this run's own."""
@@ -181,6 +167,13 @@ class RayPool:
         if self._sweeper and self._sweeper.stdin:
             self._sweeper.stdin.close()
             self._sweeper.wait()
+
+
+def _why(error: Exception) -> str:
+    """Of a lost worker, in a clause. What Ray does not know of a dead one it guesses at, in long sentences."""
+    lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
+    clause = lines[0].partition(". ")[0]
+    return "its process is gone" if not clause or "connection error" in clause else clause
 
 
 def _give_up_threads() -> int:
@@ -210,6 +203,8 @@ def _import_ray(alone: bool) -> Any:
     """Ray reads these as it is imported: one of our own takes a token of its own, which no file ever holds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray has its workers give way to whatever else runs
+    if alone:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on all interfaces, loopback or not
     if alone and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -219,6 +214,19 @@ def _import_ray(alone: bool) -> Any:
     except ImportError:
         raise ConfigError("cluster.workers above 1 needs Ray: pip install 'tlt[cluster]'") from None
     return ray
+
+
+def _keep_off_the_screen(ray: Any, file: Path) -> None:
+    """What Ray's processes have to say, of a worker that died for instance, goes there. There is no setting for this,
+    and in a version that does it otherwise it is on the screen."""
+
+    def note(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+        with suppress(OSError), file.open("a", encoding="utf-8") as log:
+            log.writelines(f"{line}\n" for line in data["lines"])
+
+    inside = ray._private.worker
+    if hasattr(inside, "print_to_stdstream"):
+        inside.print_to_stdstream = note
 
 
 def _short_folder() -> str:

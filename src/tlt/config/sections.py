@@ -201,7 +201,8 @@ class ClusterConfig(Section):
     slice_seconds: float = Field(default=0.2, gt=0)
     """a worker decodes for so long before it reports and may be given other work"""
     patience: float = Field(default=300.0, gt=0)
-    """seconds: a worker that decodes or trains its drafter and has not reported for so long hangs, and is replaced"""
+    """seconds: a worker that decodes or trains its drafter and has not reported for so long hangs, and is replaced; an
+    update or a save may take longer: ten times as long as they lately did"""
 
 
 class RunConfig(Section):
@@ -211,6 +212,9 @@ class RunConfig(Section):
     """of the noise of every response, and of the order of prompts"""
     save_every: int = Field(default=20, ge=0)
     """steps between checkpoints; one is also saved at the end, at a signal and at an error. 0: at these alone"""
+    stop_within: float = Field(default=20.0, gt=0)
+    """seconds that a step has to end once SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, twice as many amid an
+    update; then it is given up, and what was done before it is saved"""
     keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
     compare_every: int = Field(default=0, ge=0)

@@ -31,8 +31,8 @@ from tlt.loop import Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
+from tlt.parts import make_parts
 from tlt.rl.policy import Policy
-from tlt.run import make_parts
 from tlt.types import Response
 
 _MOST_PROMPTS = 8  # a step, unless --full

@@ -5,14 +5,21 @@ For a given number of members every sum has one order, so its bits do not depend
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
+from torch.distributed import (  # documented, not exported
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 _BUCKET = 1 << 24  # numbers that are summed at once
 _PATIENCE = timedelta(minutes=60)  # with a member that is slow; one that is lost closes its connections
@@ -21,6 +28,12 @@ _MEETING = timedelta(seconds=10)
 
 class GroupBroken(RuntimeError):
     """Another member is gone, so a sum has no result: what was under way must be done again."""
+
+
+class Broken(NamedTuple):
+    """What a member's part of joint work came to as another member was gone."""
+
+    reason: str
 
 
 class ProcessGroup(Protocol):
@@ -91,11 +104,27 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class Meeting:
-    """Where the members of a group find each other; it belongs to the process of one of them, and ends with it."""
+    """Where the members of a group find each other; it belongs to the process of one of them, and ends with it. Nobody
+    finds it who was not told its name."""
 
-    def __init__(self, host: str) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
-        self.address = f"{host}:{self._store.port}"
+    def __init__(self, place: str | Path) -> None:
+        """In a folder of this machine, through no open port; or at this machine's address."""
+        name = secrets.token_hex(16)
+        if isinstance(place, Path):
+            self.address = str(place / f"meeting_{name}")
+            return
+        self._store = TCPStore(place, 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
+        self.address = f"{place}:{self._store.port}/{name}"
+
+
+def _store_at(address: str, size: int) -> Store:
+    if address.startswith("/"):
+        store = FileStore(address, size)
+        store.set_timeout(_MEETING)
+        return store
+    where, _, name = address.rpartition("/")
+    host, _, port = where.rpartition(":")
+    return PrefixStore(name, TCPStore(host, int(port), timeout=_MEETING))
 
 
 class Processes:
@@ -104,12 +133,11 @@ class Processes:
     def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
         """Waits for the others for at most 10 s. Raises GroupBroken if they do not come."""
         self.rank, self.size = rank, size
-        host, _, port = address.rpartition(":")
         backend = "nccl" if device.type == "cuda" else "gloo"
         if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM's in this process, which has no use for it
             dist.destroy_process_group()
         try:
-            store = TCPStore(host, int(port), timeout=_MEETING)
+            store = _store_at(address, size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_MEETING)
             dist.barrier()
             dist.distributed_c10d._set_pg_timeout(_PATIENCE)

@@ -1,0 +1,114 @@
+"""A worker in a process of Ray's: its cores, its network, its log, and the worker itself."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tlt.config import Config
+
+log = logging.getLogger(__name__)
+_FIRST_WORDS = "here is worker"
+
+
+class Place(NamedTuple):
+    """Where a worker lives."""
+
+    log_file: str
+    """of all that its process writes to the screen, too"""
+    cores: Sequence[int] = ()
+    """its own ones, where all workers are on one machine"""
+    folder: str = ""
+    """of this run alone, where all workers are on one machine: there they meet, through no open port"""
+
+
+class Actor:
+    """It is built with the first call, so that what that raises comes back as such."""
+
+    def __init__(self, config: Config, index: int, policy_folder: str, place: Place) -> None:
+        self._arguments = config, index, policy_folder
+        self._place = place
+        self._worker: Any = None
+        _write_to(place.log_file)
+        log.warning("%s %d, process %d", _FIRST_WORDS, index, os.getpid())
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if self._worker is None:
+            self._worker = self._build()
+        try:
+            return getattr(self._worker, method)(*arguments)
+        except Exception:
+            log.exception("%s failed", method)
+            raise
+
+    def process(self) -> int:
+        """Its number. In a thread of its own, like the next two."""
+        return os.getpid()
+
+    def come_back(self, number: float) -> None:
+        if self._worker is not None:
+            self._worker.come_back(number)
+
+    def updated(self) -> float:
+        return self._worker.updated if self._worker is not None else 0.0
+
+    def _build(self) -> Any:
+        if self._place.cores:
+            os.sched_setaffinity(0, self._place.cores)
+        host = _address_of_this_machine()
+        if interface := interface_of(host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        import torch
+
+        from tlt.cluster.worker import Worker
+
+        if self._place.cores:
+            torch.set_num_threads(len(self._place.cores))
+        return Worker(*self._arguments, meets=Path(self._place.folder) if self._place.folder else host)
+
+
+def _write_to(path: str) -> None:
+    """All that this process says from now on, that of libraries and of a crash too."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    os.close(file)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    faulthandler.enable()
+
+
+def _address_of_this_machine() -> str:
+    """As Ray reaches it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address, for those who meet others there; None where none has it."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family in (socket.AF_INET, socket.AF_INET6) and one.address == address for one in addresses):
+            return name
+    return None
+
+
+def last_words(path: str) -> str:
+    """What the worker wrote last, as a clause that names its log; empty where it wrote nothing."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    written = [line.strip() for line in lines if line.strip()]
+    return f"{path} ends with: {written[-1][:200]}" if written and _FIRST_WORDS not in written[-1] else ""

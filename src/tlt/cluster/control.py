@@ -1,0 +1,36 @@
+"""Ray's control process: whether it is there still."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from tlt.cluster.pool import ClusterError
+
+_EVERY = 5.0  # seconds between two looks
+_MISSES = 3  # looks in a row that find nobody: a cluster that is busy may be slow to answer
+_ANSWERS = 3.0  # seconds
+
+
+class Control:
+    """Without it workers still answer for a minute; then Ray ends them and the driver, with words of its own. So it is
+    looked at, in time to save."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: host:port."""
+        host, _, port = address.rpartition(":")
+        self._at, self._address = (host.strip("[]"), int(port)), address
+        self._next, self._missed = time.monotonic() + _EVERY, 0
+
+    def look(self) -> None:
+        """If it is time to. Raises ClusterError, once: what is to be saved then is not disturbed again."""
+        if time.monotonic() < self._next or self._missed >= _MISSES:
+            return
+        try:
+            socket.create_connection(self._at, timeout=_ANSWERS).close()
+            self._missed = 0
+        except OSError:
+            self._missed += 1
+        self._next = time.monotonic() + _EVERY
+        if self._missed == _MISSES:
+            raise ClusterError(f"Ray's control process at {self._address} is gone: see that the cluster is up again")

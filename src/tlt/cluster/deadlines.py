@@ -1,0 +1,30 @@
+"""How long a worker may take for a call before it counts as hung."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+_OF_A_ROLLOUT = ("decode", "look_ahead", "spot", "judge", "replica", "evidence", "adopt", "take_drafter")
+_SHORT = {*_OF_A_ROLLOUT, "sync", "trace", "tuner_state", "load_tuner_state", "meeting"}
+"""calls that take a slice, or move little; all others take as long as the model is large"""
+_LATELY = 5  # calls that a deadline goes by
+_TIMES = 10.0  # the longest of these
+_UNKNOWN = 12.0  # times the patience, for a long call that was never seen to end: a worker's first one builds its model
+
+
+class Deadlines:
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds that a short call has, and that any call has at least."""
+        self.patience = patience
+        self._taken: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
+
+    def took(self, method: str, seconds: float) -> None:
+        """A call of a worker came back."""
+        self._taken[method].append(seconds)
+
+    def seconds(self, method: str) -> float:
+        """That a call of this method has."""
+        if method in _SHORT:
+            return self.patience
+        taken = self._taken[method]
+        return max(self.patience, _TIMES * max(taken)) if taken else _UNKNOWN * self.patience

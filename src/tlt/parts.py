@@ -1,0 +1,77 @@
+"""From a recipe to all that the loop needs: prompts, reward, the policy, and one worker or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt.about import about_model, about_prompts
+from tlt.build import (
+    open_engine,
+    open_target,
+    refuse_misfits,
+    sampling_params,
+    starting_drafter,
+    steps_ahead,
+)
+from tlt.cluster.budget import Budget
+from tlt.cluster.local import LocalRollout
+from tlt.config import Config
+from tlt.data import encoder, load_prompts, make_cursor
+from tlt.loop import Parts, Rollout, Trainable
+from tlt.rewards import make_reward
+from tlt.rl.agreement import take_weights
+from tlt.rl.kinds import make_policy, weights_folder
+from tlt.rl.teacher import spot_trainer
+
+
+class Lasting(Trainable, Protocol):
+    """A policy that goes into checkpoints."""
+
+    version: int | None
+    """the steps that it was updated in, those of a run that it goes on from among them; None amid an update"""
+
+    @property
+    def updated(self) -> float:
+        """Share of the update under way that is done; others may ask at any time."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load_optimizer(self, folder: Path) -> None: ...
+
+    def sha256(self) -> str: ...
+
+
+def make_parts(
+    config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> tuple[Parts, Lasting]:
+    """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
+    folder = policy_folder or config.model.path
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
+    note(about_prompts(config, prompts))
+    reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
+    refuse_misfits(config, prompts)
+    sampling = sampling_params(config.rollout, config.model.path, tokenizer)
+    cursor = make_cursor(config.data, len(prompts), config.run.seed)
+    note(about_model(config))
+    rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
+    return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
+
+
+def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
+    target = open_target(config, weights_folder(config, folder))
+    layer = starting_drafter(config, target.options)
+    policy = make_policy(config, folder)
+    budget = Budget(spot_trainer(layer, target, policy, config), config) if layer else None
+    engine = open_engine(config, target, layer, budget.harvest if budget else None)
+    take_weights(target, policy, version=0)
+    return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
+
+
+def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
+    from tlt.cluster.remote import join
+    from tlt.cluster.workers import RayPool  # Ray is an extra
+
+    return join(RayPool(config, folder), config)

@@ -1,0 +1,83 @@
+"""Faults of calls to workers, and of how a run ends and begins again: in who is found to hang and when, in who is
+blamed, and in what a run does about being stopped or lost."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+CREW = "cluster/test_crew.py"
+RESTARTS = "test_restarts.py"
+STOPPING = "test_run.py"
+
+MUTANTS = [
+    Mutant(
+        "nobody is found to hang while another one answers",
+        "cluster/crew.py",
+        "if handle in self._calls] + self._hung()",
+        "if handle in self._calls] or self._hung()",
+        CREW,
+    ),
+    Mutant(
+        "only calls of a rollout have a deadline",
+        "cluster/deadlines.py",
+        "return max(self.patience, _TIMES * max(taken)) if taken else _UNKNOWN * self.patience",
+        'return float("inf")',
+        CREW,
+    ),
+    Mutant(
+        "a deadline goes by the call before alone",
+        "cluster/deadlines.py",
+        "_TIMES * max(taken)",
+        "_TIMES * taken[-1]",
+        CREW,
+    ),
+    Mutant(
+        "of those that wait for each other any is blamed",
+        "cluster/crew.py",
+        "return max(silent, default=index), method",
+        "return 0, method",
+        CREW,
+    ),
+    Mutant(
+        "who waits for the state of one that hangs is blamed",
+        "cluster/crew.py",
+        "if source in self.sound and not self.pool.wait([state], 0):",
+        "if False:",
+        CREW,
+    ),
+    Mutant(
+        "why a worker was lost is not said",
+        "cluster/crew.py",
+        "filter(None, (why, self.pool.last_words(index)))",
+        "filter(None, (why,))",
+        CREW,
+    ),
+    Mutant(
+        "the run before is gone on with",
+        "restarts.py",
+        "not at_start or after != at_start",
+        "True",
+        RESTARTS,
+    ),
+    Mutant(
+        "a checkpoint does not count as progress",
+        "restarts.py",
+        "failures = failures + 1 if after == before else 1",
+        "failures += 1",
+        RESTARTS,
+    ),
+    Mutant(
+        "a step that ended in time is given up all the same",
+        "stopping.py",
+        "            signal.setitimer(signal.ITIMER_REAL, 0)\n\n\n@contextmanager",
+        "            pass\n\n\n@contextmanager",
+        STOPPING,
+    ),
+    Mutant(
+        "an update is given up as soon as a rollout",
+        "stopping.py",
+        "if self._more and self.amid_update():",
+        "if False:",
+        STOPPING,
+    ),
+]
