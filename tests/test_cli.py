@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +86,15 @@ def test_help_and_faults_of_the_recipe_need_nothing_heavy(recipe: str, argv: lis
 
 
 def test_help_takes_under_a_second() -> None:
-    best = 9.0
-    for _ in range(3):  # the machine may be busy with something else
-        start = time.perf_counter()
-        done = python("import sys; from tlt.cli import main; main(['--help'])")
-        best = min(best, time.perf_counter() - start)
+    """Of the processor, as the machine may be busy with something else."""
+    done = python(
+        "import sys, time; from tlt.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(time.process_time(), file=sys.stderr)"
+    )
     assert "train" in done.stdout
     assert "verify" in done.stdout
-    assert best < 1.0
+    assert float(done.stderr.splitlines()[-1]) < 1.0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt import __version__
+from tlt.cluster.pool import ClusterError
 from tlt.config import (
     ConfigError,
     EngineConfig,
@@ -20,6 +21,7 @@ from tlt.config import (
     parse_section,
 )
 from tlt.config.show import SECTIONS, commented, resolved
+from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
 _BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
@@ -32,7 +34,8 @@ _OVERRIDES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 130 interrupted, 143 terminated, 129
+    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 all
+    workers or the cluster were lost; 130 interrupted, 143 terminated, 129
     hung up: where a run was under way, it has saved and says how to go on."""
     arguments, overrides = _parser().parse_known_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         said = "; ".join([str(error), *getattr(error, "__notes__", [])])
         print(f"tlt: {_one_line(said)}", file=sys.stderr)
-        code = 2
+        code = LOST if isinstance(error, ClusterError) else 2
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
         code = stopped.exit_code
@@ -65,19 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a policy by a recipe", epilog=_OVERRIDES)
-    train.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
-    train.add_argument("--workers", type=int, help="processes that decode and update together: cluster.workers")
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.folder")
-    train.add_argument(
-        "--force",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="with --resume: let this field change, such as train.learning_rate, although the result will; the run "
-        "records it; give it again for more fields",
-    )
-    train.set_defaults(command=_train)
+    _add_train(commands.add_parser("train", help="train a policy by a recipe", epilog=_OVERRIDES))
 
     _add_generate(commands.add_parser("generate", help="answer prompts with a model folder"))
     _add_export(commands.add_parser("export", help="a run's policy and drafter, as an engine reads them"))
@@ -106,6 +97,34 @@ def _parser() -> argparse.ArgumentParser:
     _add_draft(commands.add_parser("draft", help="make and judge a learned drafter"))
     _add_bench(commands.add_parser("bench", help="measure", epilog=_OVERRIDES))
     return parser
+
+
+def _add_train(train: argparse.ArgumentParser) -> None:
+    train.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
+    train.add_argument("--workers", type=int, help="processes that decode and update together: cluster.workers")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        choices=["newest", "auto"],
+        const="newest",
+        help="go on from the newest checkpoint in run.folder; auto: start the run where there is none",
+    )
+    train.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="go on by itself when the process is killed or all workers are lost, up to N times without a checkpoint",
+    )
+    train.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: let this field change, such as train.learning_rate, although the result will; the run "
+        "records it; give it again for more fields",
+    )
+    train.set_defaults(command=_train)
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
@@ -205,13 +224,19 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("--force goes with --resume: a new run may have any recipe")
     workers = ["--cluster.workers", str(arguments.workers)] if arguments.workers is not None else []
     config = load_config(arguments.recipe, [*overrides, *workers])
+    if arguments.restarts:
+        return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
+    resume = arguments.resume is not None
+    if arguments.resume == "auto" and not newest(Path(config.run.folder) / "checkpoints"):
+        overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
+        resume, config = False, load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console
 
     from tlt.display import Display, closing
     from tlt.run import train
 
     console = Console()
-    summary = train(config, arguments.resume, Display(console), force=arguments.force)
+    summary = train(config, resume, Display(console), force=arguments.force)
     for line in closing(summary, config.run.folder):
         console.print(line, soft_wrap=True)
     return 0
