@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,9 @@ def test_the_check_of_forbidden_things_sees_them(code: str, found: list[str]) ->
 def test_the_check_of_lengths_counts_lines() -> None:
     body = "\n".join(["    x = 1"] * MAX_FUNCTION_LINES)
     assert long_functions(ast.parse(f"def long():\n{body}\ndef short():\n    pass")) == ["long"]
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest takes two of one name for one module, and runs neither."""
+    names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, after in pairwise(names) if name == after] == []
