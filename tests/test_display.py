@@ -321,6 +321,10 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     assert "1.75 times plain decoding (measured on 31 plain rounds)" in lines[0].plain
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
+    compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
+    both = closing(SUMMARY | {"compared": compared}, "runs/x")
+    assert "times plain decoding" not in both[0].plain, "one figure of one thing"
+    assert "3.00 times as long; all 90 tokens are the same" in both[1].plain
     failed = closing(SUMMARY | {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}}, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)

@@ -234,7 +234,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     """The last lines of a run."""
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
-    if found:
+    if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
         faster = f", {found['times']:.2f} times plain decoding (measured on {found['plain_rounds']:,.0f} plain rounds)"
     lines = [
         Text(
@@ -250,8 +250,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
         said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
         lines.append(Text(said, "bold red"))
-    files = "summary.json, metrics.jsonl, completions.jsonl, checkpoints"
-    return [*lines, Text(f"everything is in {folder}: {files}")]
+    return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
 
 
 def _compared(summary: dict[str, Any]) -> str:
