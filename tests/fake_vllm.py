@@ -217,6 +217,7 @@ class LLM:
         self.worker.model_runner = self.runner
         self.guesses: dict[str, list[int]] = {}
         self.cached_by = self.runner.target.version  # weights that prefixes in the cache are of
+        self.asleep, self.scheduler_has_heard = False, True
 
     def _drafter(self, speculative: dict[str, Any] | None) -> Any:
         if speculative and speculative["method"] == "custom_class":
@@ -236,6 +237,7 @@ class LLM:
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         tokens = prompt["prompt_token_ids"]
+        assert not self.asleep
         assert params.temperature == 0
         assert self.cached_by == self.runner.target.version, "prefixes are those of other weights"
         assert 0 < params.max_tokens <= self.longest - len(tokens)
@@ -244,12 +246,30 @@ class LLM:
     def abort_request(self, names: Sequence[str]) -> None:
         for name in names:
             self.runner.remove(name)
+        self.scheduler_has_heard = False
+
+    def sleep(self, level: int) -> None:
+        assert level == 0
+        assert not self.runner.live, "vLLM would end them all"
+        self.asleep = True
+
+    def release_kv_cache_memory(self) -> None:
+        assert self.asleep
+        assert self.scheduler_has_heard, "vLLM wants a completed pause first"
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        assert list(tags) == ["kv_cache"]
+        self.asleep = False
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.runner.live)
 
     def step(self) -> list[Any]:
         """A pass over all; what each got, and whether it has ended, at a stop token or at its most tokens."""
+        assert not self.asleep
+        self.scheduler_has_heard = True  # of those that ended before this pass
+        if not self.runner.live:
+            return []
         before = {name: len(row.tokens) for name, row in self.runner.live.items()}
         self.runner.step({name: self.guesses.get(name, []) for name in before})
         outputs = []
@@ -265,6 +285,7 @@ class LLM:
         for output in outputs:
             if output.finished:
                 self.runner.remove(output.request_id)
+                self.scheduler_has_heard = False
         return outputs
 
     def _propose(self, before: dict[str, int]) -> None:

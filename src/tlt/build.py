@@ -85,25 +85,28 @@ def load_engine(
     return make_engine(engine, speculation, target, tokenizer)
 
 
-def open_target(config: Config, folder: str | Path) -> Target:
-    """What the recipe's engine decodes with, with the weights of `folder`. Raises ModelError, or VllmError."""
+def open_target(config: Config, folder: str | Path, trains: bool = False) -> Target:
+    """What the recipe's engine decodes with, with the weights of `folder`; beside a policy that `trains`, it can give
+    memory back for the update. Raises ModelError, or VllmError."""
     if config.engine.backend == "vllm":
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
-        target: Target = vllm_target(config.model, config.engine, config.speculation, longest)
+        target: Target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
     else:
         target = make_target(config.model)
     target.load(read_safetensors(folder), 0)
     return target
 
 
-def vllm_target(model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int) -> VllmTarget:
+def vllm_target(
+    model: ModelConfig, engine: EngineConfig, speculation: SpeculationConfig, longest: int, sleeps: bool = False
+) -> VllmTarget:
     """A vLLM for prompts and responses of up to so many tokens together. Raises ModelError, or VllmError."""
     from tlt.vllm.target import VllmTarget
 
     options = decoder_options(read_config(model.path))
     model = model.model_copy(update={"dtype": str(torch_dtype(model)).removeprefix("torch.")})
-    return VllmTarget(model, engine, speculation, options, torch_device(model), longest)
+    return VllmTarget(model, engine, speculation, options, torch_device(model), longest, sleeps)
 
 
 def open_engine(

@@ -61,7 +61,7 @@ def make_parts(
 
 
 def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
-    target = open_target(config, weights_folder(config, folder))
+    target = open_target(config, weights_folder(config, folder), trains=True)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
     budget = Budget(spot_trainer(layer, target, policy, config), config) if layer else None

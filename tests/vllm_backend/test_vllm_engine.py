@@ -23,6 +23,7 @@ from tlt.engine.engine import Engine
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Request, Response
 from tlt.vllm.engine import VllmEngine
+from tlt.vllm.versions import VllmError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 
@@ -83,6 +84,40 @@ def test_what_was_decoded_ahead_drafts(started: Any, tmp_path: Path) -> None:
     assert stats.seen_ahead == stats.ahead_drafted > 0
     assert stats.tokens > 2 * stats.row_passes
     assert sum(response.decoded.seen_ahead for response in responses.values()) == stats.seen_ahead
+
+
+def test_memory_is_given_back_where_nothing_is_under_way(started: Any, tmp_path: Path) -> None:
+    """A worker's two engines share a vLLM, and each slice releases the one that is not at work."""
+    config = tiny_config(tmp_path, speculation={"drafter": "off"})
+    engine, asked = opened(config), requests(open_workplace(config), 6)
+    expected = told(said_by(engine, asked))
+    engine.target._sleeps = True  # as on a GPU
+    beside = engine.plain_beside()
+    engine.start(asked)
+    responses = engine.round()
+    beside.release()
+    assert not started[-1].asleep, "rows are under way"
+    while engine.busy:
+        responses += engine.round()
+    engine.release()
+    assert started[-1].asleep
+    assert told({r.request.seed: r for r in responses}) == expected
+    assert told(said_by(engine, asked)) == expected, "it is awake again"
+
+
+def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "off"})
+    engine, asked = opened(config), requests(open_workplace(config), 2)
+    llm, step = engine.target.llm, engine.target.llm.step
+
+    def ends_all() -> list[Any]:
+        for output in (outputs := step()):
+            output.finished = True
+        return outputs
+
+    llm.step = ends_all
+    with pytest.raises(VllmError, match="of its own accord"):
+        list(engine.generate(asked))
 
 
 def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class Worker:
         """`folder` holds the policy to start from; `meets` is where all workers can meet: a folder that they share on
         one machine, or this machine's address as the others reach it."""
         self.config, self.index, self._meets, self._join = config, index, meets, join
-        self.target = open_target(config, weights_folder(config, folder))
+        self.target = open_target(config, weights_folder(config, folder), trains=True)
         layer = starting_drafter(config, self.target.options)
         self.policy = make_policy(config, folder)
         self.spot_trainer = spot_trainer(layer, self.target, self.policy, config, index) if layer else None

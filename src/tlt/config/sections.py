@@ -275,6 +275,11 @@ class Config(Section):
 def _for_vllm(config: Config) -> None:
     if config.model.dtype == "float64":
         raise ValueError("engine.backend = 'vllm' has no float64: set model.dtype = 'float32' or 'bfloat16'")
+    if ":" in config.model.device:
+        raise ValueError(
+            f"model.device = {config.model.device!r}, but vLLM takes the first device it sees: set it to "
+            f"'{config.model.device.partition(':')[0]}', and CUDA_VISIBLE_DEVICES to the one it is to see"
+        )
     if config.speculation.drafter == "mixed":
         raise ValueError("speculation.drafter = 'mixed' needs engine.backend = 'tlt': with vllm take 'adaptive'")
     if config.run.compare_every and config.speculation.drafter not in ("off", "adaptive"):

@@ -23,6 +23,7 @@ from tlt.types import Request, Response, RolloutStats, Row
 from tlt.vllm.look_ahead import chains_for, rest_of
 from tlt.vllm.noise import Draw, Drawn
 from tlt.vllm.target import VllmTarget
+from tlt.vllm.versions import VllmError
 
 
 class VllmEngine(Generates):
@@ -156,6 +157,8 @@ class VllmEngine(Generates):
                 tokens += self._append(name, news, finished)
             if output.finished:
                 self._ended.add(name)
+        for name in self._ended & self._live.keys() - finished.keys():
+            raise VllmError(f"vLLM ended request {name} of its own accord: see what it printed before this")
         if self.tracer:
             self.tracer.add("vllm", began, time.time(), rounds=1, tokens=tokens)
         self.stats.rounds += own

@@ -39,8 +39,7 @@ class NoisySampling:
 
     def __call__(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         if logits is not None:
-            # in bfloat16 scores would be rounded, and the nearest of them tie
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = _widened(logits)
             self.table.apply(logits, *self._rows(spec_decode_metadata))
         return self._sample(logits, spec_decode_metadata)
 
@@ -79,6 +78,11 @@ class NoisySampling:
         return self._slots[name]
 
 
+def _widened(logits: Tensor) -> Tensor:
+    """In bfloat16 scores would be rounded, and the nearest of them tie."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def _guesses_greedily(drafter: Any) -> bool:
     """One of vLLM's learned ones that takes the argmax of logits over our vocabulary, a step after the other."""
     others = ("use_local_argmax_reduction", "use_heterogeneous_vocab", "uses_mrope", "parallel_drafting")
@@ -107,5 +111,4 @@ class NoisyGuesses:
         if positions is None or len(positions) != len(logits):  # vLLM tries it out at its start
             return logits.argmax(dim=-1)
         self._positions = positions + 1
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return self.sampling.table.guess(wide, self.sampling.slots(), positions).argmax(dim=-1)
+        return self.sampling.table.guess(_widened(logits), self.sampling.slots(), positions).argmax(dim=-1)

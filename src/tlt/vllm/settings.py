@@ -27,7 +27,7 @@ def set_environment() -> None:
 
 
 def engine_arguments(
-    model: ModelConfig, engine: EngineConfig, speculative: dict[str, Any] | None, longest: int, device: str
+    model: ModelConfig, engine: EngineConfig, speculative: dict[str, Any] | None, longest: int, sleeps: bool
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`. `longest`: tokens of a prompt with its response. Raises VllmError."""
     ours = {
@@ -39,7 +39,7 @@ def engine_arguments(
         "speculative_config": speculative,
         "worker_extension_cls": "tlt.vllm.worker.WorkerExtension",
         "skip_tokenizer_init": True,
-        "enable_sleep_mode": device == "cuda",  # to give the cache's memory back for the update
+        "enable_sleep_mode": sleeps,  # to give the cache's memory back for the update
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,

@@ -33,8 +33,10 @@ class VllmTarget:
         options: DecoderOptions,
         device: torch.device,
         longest: int,
+        sleeps: bool = False,
     ) -> None:
-        """`longest`: tokens that a prompt and its response may have together. Raises VllmError."""
+        """`longest`: tokens that a prompt and its response may have together. With `sleeps` it can give memory back on
+        a GPU, which one vLLM in a process can. Raises VllmError."""
         require_vllm()
         set_environment()
         self.options, self.dtype, self.device = options, getattr(torch, model.dtype), device
@@ -43,7 +45,7 @@ class VllmTarget:
         self.looks_ahead = speculation.drafter == "adaptive"
         self.parallel = int(engine.vllm.get("tensor_parallel_size", 1)) > 1
         self._keys = itertools.count()
-        self._asleep = False
+        self._sleeps, self._asleep = sleeps and device.type == "cuda", False
         self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # of the learned drafter, where there is one
 
         def export() -> tuple[str, str]:
@@ -52,7 +54,7 @@ class VllmTarget:
             return method(layer.options), self._folder.name
 
         speculative = speculative_arguments(speculation, export)
-        arguments = engine_arguments(model, engine, speculative, self.longest, device.type)
+        arguments = engine_arguments(model, engine, speculative, self.longest, self._sleeps)
         with _threads_kept():
             self.llm: Any = _start(arguments)
         self.llm.collective_rpc("tlt_begin")
@@ -116,8 +118,8 @@ class VllmTarget:
 
     def release(self) -> None:
         """Give back the cache's memory, up to the next request, unless there are some under way: several engines may
-        share a vLLM. It can do so on GPUs alone, once its scheduler has heard of the end of all requests."""
-        if self.device.type == "cuda" and not self._asleep and not self.llm.has_unfinished_requests():
+        share a vLLM. It can do so once its scheduler has heard of the end of all requests."""
+        if self._sleeps and not self._asleep and not self.llm.has_unfinished_requests():
             for _ in range(2):  # one pass may be queued still
                 self.llm.step()
             self.llm.sleep(level=0)
