@@ -1,6 +1,7 @@
 """Tiny models: one thread is fastest, and leaves the other core to whoever else is working."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TLT_AUDIT", "1")  # every engine checks its key-value cache after every round
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: tiny.py
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
