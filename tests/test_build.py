@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import tiny_config
 
-from tlt.build import load_tokenizer, open_workplace
+from tlt.about import about_model
+from tlt.build import load_tokenizer, open_workplace, settled
+from tlt.config import Config
 from tlt.data import DataError
 from tlt.parts import make_parts
 
@@ -19,3 +22,31 @@ def test_a_bench_decodes_the_prompts_that_training_sees(tmp_path: Path) -> None:
     parts, _ = make_parts(config, load_tokenizer(config.model.path))
     assert open_workplace(config).prompts == parts.prompts
     assert open_workplace(config).sampling == parts.sampling
+
+
+def by_vllm(home: Path, workers: int, **speculation: Any) -> Config:
+    config = tiny_config(
+        home,
+        model={"dtype": "float32"},
+        engine={"backend": "vllm"},
+        speculation={"drafter": "adaptive"} | speculation,
+        cluster={"workers": workers},
+    )
+    return settled(config)
+
+
+@pytest.mark.parametrize(
+    ("workers", "speculation", "expected"),
+    [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "suffix"), (1, {}, "suffix"), (1, {"path": "folder"}, "eagle")],
+)
+def test_adaptive_in_vllm_is_what_there_is_time_for(
+    workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    """Look-ahead needs idle workers: where none is, nothing would draft."""
+    assert by_vllm(tmp_path, workers, **speculation).speculation.drafter == expected
+
+
+def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Path) -> None:
+    config = by_vllm(tmp_path, 2, path="folder")
+    assert "look-ahead, by vLLM, which leaves out folder" in about_model(config)
+    assert "leaves out" not in about_model(by_vllm(tmp_path, 2))

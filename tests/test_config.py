@@ -224,6 +224,19 @@ def test_a_learned_drafter_that_would_not_be_used_is_refused(drafter: str) -> No
     assert parse_section(SpeculationConfig, {"drafter": drafter}, "recipe").path is None
 
 
+@pytest.mark.parametrize("speculation", [{"drafter": "suffix"}, {"drafter": "adaptive", "look_ahead": 0}])
+def test_plain_decoding_beside_a_vllm_that_always_drafts_is_refused(speculation: dict[str, Any], recipe: Path) -> None:
+    words = ["--engine.backend", "vllm", "--run.compare_every", "2", "--model.dtype", "float32"]
+    looks_ahead = ["--speculation.drafter", "adaptive", "--cluster.workers", "2"]
+    assert load_config(recipe, [*words, *looks_ahead]).looks_ahead_in_vllm
+    for workers in ("1", "2"):
+        given = [word for name, value in speculation.items() for word in (f"--speculation.{name}", str(value))]
+        with pytest.raises(ConfigError, match=r"would need a second vLLM .* or run\.compare_every = 0"):
+            load_config(recipe, [*words, *given, "--cluster.workers", workers])
+    with pytest.raises(ConfigError, match="would need a second vLLM"):
+        load_config(recipe, [*words, *looks_ahead[:2]])
+
+
 def test_an_empty_override_takes_a_field_away_that_may_be_left_out(recipe: Path) -> None:
     named = ["--speculation.drafter", "adaptive", "--speculation.path", "drafter"]
     assert load_config(recipe, named).speculation.path == "drafter"

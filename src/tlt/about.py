@@ -29,7 +29,8 @@ def _about_speculation(config: Config) -> str:
     speculation = config.speculation
     adaptive, by_vllm = speculation.drafter == "adaptive", config.engine.backend == "vllm"
     if adaptive and by_vllm:
-        return "look-ahead, by vLLM"
+        unused = f", which leaves out {speculation.path}: speculation.drafter = 'eagle' takes it instead"
+        return f"look-ahead, by vLLM{unused if speculation.path else ''}"
     learned = f" with {speculation.path}" if speculation.path else ""
     slow = ", which first measures what rounds take" if adaptive else ""
     return f"{speculation.drafter}{learned}{', by vLLM' if by_vllm else ''}{slow}"

@@ -79,6 +79,7 @@ def load_engine(
         from tlt.vllm.engine import VllmEngine
 
         longest = longest or decoder_options(read_config(model.path)).max_positions
+        speculation = without_look_ahead(speculation)
         return VllmEngine(vllm_target(model, engine, speculation, longest), engine, detokenizer(tokenizer))
     target = make_target(model)
     target.load(read_safetensors(model.path), version=0)
@@ -230,9 +231,22 @@ def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = F
 
 
 def settled(config: Config) -> Config:
-    """With the dtype that `auto` stands for on this machine: what is recorded of a run must say it."""
+    """With the dtype that `auto` stands for on this machine, and the drafter that `adaptive` does in vLLM: what is
+    recorded of a run must say it."""
     dtype = str(torch_dtype(config.model)).removeprefix("torch.")
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    speculation = config.speculation
+    if config.engine.backend == "vllm" and not config.looks_ahead_in_vllm:
+        speculation = without_look_ahead(speculation)
+    model = config.model.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"model": model, "speculation": speculation})
+
+
+def without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
+    """What `adaptive` stands for in vLLM where no worker is ever idle: the learned drafter that is there, else the
+    lookup of what followed before."""
+    if speculation.drafter != "adaptive":
+        return speculation
+    return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "suffix"})
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:

@@ -20,18 +20,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tlt import run
-from tlt.build import make_target
+from tlt.build import make_target, open_workplace
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft.ahead import Ahead, LookAhead
 from tlt.draft.tree import DraftTree
 from tlt.engine import engine, runner
+from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
 from tlt.fidelity import forks, oracle
 from tlt.fidelity import verify as runs
 from tlt.fidelity.look_ahead import OlderTarget, spoiled
+from tlt.fidelity.modes import modes
 from tlt.fidelity.verify import verify
 from tlt.models.weights import read_safetensors
 from tlt.sampling import Ranking, gumbel_noise
@@ -411,6 +413,19 @@ def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(
     agree, result = check(small(home, rollout=rollout), tmp_path)
     assert not agree
     assert {r["mode"] for r in result["runs"] if r["tokens_different"]} == {"several workers"}
+
+
+def test_several_workers_decode_plainly_too(home: Path) -> None:
+    config = small(home)
+    place = open_workplace(config)
+    several = modes(config, place.target, place.tokenizer)["several workers"]
+    asked = [Request(prompt, 0, 0, seed, place.sampling) for seed, prompt in enumerate(place.prompts)]
+    seen: list[Response] = []
+    said = several.plainly(asked, seen.append)
+    expected = Engine(place.target, config.engine).generate(asked)
+    assert {r.request.seed: r.token_ids for r in said} == {r.request.seed: r.token_ids for r in expected}
+    assert seen == said
+    assert all(r.decoded.drafted == 0 for r in said)
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

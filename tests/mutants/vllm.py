@@ -6,6 +6,7 @@ from mutants.mutant import Mutant
 
 NOISE = "vllm_backend/test_shared_noise.py"
 ENGINE = "vllm_backend/test_vllm_engine.py"
+PLUGIN = "vllm_backend/test_plugin.py"
 VERSIONS = "vllm_backend/test_versions.py"
 TEACHER = "rl/test_teacher.py"
 
@@ -48,10 +49,10 @@ MUTANTS = [
     ),
     Mutant(
         "a request that vLLM samples itself is let through",
-        "vllm/processor.py",
-        "if draw and sampling_params.temperature != 0:",
-        "if draw and sampling_params.temperature < 0:",
-        NOISE,
+        "vllm/noise.py",
+        "if draw and params.temperature != 0:",
+        "if draw and params.temperature < 0:",
+        f"{NOISE} {PLUGIN}",
     ),
     # -- the engine
     Mutant(

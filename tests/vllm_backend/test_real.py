@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -203,7 +204,8 @@ def test_arguments_that_are_ours_are_refused() -> None:
 
 
 def test_any_vllm_draws_as_we_do_where_tlt_is_installed(place: Any) -> None:
-    """By the plugin that vLLM loads itself, with a speculator of its own."""
+    """By the plugin that vLLM loads itself, with a speculator of its own. Others' requests are as they were, and those
+    of ours that could not be drawn so are refused, and end nothing."""
     asked = requests(place, 4)
     rows = [
         (list(r.prompt.token_ids), r.seed, r.sampling.temperature, r.sampling.top_k, r.sampling.top_p) for r in asked
@@ -215,7 +217,12 @@ def test_any_vllm_draws_as_we_do_where_tlt_is_installed(place: Any) -> None:
         check=False,
     )
     expected = plain(place, asked)
-    assert said.stdout.splitlines()[-1:] == [repr([expected[r.seed].token_ids for r in asked])], said.stderr[-2000:]
+    assert said.returncode == 0, said.stderr[-3000:]
+    ours, theirs, refusals = [ast.literal_eval(line) for line in said.stdout.splitlines()[-3:]]
+    assert ours == [expected[r.seed].token_ids for r in asked]
+    greedy = replace(asked[0], sampling=replace(asked[0].sampling, temperature=0.0))
+    assert theirs == plain(place, [greedy])[greedy.seed].token_ids
+    assert ["extra_args['tlt']" in refusal for refusal in refusals] == [True, True]
 
 
 _FOREIGN = """
@@ -233,8 +240,18 @@ laws = [
                    extra_args=Draw(key, seed, len(prompt), *law).as_extra())
     for key, (prompt, seed, *law) in enumerate(rows)
 ]
-found = llm.generate([{"prompt_token_ids": prompt} for prompt, *_ in rows], laws, use_tqdm=False)
-print([list(output.outputs[0].token_ids) for output in found])
+wanted = dict(max_tokens=160, stop_token_ids=stops, ignore_eos=True, detokenize=False)
+laws.append(SamplingParams(temperature=0, **wanted))  # of somebody else, amid ours
+prompts = [{"prompt_token_ids": prompt} for prompt, *_ in [*rows, rows[0]]]
+refusals = []
+for extra in (laws[0].extra_args, {"tlt": {"seed": 1}}):
+    try:
+        llm.generate(prompts[:1], [SamplingParams(temperature=0.7, extra_args=extra, **wanted)], use_tqdm=False)
+    except ValueError as error:
+        refusals.append(str(error))
+found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, laws, use_tqdm=False)]
+for line in (found[:-1], found[-1], refusals):
+    print(line)
 """
 
 

@@ -165,6 +165,27 @@ def test_one_that_was_preempted_keeps_what_was_drawn_for_it() -> None:
     assert found.drafted == 3
 
 
+@pytest.mark.parametrize("key", [None, 7])
+def test_two_requests_of_one_key_are_both_drawn(key: int | None) -> None:
+    """Whoever asks for no log-probs need not give each request its own."""
+    table, seeds = NoiseTable(slots=2, device=torch.device("cpu")), (5, 6)
+    for slot, seed in enumerate(seeds):
+        table.add(slot, Draw(key, seed, 1, 1.0, 3, 1.0), 4)
+    logits = torch.randn(1, 64).expand(2, -1)
+    scores = table.apply(logits.clone(), torch.tensor([0, 1]), torch.tensor([0, 0]))
+    for slot, seed in enumerate(seeds):
+        alone = NoiseTable(slots=1, device=torch.device("cpu"))
+        alone.add(0, Draw(1, seed, 1, 1.0, 3, 1.0), 4)
+        assert torch.equal(scores[slot], alone.apply(logits[:1].clone(), torch.tensor([0]), torch.tensor([0]))[0])
+
+
+def test_nothing_is_kept_where_nobody_asks() -> None:
+    table = NoiseTable(slots=1, device=torch.device("cpu"))
+    for seed in range(9):
+        table.add(0, Draw(None, seed, 1, 1.0, 0, 1.0), 4)
+    assert not table._left
+
+
 def test_scores_are_not_rounded_to_the_dtype_of_the_logits(target: Any, tested_version: None) -> None:
     given: list[torch.Tensor] = []
     runner = SimpleNamespace(_sample=lambda logits, drafts: given.append(logits))

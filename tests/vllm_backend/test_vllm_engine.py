@@ -20,7 +20,9 @@ from tlt.config import Config
 from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
 from tlt.engine.engine import Engine
-from tlt.models.families import decoder_options, read_config
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.rl.agreement import check_agreement, take_weights
+from tlt.rl.policy import Policy
 from tlt.types import Request, Response
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError
@@ -143,6 +145,25 @@ def test_what_is_for_this_step_comes_first(started: Any, tmp_path: Path) -> None
     while engine.busy or engine.looks_ahead:
         engine.round()
     assert all(engine.store.has_ended(request) for request in asked[:6])
+
+
+def test_a_pass_has_room_for_all_rows_and_their_drafts(started: Any, tmp_path: Path) -> None:
+    for prefill, expected in ((7, 4 * 17), (500, 500)):
+        engine = {"prefill_tokens": prefill, "max_rows": 4}
+        opened(tiny_config(tmp_path, engine=engine, speculation={"drafter": "adaptive"}))
+        assert started[-1].arguments["max_num_batched_tokens"] == expected
+
+
+def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path) -> None:
+    """Fewer than the text on which the laws are compared."""
+    config = by_vllm(tiny_config(tmp_path, data={"max_prompt_tokens": 12}, rollout={"max_new_tokens": 3}))
+    target = open_target(config, config.model.path)
+    policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
+    take_weights(target, policy, 1)
+    moved = {name: tensor * 1.05 for name, tensor in policy.state_dict().items()}
+    target.load(moved, 2)
+    with pytest.raises(ModelError, match="not one model at version 2: after 14 tokens"):
+        check_agreement(target, policy)
 
 
 def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:

@@ -243,6 +243,11 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
 
+    @property
+    def looks_ahead_in_vllm(self) -> bool:
+        """Whether `adaptive` stands for look-ahead there: it needs workers that are idle at times."""
+        return self.speculation.drafter == "adaptive" and self.speculation.look_ahead > 0 and self.cluster.workers > 1
+
     @model_validator(mode="after")
     def _possible(self) -> Config:
         names = [term.name for term in self.reward.all_terms]
@@ -282,10 +287,11 @@ def _for_vllm(config: Config) -> None:
         )
     if config.speculation.drafter == "mixed":
         raise ValueError("speculation.drafter = 'mixed' needs engine.backend = 'tlt': with vllm take 'adaptive'")
-    if config.run.compare_every and config.speculation.drafter not in ("off", "adaptive"):
+    if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
         raise ValueError(
-            f"run.compare_every with engine.backend = 'vllm' and speculation.drafter = "
-            f"{config.speculation.drafter!r} would need a second vLLM: take 'adaptive', or run.compare_every = 0"
+            "run.compare_every with engine.backend = 'vllm' would need a second vLLM for plain decoding, unless it is "
+            "look-ahead that drafts: set speculation.drafter = 'adaptive' and cluster.workers above 1, or "
+            "run.compare_every = 0"
         )
 
 

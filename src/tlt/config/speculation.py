@@ -42,8 +42,8 @@ class SpeculationConfig(Section):
     """What drafts, where it comes from, and how it is trained."""
 
     drafter: Literal["off", "suffix", "eagle", "mixed", "adaptive"] = "adaptive"
-    """`adaptive` picks a strategy for each round, or none; `eagle` (learned), `suffix` (model-free) and `mixed` (both)
-    always draft, by depth, branching, verify_tokens and min_chance"""
+    """`adaptive` picks a strategy for each round, or none, in vLLM one for the run (docs/vllm.md); `eagle` (learned),
+    `suffix` (model-free) and `mixed` (both) always draft, by depth, branching, verify_tokens and min_chance"""
     path: str | None = None
     """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
     kind: Literal["eagle1", "eagle3"] = "eagle1"

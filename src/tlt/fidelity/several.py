@@ -92,7 +92,12 @@ class SeveralWorkers:
     # -- the rest of the protocol --------------------------------------------------------------------------------------
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        raise NotImplementedError("another rollout of `tlt verify` does that")
+        responses = []
+        longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
+        for response in self.make(AheadStore(0), 2 * longest + _SPARE).plain_beside().generate(requests):
+            responses.append(response)
+            on_response(response)
+        return responses
 
     def remember(self, drafts: Iterable[Ahead]) -> None: ...
 

@@ -40,7 +40,7 @@ def take_weights(target: Target, policy: Weighed, version: int) -> None:
 def check_agreement(target: Target, policy: Weighed) -> None:
     """Compare the laws of the next token at each token of a short text, of vLLM that behind the last one. Raises
     ModelError if they differ by more than rounding does. For a policy in shards all members make this call."""
-    count = min(_TOKENS, target.options.max_positions)
+    count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
     decoded = _logits(target, tokens)
     before = count - len(decoded)

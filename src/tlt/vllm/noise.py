@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,9 @@ _LEAST_TOKENS = 256  # of a response, that there is room for from the start
 class Draw:
     """How a request's tokens are drawn, as it travels with the request."""
 
-    key: int
-    """another one each time that a request is given to the engine: what was drawn is asked for by it"""
+    key: int | None
+    """what was drawn is asked for by it, another one each time that a request is given to the engine; None: nobody
+    asks, and nothing is kept"""
     seed: int
     """64 bits"""
     prompt_tokens: int
@@ -57,6 +58,17 @@ class Draw:
             raise ValueError(f"extra_args['{KEY}'] is not as tlt writes it: {error}") from None
         if not 0 <= draw.seed < 2**64 or draw.prompt_tokens < 1 or draw.temperature < 0 or not 0 < draw.top_p <= 1:
             raise ValueError(f"extra_args['{KEY}'] is out of range: {draw}")
+        return draw
+
+    @classmethod
+    def of_params(cls, params: Any) -> Draw | None:
+        """Of a request's whole `SamplingParams`. Raises ValueError."""
+        draw = cls.of(params.extra_args)
+        if draw and params.temperature != 0:
+            raise ValueError(
+                f"extra_args['{KEY}'] has the temperature ({draw.temperature}); that of SamplingParams must be 0, as "
+                "the noise is added to the logits and the greatest one is the sample"
+            )
         return draw
 
 
@@ -96,9 +108,7 @@ class NoiseTable:
         self._ours[slot] = draw is not None
         if draw is None:
             return False
-        for other in [held for held, own in self.draws.items() if own.key == draw.key]:
-            self.leave(other)
-        before, self._drafts[slot] = self._left.pop(draw.key, (self._logprobs.new_zeros(0, 2), [0, 0]))
+        before, self._drafts[slot] = self._take_over(draw.key)
         self.draws[slot] = draw
         self._seeds[slot] = draw.seed - 2**64 if draw.seed >= 2**63 else draw.seed
         self._starts[slot] = draw.prompt_tokens
@@ -112,10 +122,23 @@ class NoiseTable:
         self._logprobs[slot, : len(before)] = before  # it was preempted, and goes on
         return True
 
+    def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:
+        """What was kept of a request that was preempted. Its old slot keeps the noise: should it live, it is another
+        request, with a key that is not its own, and its tokens must be right all the same."""
+        nothing = self._logprobs.new_zeros(0, 2), [0, 0]
+        if key is None:
+            return nothing
+        for other in [held for held, own in self.draws.items() if own.key == key]:
+            self._left[key] = self._logprobs[other].clone(), self._drafts[other]
+            self.draws[other], self._drafts[other] = replace(self.draws[other], key=None), [0, 0]
+        return self._left.pop(key, nothing)
+
     def leave(self, slot: int) -> None:
         """The slot is free; what was drawn in it can still be asked for."""
         if draw := self.draws.pop(slot, None):
-            self._left[draw.key] = self._logprobs[slot].clone(), self._drafts.pop(slot)
+            drafts = self._drafts.pop(slot)
+            if draw.key is not None:
+                self._left[draw.key] = self._logprobs[slot].clone(), drafts
             self._ours[slot] = False
 
     def drafted(self, slot: int, tokens: int) -> None:

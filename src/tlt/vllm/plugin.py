@@ -5,22 +5,64 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tlt.vllm.settings import EXTENSION, PROCESSOR
 from tlt.vllm.versions import is_tested, vllm_version
 
 
 def register() -> None:
     """Have the model runner V1 draw with our noise for requests that ask for it in `extra_args`, and no others. The
-    runner V2 takes `--logits-processors tlt.vllm.processor:SharedNoise` instead; a vLLM that was not tested is left
-    as it is."""
+    runner V2 takes `--logits-processors tlt.vllm.processor:SharedNoise` instead. On both, a request that could not be
+    drawn so is refused. A vLLM that was not tested is left as it is."""
+    if not is_tested(vllm_version() or ""):
+        return
+    from vllm.v1.engine.input_processor import InputProcessor  # type: ignore[import-not-found]
+
+    _wrap(InputProcessor, "_validate_params", _refusing)
+    if _wraps_v1():
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # type: ignore[import-not-found]
+
+        _wrap(GPUModelRunner, "_sample", _with_noise)
+
+
+def _wrap(owner: Any, name: str, wrapper: Any) -> None:
+    """Once, however often vLLM loads its plugins in a process."""
+    original = getattr(owner, name)
+    if not hasattr(original, "original"):
+        wrapped = wrapper(original)
+        wrapped.original = original
+        setattr(owner, name, wrapped)
+
+
+def _refusing(original: Any) -> Any:
+    """As a request comes in, where a ValueError is an answer to who sent it; in the runner it would end vLLM."""
+
+    def _validate_params(processor: Any, params: Any, *others: Any) -> Any:
+        from tlt.vllm.noise import KEY, Draw
+
+        if KEY in (getattr(params, "extra_args", None) or {}):
+            Draw.of_params(params)
+            if not _draws(processor.vllm_config):
+                raise ValueError(
+                    f"extra_args['{KEY}'] asks for tlt's noise, which this vLLM was started without: start it with "
+                    f"--logits-processors {PROCESSOR}, or with VLLM_USE_V2_MODEL_RUNNER=0 in its environment"
+                )
+        return original(processor, params, *others)
+
+    return _validate_params
+
+
+def _draws(config: Any) -> bool:
+    """Whether the runner of this vLLM has the noise."""
+    if config.use_v2_model_runner:
+        given = config.model_config.logits_processors or ()
+        return any(p == PROCESSOR or getattr(p, "__module__", "") == PROCESSOR.partition(":")[0] for p in given)
+    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # which does so itself
+
+
+def _wraps_v1() -> bool:
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
-    runs_v1 = current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-    if not runs_v1 or not is_tested(vllm_version() or ""):
-        return
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # type: ignore[import-not-found]
-
-    if not hasattr(GPUModelRunner._sample, "original"):
-        GPUModelRunner._sample = _with_noise(GPUModelRunner._sample)
+    return current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
 
 
 def _with_noise(original: Any) -> Any:
@@ -29,5 +71,4 @@ def _with_noise(original: Any) -> Any:
 
         return NoisySampling(runner)(logits, spec_decode_metadata)  # from the next time on it is called itself
 
-    _sample.original = original  # type: ignore[attr-defined]
     return _sample

@@ -26,12 +26,7 @@ class SharedNoise(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Raises ValueError."""
-        draw = Draw.of(sampling_params.extra_args)
-        if draw and sampling_params.temperature != 0:
-            raise ValueError(
-                f"extra_args['tlt'] has the temperature ({draw.temperature}); that of SamplingParams must be 0, as the "
-                "noise is added to the logits and the greatest one is the sample"
-            )
+        Draw.of_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         draw = Draw.of(sampling_params.extra_args)

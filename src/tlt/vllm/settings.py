@@ -9,6 +9,8 @@ from typing import Any
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.vllm.versions import VllmError
 
+PROCESSOR = "tlt.vllm.processor:SharedNoise"
+EXTENSION = "tlt.vllm.worker.WorkerExtension"
 PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
 WIDEST = 16
 """tokens of a look-ahead that are verified in one pass; vLLM keeps room for so many in every request"""
@@ -30,14 +32,16 @@ def engine_arguments(
     model: ModelConfig, engine: EngineConfig, speculative: dict[str, Any] | None, longest: int, sleeps: bool
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`. `longest`: tokens of a prompt with its response. Raises VllmError."""
+    drafted = speculative["num_speculative_tokens"] if speculative else 0
     ours = {
         "model": model.path,
         "dtype": model.dtype,
         "max_model_len": longest,
         "max_num_seqs": engine.max_rows,
+        "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # all rows in each pass
         "kv_cache_memory_bytes": engine.kv_memory_mb * 2**20,
         "speculative_config": speculative,
-        "worker_extension_cls": "tlt.vllm.worker.WorkerExtension",
+        "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
         "enable_sleep_mode": sleeps,  # to give the cache's memory back for the update
         "use_tqdm_on_load": False,

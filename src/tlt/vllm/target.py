@@ -18,10 +18,8 @@ from tlt.draft.formats import method, write_drafter
 from tlt.files import read_json
 from tlt.models.families import DecoderOptions
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import engine_arguments, set_environment, speculative_arguments
+from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment, speculative_arguments
 from tlt.vllm.versions import VllmError, require_vllm
-
-_PROCESSOR = "tlt.vllm.processor:SharedNoise"
 
 
 class VllmTarget:
@@ -140,7 +138,8 @@ def _start(arguments: dict[str, Any]) -> Any:
 
         given = EngineArgs(**arguments)
         if given.create_engine_config().use_v2_model_runner:
-            given = EngineArgs(**arguments | {"logits_processors": [_PROCESSOR]})
+            others = arguments.get("logits_processors") or ()  # ours comes last: what it is given is the law
+            given = EngineArgs(**arguments | {"logits_processors": [*others, PROCESSOR]})
         return LLMEngine.from_engine_args(given)
     except Exception as error:
         raise VllmError(f"vLLM cannot run {arguments['model']}: {_reason(error)}") from error

@@ -1,0 +1,120 @@
+"""What vLLM loads by itself: who asks for our noise gets it or is refused, all others are as they were. vLLM is not
+needed."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import fake_vllm
+import pytest
+
+from tlt.vllm import plugin
+from tlt.vllm.noise import Draw
+from tlt.vllm.settings import EXTENSION, PROCESSOR
+
+EXTRA = Draw(None, 5, 3, 1.0, 0, 1.0).as_extra()
+
+
+class InputProcessor:
+    """Of vllm.v1.engine.input_processor: it is given a request's parameters when it comes in."""
+
+    def __init__(self, v2: bool = False, processors: Any = None, extension: str = "") -> None:
+        self.vllm_config = SimpleNamespace(
+            use_v2_model_runner=v2,
+            model_config=SimpleNamespace(logits_processors=processors),
+            parallel_config=SimpleNamespace(worker_extension_cls=extension),
+        )
+
+    def _validate_params(self, params: Any, supported_tasks: Any) -> str:
+        return f"theirs, of {params}"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With the plugin: its processor of requests, its runner V1, and the platform."""
+
+    class Processor(InputProcessor):
+        pass
+
+    class Runner(fake_vllm.RunnerV1):
+        pass
+
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    contents = {
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.v1.engine.input_processor": {"InputProcessor": Processor},
+        "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": Runner},
+    }
+    for name, found in contents.items():
+        module = ModuleType(name)
+        vars(module).update(found)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("tlt.vllm.runner_v1.require_vllm", lambda: None)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    return SimpleNamespace(Processor=Processor, Runner=Runner, platform=platform)
+
+
+def params(temperature: float, extra: Any) -> Any:
+    return SimpleNamespace(temperature=temperature, extra_args=extra, max_tokens=8)
+
+
+@pytest.mark.parametrize("others", [params(0.7, None), params(0.7, {"theirs": 1}), SimpleNamespace(pooling=True)])
+def test_requests_of_others_come_in_as_they_did(others: Any, vllm: Any) -> None:
+    plugin.register()
+    for v2 in (False, True):
+        assert vllm.Processor(v2)._validate_params(others, ()) == f"theirs, of {others}"
+
+
+def test_ours_come_in_where_they_can_be_drawn(vllm: Any) -> None:
+    plugin.register()
+    ours = params(0.0, EXTRA)
+    for processor in (vllm.Processor(), vllm.Processor(v2=True, processors=["theirs:Own", PROCESSOR])):
+        assert processor._validate_params(ours, ()) == f"theirs, of {ours}"
+
+
+@pytest.mark.parametrize("faulty", [params(0.7, EXTRA), params(0.0, {"tlt": {"seed": 1}})])
+def test_ours_are_refused_where_they_make_no_sense(faulty: Any, vllm: Any) -> None:
+    plugin.register()
+    for processor in (vllm.Processor(), vllm.Processor(v2=True, processors=[PROCESSOR])):
+        with pytest.raises(ValueError, match="extra_args"):
+            processor._validate_params(faulty, ())
+
+
+def test_ours_are_refused_where_nothing_adds_the_noise(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be decoded greedily. On a GPU the runner V1 has it where it was asked for before the start."""
+    vllm.platform.is_cpu = lambda: False
+    plugin.register()
+    for v2 in (False, True):
+        with pytest.raises(ValueError, match=rf"--logits-processors {PROCESSOR}, or with VLLM_USE_V2_MODEL_RUNNER=0"):
+            vllm.Processor(v2)._validate_params(params(0.0, EXTRA), ())
+    assert vllm.Processor(extension=EXTENSION)._validate_params(params(0.0, EXTRA), ())
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert vllm.Processor()._validate_params(params(0.0, EXTRA), ())
+
+
+def test_a_version_that_was_not_tested_is_left_as_it_is(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.33.0")
+    plugin.register()
+    assert vllm.Processor._validate_params is InputProcessor._validate_params
+    assert vllm.Runner._sample is fake_vllm.RunnerV1._sample
+
+
+def test_the_runner_v1_draws_with_the_noise_however_often_it_is_loaded(vllm: Any) -> None:
+    from small import Target
+    from test_shared_noise import LAWS, ours, requests
+
+    plugin.register()
+    plugin.register()
+    target = Target().decoder
+    asked = requests([LAWS["tempered"]])[:1]
+    runner = vllm.Runner(target, 2)
+    runner.add("0", asked[0], params(0.0, Draw(0, asked[0].seed, 3, 0.6, 0, 1.0).as_extra()))
+    said = ours(target, asked)[asked[0].seed].token_ids
+    for _ in said:
+        runner.step({})
+    assert runner.live["0"].tokens == said
