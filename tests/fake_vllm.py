@@ -232,7 +232,10 @@ class LLM:
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """As there: with live rows nothing is reset, unless they make way and are prefilled again."""
+        if self.runner.live and not reset_running_requests:
+            return
         self.cached_by = self.runner.target.version
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:

@@ -27,6 +27,7 @@ LAWS = {
     "temperature 1": SamplingParams(max_new_tokens=12),
     "tempered": SamplingParams(temperature=0.6, max_new_tokens=12),
     "cut": SamplingParams(temperature=0.8, top_k=3, top_p=0.8, max_new_tokens=12),
+    "nucleus": SamplingParams(top_p=0.6, max_new_tokens=12),
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=12),
 }
 SLOTS = 5

@@ -194,6 +194,18 @@ def test_new_weights_are_the_next_rollouts(started: Any, tmp_path: Path) -> None
     assert after != before
 
 
+def test_new_weights_leave_no_prefix_of_the_old_ones_though_rows_are_live(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "adaptive"})
+    engine, asked = opened(config), requests(open_workplace(config), 4)
+    engine.start(())
+    engine.look_ahead(asked[:2])
+    engine.round()
+    engine.target.load(_weights(config), 1)
+    assert started[-1].cached_by == engine.target.llm.runner.target.version
+    engine.start(asked[2:])
+    engine.round()
+
+
 def _weights(config: Config) -> dict[str, torch.Tensor]:
     from tlt.models.weights import read_safetensors
 

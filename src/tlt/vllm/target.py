@@ -63,7 +63,7 @@ class VllmTarget:
         if self.parallel:  # they go to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
-        self.llm.reset_prefix_cache()
+        self.llm.reset_prefix_cache(reset_running_requests=True)  # else it is kept as long as there is a live row
         self.version = version
 
     def load_drafter(self, layer: EagleLayer) -> None:
