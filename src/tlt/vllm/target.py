@@ -60,6 +60,8 @@ class VllmTarget:
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take all weights by their Hugging Face names. What was kept of prompts is forgotten."""
         given = {name: tensor.detach() for name, tensor in weights.items()}
+        if self.options.tied:  # files hold it once; on a CPU vLLM's head is a copy, which would stay the old one
+            given.setdefault("lm_head.weight", given["model.embed_tokens.weight"])
         if self.parallel:  # they go to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
