@@ -308,6 +308,22 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: (c.set("reward", name="exact"), c.set("data", answer_column="solution")),
         r"prompt 0 has no answer.*data\.answer_column",
     ),
+    "no answers held out": (
+        lambda c: (
+            c.set("reward", name="exact"),
+            c.set("eval", every=1, path=str(c.home / "held_out.jsonl")),
+            (c.home / "held_out.jsonl").write_text('{"question": "new", "solution": "1"}'),
+        ),
+        r"prompt 0 has no answer to compare with \('new'\): set data\.answer_column",
+    ),
+    "a weight of the divergence that nothing holds": (
+        lambda c: c.set("train", kl_weight=1e300, kl_in="reward"),
+        r"train\.kl_weight: .*less than or equal to",
+    ),
+    "more memory than there are addresses": (
+        lambda c: c.set("reward", memory_mb=10**14),
+        r"reward\.memory_mb: .*less than or equal to",
+    ),
     # -- the folder of the run
     "a folder that cannot be": (
         lambda c: c.set("run", folder=str(c.prompts / "run")),

@@ -291,6 +291,32 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
 
 
+def test_words_of_others_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks like markup or an emoji to the library that prints, and long lines."""
+    folder = tmp_path / "a[b] [/i] :warning:"
+    folder.mkdir()
+    recipe = write_recipe(home, folder)
+    assert exit_code("train", recipe, "--train.steps", "1", "--run.folder", str(folder / "run")) == 0
+    assert f"everything is in {folder / 'run'}:" in capsys.readouterr().out
+    said = "[/i] :warning: " + "word " * 40 + "end"
+    monkeypatch.setattr("tlt.build.detokenizer", lambda tokenizer: lambda ids: said)
+    assert said in generated(capsys, home)
+
+
+def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str], recipe: str, home: Path) -> None:
+    model, data = home / "model", home / "prompts.jsonl"
+    before = {path: path.read_bytes() for path in (*model.iterdir(), data)}
+    for command in (
+        ("generate", str(model), "--data", str(data), "--out", str(data)),
+        ("draft", "train", recipe, "--out", str(model)),
+        ("export", str(model), str(model), "--to", "hf"),
+    ):
+        assert re.search(r"(prompts\.jsonl|model) is not empty: give another place", refusal(capsys, *command))
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert "give --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
     assert "--system" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--system", "be brief")

@@ -54,6 +54,11 @@ def test_responses_without_a_reward_are_left_out_and_counted() -> None:
     assert found["pass@3"] == 1.0  # of the one prompt that has three
 
 
+def test_where_nothing_has_a_reward_there_is_no_mean() -> None:
+    found = summary_of([respond([None, None])], samples=2, solved=1.0)
+    assert found == {"length_mean": 2.0, "length_max": 2, "truncated": 0.0, "without_reward": 2}
+
+
 class Fake:
     """Decodes in any order; a response's reward is its index."""
 

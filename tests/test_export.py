@@ -131,7 +131,7 @@ def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None
         export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32")
     with pytest.raises(DrafterError, match="no model by itself"):
         export(tmp_path / "drafter", tmp_path / "out", "hf", "float32", model)
-    with pytest.raises(ModelError, match="is not empty"):
+    with pytest.raises(ValueError, match="is not empty"):
         export(model, tmp_path, "hf", "float32")
     with pytest.raises(ModelError, match="there is no folder"):
         export(tmp_path / "nowhere", tmp_path / "out", "hf", "float32")

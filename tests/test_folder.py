@@ -185,7 +185,7 @@ def test_what_somebody_puts_beside_the_run_before_stays(home: Path) -> None:
         "tensorboard/plugins",
         "drafter/eagle",
         "drafter/drafter_final",
-        "metrics.jsonl",
+        *("metrics.jsonl", "config.json", "summary.json", "trace.json", "trackers.json", "completions.jsonl"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -196,6 +196,19 @@ def test_what_no_run_writes_is_refused_by_name_and_stays(tmp_path: Path, name: s
     with pytest.raises(ConfigError, match=re.escape(f"{path} is not what a run of tlt writes: move it away")):
         RunFolder(RunConfig(folder=str(tmp_path), overwrite=overwrite), resume=False)
     assert path.read_text(encoding="utf-8") == "somebody's"
+
+
+def test_a_folder_with_a_model_loses_nothing_of_it(home: Path) -> None:
+    before = files(home / "model")
+    with pytest.raises(ConfigError, match=r"model/config\.json is not what a run of tlt writes"):
+        train(short(home, run={"folder": str(home / "model")}))
+    assert files(home / "model") == before
+
+
+def test_a_log_that_no_run_has_written_stays_and_goes_on(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.log").write_text("somebody's\n", encoding="utf-8")
+    train(short(home, run={"folder": str(tmp_path)}))
+    assert (tmp_path / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"ste'])
@@ -277,6 +290,7 @@ def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_request(60.0) as stop:
+            stop.begun = True
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop
             os.kill(os.getpid(), signal.SIGTERM)

@@ -297,15 +297,42 @@ class Asking(Display):
         self.when, self.number = (step, phase), number
 
     def note(self, text: str) -> None:
-        self.phase(0, text.split()[0], 0)
+        self.phase(-1, text.split()[0], 0)
 
     def phase(self, step: int, name: str, total: int) -> None:
         if (step, name) == self.when:
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.parametrize("words", ["loading", "model:", "going"])
+def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
+    """Whatever is being loaded, and however long that takes."""
+    folder = home / f"early {words}"
+    shutil.copytree(home / "whole", folder, symlinks=True)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: it changed nothing$") as stopped:
+        run_module.train(config, words == "going", Slow(words, -1))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+    assert {path: path.read_bytes() for path in before} == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_summary_that_does_not_end_is_given_up_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    config = whole(home, "no summary", run={"save_every": 0, "stop_within": 0.1})
+    monkeypatch.setattr(run_module, "summarize", slow)
+    with pytest.raises(Stopped, match=rf"given up; saved after step {STEPS} in"):
+        train(config)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize(("phase", "step"), [("loading", 0), ("rollout", 0), ("reward", 1), ("update", 2), ("save", 1)])
+@pytest.mark.parametrize(("phase", "step"), [("rollout", 0), ("reward", 1), ("update", 2), ("save", 1)])
 def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: str, step: int, number: int) -> None:
     save_every = 1 if phase == "save" else 0  # while it saves for another reason
     config = whole(home, f"{phase} {number}", run={"save_every": save_every})

@@ -96,6 +96,27 @@ def allocates(prompt: Any, answer: str) -> float:
     return float(len(bytearray(int(answer) * 2**20)) > 0)
 
 
+_HOLDS = "import sys, time; held = b'x' * (int(sys.argv[1]) * 2**20); time.sleep(60)"
+
+
+def starts_programs(prompt: Any, answer: str) -> float:
+    """Four of them, each of which may hold so many MiB."""
+    programs = [subprocess.Popen([sys.executable, "-c", _HOLDS, answer]) for _ in range(4)]
+    return float(sum(program.wait() for program in programs))
+
+
+def forks(prompt: Any, answer: str) -> float:
+    """Four times, with so many MiB that all of them share."""
+    held = b"x" * (int(answer) * 2**20)
+    children = []
+    for _ in range(4):
+        if not (child := os.fork()):
+            time.sleep(2.5)
+            os._exit(held[0] - ord("x"))
+        children.append(child)
+    return float(sum(os.waitpid(child, 0)[1] for child in children))
+
+
 def leaves_a_child(prompt: Any, answer: str) -> float:
     """In a session of its own, started by a program that has ended."""
     command = "setsid sleep 3600 >/dev/null 2>&1 & echo $!"

@@ -235,7 +235,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from tlt.display import Display, closing
     from tlt.run import train
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     summary = train(config, resume, Display(console), force=arguments.force)
     for line in closing(summary, config.run.folder):
         console.print(line, soft_wrap=True)

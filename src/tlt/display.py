@@ -41,7 +41,7 @@ _PHASES = {
 
 class Display:
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(markup=False, emoji=False)
         self.history: list[StepMetrics] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.workers = WorkersView()
@@ -116,9 +116,8 @@ class Display:
             parts.append(Text(self._held_out()))
         if found := choose(self.groups, self.which):
             parts.append(picture(found, self.which, self.console.width - 4))
-        return Panel(
-            Group_(*parts), title="tlt", title_align="left", subtitle=self.config.run.folder, subtitle_align="right"
-        )
+        folder = Text(self.config.run.folder)
+        return Panel(Group_(*parts), title="tlt", title_align="left", subtitle=folder, subtitle_align="right")
 
     def _workers(self, step: int) -> RenderableType:
         now = self.workers_now()
@@ -132,8 +131,9 @@ class Display:
 
     def _held_out(self) -> str:
         step, found = self.evaluations[-1]
-        shares = "  ".join(f"{name} {value:.3f}" for name, value in found.items() if "@" in name)
-        return f"held out, after step {step}  {shares}  length {found['length_mean']:.0f} mean"
+        missing = f"  without reward: {found['without_reward']}" if found.get("without_reward") else ""
+        shares = "".join(f"  {name} {value:.3f}" for name, value in found.items() if "@" in name)
+        return f"held out, after step {step}{shares}{missing}  length {found['length_mean']:.0f} mean"
 
     def _time_left(self) -> str:
         """Falls while a step runs, and by no more than what one is expected to take."""

@@ -27,6 +27,7 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.trainer import DrafterTrainer
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
+from tlt.files import refuse_to_overwrite
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.sampling import make_requests
@@ -63,8 +64,9 @@ class Workbench:
 def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
     """Write a drafter's folder: weights, config, and training.json with how it was made. The recipe's model answers its
     prompts until it has harvested so many tokens, and the drafter is trained on these for so many seconds. Raises
-    ConfigError, DataError or ModelError."""
-    console = Console(highlight=False)
+    ValueError where the folder holds anything, ConfigError, DataError or ModelError."""
+    refuse_to_overwrite(folder)
+    console = Console(highlight=False, markup=False, emoji=False)
     bench = Workbench.of(config)
     torch.manual_seed(config.run.seed)
     layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
@@ -153,7 +155,7 @@ def eval_drafter(config: Config, json_file: Path | None) -> None:
     bench = Workbench.of(config)
     layer = load_drafter(config.speculation.path, bench.target.options)
     results = judge(bench, layer)
-    _print(Console(highlight=False), results)
+    _print(Console(highlight=False, markup=False, emoji=False), results)
     if json_file:
         write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
 

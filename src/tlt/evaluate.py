@@ -39,14 +39,16 @@ def evaluate(
 
 
 def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float) -> dict[str, float]:
-    """Of groups of `samples` responses to each prompt; those without a reward are left out and counted."""
+    """Of groups of `samples` responses to each prompt; those without a reward are left out and counted, and a number
+    that nothing is left for is left out too."""
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     everything = [r for group in rewards for r in group]
     lengths = [len(r.token_ids) for group in groups for r in group]
-    found = {f"mean@{samples}": _mean(everything)}
+    counts = [(len(group), sum(is_solved(reward, solved) for reward in group)) for group in rewards]
+    values = {f"mean@{samples}": everything}
     for k in _powers_of_two(samples):
-        counts = [(len(group), sum(is_solved(reward, solved) for reward in group)) for group in rewards]
-        found[f"pass@{k}"] = _mean([pass_at(n, right, k) for n, right in counts if n >= k])
+        values[f"pass@{k}"] = [pass_at(n, right, k) for n, right in counts if n >= k]
+    found = {name: fmean(mine) for name, mine in values.items() if mine}
     truncated = [r.finish_reason == "length" for group in groups for r in group]
     lengths_found = {"length_mean": fmean(lengths), "length_max": max(lengths), "truncated": fmean(truncated)}
     return {**found, **lengths_found, "without_reward": len(lengths) - len(everything)}
@@ -66,7 +68,3 @@ def pass_at(n: int, right: int, k: int) -> float:
 def _powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... and `most` itself."""
     return sorted({2**i for i in range(most.bit_length())} | {most})
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0

@@ -19,8 +19,8 @@ from tlt.checkpoint import policy_in
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
 from tlt.draft.saving import load_latest
-from tlt.files import read_json
-from tlt.models.families import ModelError, decoder_options, model_folder, read_config
+from tlt.files import read_json, refuse_to_overwrite
+from tlt.models.families import decoder_options, model_folder, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.hugging_face import load_model
 from tlt.rl.lora import FILE as ADAPTERS
@@ -34,8 +34,7 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     """Write `source`, a run, a model folder or a drafter, to the folder `out`; what was written, in words. `model` is
     the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
     CheckpointError."""
-    if out.exists() and any(out.iterdir()):
-        raise ModelError(f"{out} is not empty: give another folder, or empty it")
+    refuse_to_overwrite(out)
     if _is_drafter(source):
         if model is None:
             raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")

@@ -49,6 +49,13 @@ def is_text(words: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in words)
 
 
+def refuse_to_overwrite(place: Path) -> None:
+    """Raises ValueError for a folder or a file that holds anything."""
+    holds = any(place.iterdir()) if place.is_dir() else place.is_file() and place.stat().st_size > 0
+    if holds:
+        raise ValueError(f"{place} is not empty: give another place, or move away what is there")
+
+
 def share(folder: Path) -> None:
     """Whoever may read what this process writes may read all files in the folder: safetensors gives its own to their
     owner alone."""

@@ -15,11 +15,18 @@ from types import TracebackType
 from tlt.config import ConfigError
 from tlt.config.sections import RunConfig
 
-FILES = (
-    *("config.json", "metrics.jsonl", "completions.jsonl", "completions.old.jsonl", "summary.json"),
-    *("trackers.json", "trace.json", "journal.bin", "reward.log", "ray.log"),
-)
-"""what a run writes there, beside its workers' logs, which go on in the same files"""
+_STEP = b'{"step": '
+FILES = {
+    "config.json": b'{\n  "model": {',
+    "metrics.jsonl": _STEP,
+    "completions.jsonl": _STEP,
+    "completions.old.jsonl": _STEP,
+    "summary.json": b'{\n  "steps": ',
+    "trackers.json": b"{\n  ",
+    "trace.json": b'{"traceEvents": [',
+    **dict.fromkeys(("journal.bin", "reward.log", "ray.log"), b""),
+}
+"""what a run writes there, and how it begins, beside its workers' logs, which go on in the same files"""
 FOLDERS = {
     "checkpoints": re.compile(r"\.?step_\d{8}(\.partial)?"),
     "completions": re.compile(r"step_\d{8}\.parquet(\.partial)?"),
@@ -29,7 +36,6 @@ FOLDERS = {
 }
 """and the names of what lies in its folders"""
 _LOCK, _BEFORE, _LATEST = ".lock", "previous", "latest"
-_FIRST = b'{"step": '  # of metrics.jsonl
 
 
 class RunFolder:
@@ -63,8 +69,7 @@ class RunFolder:
     def _refuse_what_is_there(self, overwrite: bool) -> None:
         for stranger in _strangers(self.path):
             raise ConfigError(f"{stranger} is not what a run of tlt writes: move it away, or give another --run.folder")
-        used = (self.path / "metrics.jsonl").is_file() or (self.path / "checkpoints").is_dir()
-        if used and not overwrite:
+        if _holds_a_run(self.path) and not overwrite:
             goes_on = "go on with --resume, or " if any((self.path / "checkpoints").glob("step_*")) else ""
             raise ConfigError(
                 f"{self.path} already holds a run: {goes_on}give --run.overwrite true or another --run.folder"
@@ -73,13 +78,12 @@ class RunFolder:
     def make_way(self) -> None:
         """The run before goes into a folder of its own, where it can be resumed. Called once the new one is sure to
         start."""
-        moving = _of_a_run(self.path)
-        if not moving:
+        if not _holds_a_run(self.path):
             return
         number = 1 + max(map(_number, self.before()), default=0)
         place = self.path / (_BEFORE if number == 1 else f"{_BEFORE}_{number}")
         place.mkdir()
-        for path in moving:
+        for path in _of_a_run(self.path):
             path.rename(place / path.name)
 
     def before(self) -> list[Path]:
@@ -131,6 +135,10 @@ def _number(place: Path) -> int:
     return int(found[1] or 1) if found else 0
 
 
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
+
+
 def _of_a_run(folder: Path) -> list[Path]:
     found = [path for name in (*FOLDERS, *FILES) if (path := folder / name).exists()]
     link = folder / _LATEST
@@ -146,16 +154,12 @@ def _strangers(folder: Path) -> list[Path]:
             found += sorted(path for path in place.iterdir() if not pattern.fullmatch(path.name))
         elif place.exists():
             found.append(place)
-    record = folder / "metrics.jsonl"
-    return found if _is_ours(record) else [*found, record]
+    return found + [path for name, start in FILES.items() if not _begins(path := folder / name, start)]
 
 
-def _is_ours(record: Path) -> bool:
-    """Whether it is missing, or begins with a step's metrics, as far as it goes."""
-    if not record.exists():
-        return True
-    if record.is_dir():
-        return False
-    with record.open("rb") as file:
-        start = file.read(len(_FIRST))
-    return _FIRST.startswith(start)
+def _begins(path: Path, start: bytes) -> bool:
+    """Whether a file begins so, as far as it goes, or is missing."""
+    if not path.is_file():
+        return not path.exists()
+    with path.open("rb") as file:
+        return start.startswith(file.read(len(start)))

@@ -17,7 +17,7 @@ from tlt.build import load_engine, load_tokenizer, sampling_params
 from tlt.checkpoint import policy_in
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
-from tlt.files import is_text
+from tlt.files import is_text, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Response
@@ -46,8 +46,10 @@ def generate(
     out: Path | None,
 ) -> None:
     """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out`; and the
-    speed at the end. Raises DataError."""
-    console = Console(highlight=False)
+    speed at the end. Raises DataError, and ValueError where the file holds anything."""
+    if out:
+        refuse_to_overwrite(out)
+    console = Console(highlight=False, markup=False, emoji=False)
     model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
     prompts = _prompts(asked, tokenizer)
@@ -100,7 +102,7 @@ def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], 
     def print_it(response: Response) -> None:
         request = response.request
         console.rule(f"prompt {request.prompt.prompt_id}, response {request.index}", align="left")
-        console.print(response.text, markup=False)
+        console.print(response.text, soft_wrap=True)
 
     if out is None:
         yield print_it

@@ -39,8 +39,9 @@ from tlt.models.weights import folder_sha256
 from tlt.parts import Lasting, make_parts
 from tlt.record import Noting, Progress, Record
 from tlt.resume import allowed_changes, sentence
+from tlt.rewards import refuse_unanswered
 from tlt.rl.groups import from_plain, to_plain
-from tlt.stopping import StepTakesTooLong, Stopped, StopRequest, stop_request
+from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
 from tlt.types import Group, Prompt
@@ -103,29 +104,41 @@ def train(
     names_of(config.run.trackers)  # refuses what is not there
     refuse_without_pyarrow(config.run)
     config = settled(config)
-    with stop_request(config.run.stop_within) as stop, RunFolder(config.run, resume) as folder, ExitStack() as ending:
-        found = checkpoint.latest(folder.path / "checkpoints") if resume else None
-        run = _prepare(config, folder, display or Display(), found, ending, force)
-        if resume and run.journal:
-            run.parts.rollout.remember(run.journal.take_up())
-        run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
+    with stop_request(config.run.stop_within) as stop:
+        try:
+            with RunFolder(config.run, resume) as folder, ExitStack() as ending:
+                found = checkpoint.latest(folder.path / "checkpoints") if resume else None
+                run = _prepare(config, folder, display or Display(), found, ending, force)
+                if resume and run.journal:
+                    run.parts.rollout.remember(run.journal.take_up())
+                run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
+                stop.amid_update, stop.begun = lambda: run.policy.version is None, True
+                return _saved_whatever_happens(run, resume, stop)
+        except GivenUp:
+            name = signal.Signals(stop.number).name
+            raise Stopped(f"stopped by {name} before its first step: it changed nothing", stop.number) from None
+
+
+def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
+    """From the first step to the summary."""
+    config, folder = run.config, run.folder
+    try:
         if not resume:
             folder.make_way()
         write_json(folder.path / "config.json", config.model_dump())
         record = Record(config, folder.path, run.standing.done, run.standing.metrics)
         _trace(run)
         with run.display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
-            stop.amid_update = lambda: run.policy.version is None
-            try:
-                evaluation = _go(run, record, stop)
-            except StepTakesTooLong:
-                raise Stopped(_stopped_amid_a_step(run, stop.number), stop.number) from None
-            except Exception as error:
-                error.add_note(_rescue(run))
-                raise
+            evaluation = _go(run, record, stop)
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
         return summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
+    except GivenUp:
+        raise Stopped(_stopped_amid_a_step(run, stop.number), stop.number) from None
+    except Exception as error:
+        stop.step_has_ended()  # what is saved now takes the time that it takes
+        error.add_note(_rescue(run))
+        raise
 
 
 # -- start and resume --------------------------------------------------------------------------------------------------
@@ -151,6 +164,7 @@ def _prepare(
     encode = encoder(tokenizer, config.data)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
     refuse_misfits(config, held_out, held_out=True)
+    refuse_unanswered(config, held_out)
     run = Run(
         config,
         folder,
@@ -271,8 +285,9 @@ def _evaluate(run: Run, step: int) -> dict[str, float]:
         coming(parts, run.config, step),
     )
     run.display.evaluation(step, evaluation)
-    if run.config.eval.keep_best:
-        worth, best = evaluation[f"mean@{run.config.eval.samples}"], checkpoint.Best(run.folder.path / "best")
+    worth = evaluation.get(f"mean@{run.config.eval.samples}")
+    if run.config.eval.keep_best and worth is not None:
+        best = checkpoint.Best(run.folder.path / "best")
         best.offer(step, evaluation, worth, partial(_write_policy, run, step))
     return evaluation
 

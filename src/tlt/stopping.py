@@ -20,9 +20,9 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
-class StepTakesTooLong(BaseException):
-    """The step under way when a run was asked to stop has not ended in time. No guard around a part of a step that may
-    fail shall hold it up."""
+class GivenUp(BaseException):
+    """A run was asked to stop before its first step, or the step that was under way has not ended in time. No guard
+    around a part that may fail shall hold it up."""
 
 
 class StopRequest:
@@ -31,6 +31,8 @@ class StopRequest:
         self.patience = patience
         self.number = 0
         """of the signal that came; 0 while none has"""
+        self.begun = False
+        """whether there may be something to save; before, the first signal ends the run at once"""
         self.amid_update: Callable[[], bool] = lambda: False
         """whether the state cannot be saved at this moment; then the step gets the same time once more"""
         self._more = 1
@@ -42,6 +44,8 @@ class StopRequest:
         if self.number:
             raise KeyboardInterrupt
         self.number = number
+        if not self.begun:
+            raise GivenUp
         signal.setitimer(signal.ITIMER_REAL, self.patience)
 
     def time_is_up(self, number: int, frame: FrameType | None) -> None:
@@ -49,7 +53,7 @@ class StopRequest:
             self._more -= 1
             signal.setitimer(signal.ITIMER_REAL, self.patience)
         else:
-            raise StepTakesTooLong
+            raise GivenUp
 
     def step_has_ended(self) -> None:
         """In time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -265,6 +266,16 @@ def test_one_that_cannot_start_shows_what_it_has_printed(
 
 def test_it_may_allocate_so_much_and_no_more() -> None:
     assert outcome_of("allocates", "16", "4096", memory_mb=1024) == [(1.0, ""), (None, "error")]
+
+
+def test_with_its_programs_it_may_hold_so_much_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert outcome_of("starts_programs", "150", memory_mb=500) == [(None, "crash")]
+    assert "crash: its processes hold more than reward.memory_mb = 500" in caplog.text
+
+
+def test_what_its_forks_share_counts_once() -> None:
+    assert outcome_of("forks", "150", memory_mb=500) == [(0.0, "")]
 
 
 def test_what_its_children_left_behind_ends_with_it() -> None:

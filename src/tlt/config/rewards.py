@@ -62,8 +62,8 @@ class RewardConfig(RewardTerm):
     a network or a hanging program, are not counted"""
     batch_size: int = Field(default=16, gt=0)
     """responses that an async or a batched function is given at once"""
-    memory_mb: int = Field(default=8192, ge=0)
-    """bound of what a reward process may allocate; 0: none"""
+    memory_mb: int = Field(default=8192, ge=0, le=2**40)
+    """bound of what a reward process may allocate, and of what it holds with all that it has started; 0: none"""
     folder: str = "."
     """where your module is: beside the recipe, or else in the working directory"""
 

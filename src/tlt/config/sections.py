@@ -141,7 +141,7 @@ class TrainConfig(Section):
     """where the advantage is negative the ratio counts as at most this; 0: as what it is"""
     mask_truncated: bool = False
     """responses cut off at rollout.max_new_tokens are compared with their group, but not trained on"""
-    kl_weight: float = Field(default=0.0, ge=0)
+    kl_weight: float = Field(default=0.0, ge=0, le=1e30)
     """of the divergence from the model that training started from, which is kept in memory as a second model; 0: off"""
     kl_in: Literal["loss", "reward"] = "loss"
     """added to the loss of each token, or, summed over a response, taken off its reward before rewards are compared"""

@@ -16,7 +16,7 @@ from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import QUICK, Answer, RewardError, Term, extract_answer, make_terms
 from tlt.types import Prompt, Response
 
-__all__ = ["Reward", "RewardError", "make_reward"]
+__all__ = ["Reward", "RewardError", "make_reward", "refuse_unanswered"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,14 +39,22 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     """By the recipe's reward section, for these prompts; what it prints goes to the file `log`. Raises RewardError."""
     reward = config.reward
     names = {term.name for term in reward.all_terms}
-    if names & {"exact", "math"}:
-        for prompt in prompts:
-            if prompt.data.get("answer") is None:
-                raise RewardError(f"prompt {prompt.prompt_id} has no answer to compare with: set data.answer_column")
+    refuse_unanswered(config, prompts)
     if names <= set(QUICK):  # no process of their own
         return Judges(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
     return Judges(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
+
+
+def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises RewardError for a prompt without the answer that a reward of ours compares with."""
+    if not {term.name for term in config.reward.all_terms} & {"exact", "math"}:
+        return
+    for prompt in prompts:
+        if prompt.data.get("answer") is None:
+            asked = " ".join(prompt.text.split())[:80]
+            which = f"prompt {prompt.prompt_id} has no answer to compare with"
+            raise RewardError(f"{which} ({asked!r}): set data.answer_column")
 
 
 class Judge(Protocol):

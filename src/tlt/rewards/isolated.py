@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -19,12 +20,15 @@ from typing import Any, NamedTuple
 
 from tlt.config import Config
 from tlt.rewards.output import Output
+from tlt.rewards.processes import descendants, memory, processor_seconds
 from tlt.rewards.scores import Answer, RewardError, Term, make_terms
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # to import the user's module
 _GRACE_SECONDS = 1.0
+_LARGEST = 3.4e38  # of float32: with what is beyond, means and deviations overflow
+_LOOK_SECONDS = 1.0  # between two looks at its memory
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
 
@@ -66,7 +70,7 @@ def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
         reward += term.weight * score
     if not scores:
         return failed or Verdict(None, "does not apply", "each term gave None")
-    if not math.isfinite(reward):
+    if not abs(reward) <= _LARGEST:
         return Verdict(None, "not a number", f"the sum of its terms is {reward}")
     return Verdict(reward, scores=scores)
 
@@ -80,7 +84,10 @@ def _number(value: Any) -> tuple[float, Verdict | None]:
         score = float(value)
     except Exception:  # of a user's own class it may raise anything
         score = math.nan
-    return score, None if math.isfinite(score) else Verdict(None, "not a number", f"it gave {_text(repr, value)}"[:200])
+    if abs(score) <= _LARGEST:
+        return score, None
+    beyond = ", which float32 cannot hold" if math.isfinite(score) else ""
+    return score, Verdict(None, "not a number", f"it gave {_text(repr, value)[:200]}{beyond}")
 
 
 def _text(form: Callable[[object], str], thing: object) -> str:
@@ -102,6 +109,7 @@ class IsolatedScore:
         self.config, self.log = config, log
         self.at_once = 1
         """responses that it takes together"""
+        self._look_at = 0.0
         self._process: BaseProcess | None = None
         self._start()
 
@@ -114,17 +122,31 @@ class IsolatedScore:
         patience = limit if len(asked) == 1 else limit + _GRACE_SECONDS
         try:
             self._connection.send(list(asked))
-            if self._connection.poll(patience):
+            if self._answers(patience):
                 return [Verdict(*verdict) for verdict in self._connection.recv()]
             verdict = Verdict(None, "timeout", f"no answer in {limit:g} s")
         except (EOFError, OSError):
             verdict = Verdict(None, "crash", "its process ended")
+        except MemoryError as error:
+            verdict = Verdict(None, "crash", str(error))
         self.close()
         return [verdict] if len(asked) == 1 else []
 
+    def _answers(self, patience: float) -> bool:
+        """Within so many seconds. Raises MemoryError where the process and what it has started hold too much."""
+        limit, deadline = self.config.reward.memory_mb, time.monotonic() + patience
+        while (now := time.monotonic()) < deadline:
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_SECONDS
+                if limit and self._process and memory(self._process.pid, limit * 2**20) > limit * 2**20:
+                    raise MemoryError(f"its processes hold more than reward.memory_mb = {limit}")
+            if self._connection.poll(min(deadline, self._look_at) - now):
+                return True
+        return False
+
     def processor_seconds(self) -> float:
         """That it computed for, as far as the system tells; those that it took to start are not counted."""
-        return max(0.0, _processor_seconds(self._process) - self._starting_seconds) if self._process else 0.0
+        return max(0.0, processor_seconds(self._process.pid) - self._starting_seconds) if self._process else 0.0
 
     def close(self) -> None:
         """End the process; the next call starts another."""
@@ -150,45 +172,24 @@ class IsolatedScore:
         except (EOFError, OSError):
             fault = "its process ended as it started; a script that trains needs `if __name__ == '__main__':`"
         self.at_once = self.config.reward.batch_size if many else 1
-        self._starting_seconds = _processor_seconds(process)
+        self._starting_seconds = processor_seconds(process.pid)
         if fault:
             self.close()
             names = ", ".join(term.name for term in self.config.reward.all_terms)
             raise RewardError(fault if "reward.name" in fault else f"reward {names} cannot start: {fault}")
 
 
-def _processor_seconds(process: BaseProcess) -> float:
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:  # it has ended, or this is not Linux
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _end(process: BaseProcess, connection: Connection) -> None:
     with suppress(OSError):  # another thread may have been quicker
         connection.close()
     assert process.pid is not None, "it has been started"
-    for pid in _descendants(process.pid):
+    for pid in descendants(process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):  # it ended, or has not yet made a group of its own
         os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started itself
     process.kill()
     process.join()
-
-
-def _descendants(pid: int) -> list[int]:
-    """Of a process, as far as the system tells: also those that have left its group."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, _, fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")
-            children.setdefault(int(fields.split()[1]), []).append(int(name.split()[0]))
-    found = list(children.get(pid, []))
-    for child in found:
-        found += children.get(child, [])
-    return found
 
 
 def _serve(connection: Connection, config: Config, log: Path | None) -> None:
@@ -233,7 +234,7 @@ def _die_with_the_run() -> None:
     run = multiprocessing.parent_process()
     assert run is not None, "this is a child process"
     run.join()
-    for pid in _descendants(os.getpid()):
+    for pid in descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)

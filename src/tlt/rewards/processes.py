@@ -1,0 +1,50 @@
+"""What the system tells of a process and of those that it has started; nothing where it is not Linux."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def descendants(pid: int | None) -> list[int]:
+    """Also those that have left its group."""
+    family = [pid]
+    for one in family:
+        with suppress(OSError):  # it has ended
+            for thread in (_PROC / f"{one}/task").iterdir():
+                family += map(int, (thread / "children").read_text(encoding="utf-8").split())
+    return [one for one in family[1:] if one]
+
+
+def processor_seconds(pid: int | None) -> float:
+    try:
+        fields = (_PROC / f"{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory(pid: int | None, enough: int) -> int:
+    """Bytes that it and its descendants hold together. What forks share counts once, which takes the system a while to
+    tell: beyond `enough` alone."""
+    family = [pid, *descendants(pid)]
+    at_most = sum(map(_resident, family))
+    return at_most if at_most <= enough else sum(map(_share, family))
+
+
+def _resident(pid: int | None) -> int:
+    with suppress(OSError):
+        return int((_PROC / f"{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _share(pid: int | None) -> int:
+    """Of what several hold each its part."""
+    with suppress(OSError):
+        for line in (_PROC / f"{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return _resident(pid)
