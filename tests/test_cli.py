@@ -296,7 +296,7 @@ def test_words_of_others_are_printed_as_they_are(
 ) -> None:
     """What looks like markup or an emoji to the library that prints, and long lines."""
     folder = tmp_path / "a[b] [/i] :warning:"
-    folder.mkdir()
+    folder.mkdir(parents=True)  # the slash makes two of it
     recipe = write_recipe(home, folder)
     assert exit_code("train", recipe, "--train.steps", "1", "--run.folder", str(folder / "run")) == 0
     assert f"everything is in {folder / 'run'}:" in capsys.readouterr().out
