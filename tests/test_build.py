@@ -37,7 +37,7 @@ def by_vllm(home: Path, workers: int, **speculation: Any) -> Config:
 
 @pytest.mark.parametrize(
     ("workers", "speculation", "expected"),
-    [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "suffix"), (1, {}, "suffix"), (1, {"path": "folder"}, "eagle")],
+    [(2, {}, "adaptive"), (2, {"look_ahead": 0}, "off"), (1, {}, "off"), (1, {"path": "folder"}, "eagle")],
 )
 def test_adaptive_in_vllm_is_what_there_is_time_for(
     workers: int, speculation: dict[str, Any], expected: str, tmp_path: Path

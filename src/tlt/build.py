@@ -242,11 +242,11 @@ def settled(config: Config) -> Config:
 
 
 def without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """What `adaptive` stands for in vLLM where no worker is ever idle: the learned drafter that is there, else the
-    lookup of what followed before."""
+    """What `adaptive` stands for in vLLM where no worker is ever idle: the learned drafter that is there, else plain
+    decoding, as vLLM's n-gram lookup can be many times slower."""
     if speculation.drafter != "adaptive":
         return speculation
-    return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "suffix"})
+    return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
