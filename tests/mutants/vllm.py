@@ -54,6 +54,35 @@ MUTANTS = [
         "if draw and params.temperature < 0:",
         f"{NOISE} {PLUGIN}",
     ),
+    Mutant(
+        "what is drawn amid a prompt lands at the end of the record",
+        "vllm/noise.py",
+        "(times >= 0) & (times < last)",
+        "times < last",
+        NOISE,
+    ),
+    Mutant(
+        "a pass counts as many as its tokens",
+        "vllm/noise.py",
+        "self._drafts[slot][1] += 1",
+        "self._drafts[slot][1] += tokens",
+        NOISE,
+    ),
+    Mutant("no slot for a request that was preempted", "vllm/runner_v1.py", "_SLOTS = 2 ", "_SLOTS = 1 ", NOISE),
+    Mutant(
+        "no room for log-probs behind a prompt that brings a response, in V1",
+        "vllm/runner_v1.py",
+        "len(request.prompt_token_ids) - draw.prompt_tokens if draw else 0",
+        "0",
+        NOISE,
+    ),
+    Mutant(
+        "no room for log-probs behind a prompt that brings a response, in V2",
+        "vllm/processor.py",
+        "int(req_states.prompt_len.np[slot]) - draw.prompt_tokens if draw else 0",
+        "0",
+        NOISE,
+    ),
     # -- the engine
     Mutant(
         "a request goes on elsewhere without the log-probs of its tokens",

@@ -163,7 +163,58 @@ def test_one_that_was_preempted_keeps_what_was_drawn_for_it() -> None:
     expected.add(0, draw, 6)
     expected.apply(logits.clone(), torch.tensor([0, 0, 0]), torch.tensor([1, 2, 3]))
     assert found.logprobs == expected.take({1: (0, 3)})[1].logprobs
-    assert found.drafted == 3
+    assert (found.drafted, found.drafts) == (3, 1), "tokens, in one pass"
+
+
+def test_one_that_was_preempted_in_runner_v1_has_its_slot_while_all_places_are_taken(
+    target: Any, tested_version: None
+) -> None:
+    """It left the batch, and the runner still knows it."""
+    asked = requests([LAWS["tempered"]])[:2]
+    said, runner = ours(target, asked), RunnerV1(target, 1)
+    table = NoisySampling(runner).table
+    runner.add("0", asked[0], params_of(asked[0], 0))
+    runner.step({})
+    preempted = runner.live.pop("0")
+    runner.free.append(preempted.slot)
+    runner.add("1", asked[1], params_of(asked[1], 1))
+    for _ in range(12):
+        runner.step({})
+    assert runner.remove("1") == said[asked[1].seed].token_ids
+    runner.live["0"] = preempted
+    for _ in range(11):
+        runner.step({})
+    assert preempted.tokens == said[asked[0].seed].token_ids
+    logprobs = [logprob for logprob, _ in table.take({0: (0, 12)})[0].logprobs]
+    torch.testing.assert_close(logprobs, said[asked[0].seed].logprobs, atol=1e-6, rtol=1e-6)
+
+
+def test_what_is_drawn_amid_a_prompt_leaves_the_record_as_it_is() -> None:
+    """A long prompt goes through in parts, and once more after a preemption."""
+    table, slot = NoiseTable(1, torch.device("cpu")), torch.tensor([0])
+    table.add(0, Draw(1, 5, 900, 1.0, 0, 1.0), 256)
+    for position in range(899, 899 + 256):
+        table.apply(torch.randn(1, 9), slot, torch.tensor([position]))
+    before = table._logprobs[0, :256].clone()
+    for position in range(898):
+        table.apply(torch.randn(1, 9), slot, torch.tensor([position]))
+    assert torch.equal(table._logprobs[0, :256], before)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_one_that_goes_on_from_a_long_part_has_room_for_the_rest(
+    version: int, target: Any, processor: type, tested_version: None
+) -> None:
+    """Its prompt brings that part."""
+    asked = requests([replace(LAWS["temperature 1"], max_new_tokens=302)])[0]
+    runner: Any = RunnerV1(target, 1) if version == 1 else RunnerV2(target, 1, processor)
+    table = NoisySampling(runner).table if version == 1 else runner.processor.table
+    runner.add("0", asked, params_of(asked, 0, had=300), [1] * 300)
+    for _ in range(2):
+        runner.step({})
+    logprobs = [logprob for logprob, _ in table.take({0: (300, 302)})[0].logprobs]
+    assert len(logprobs) == 2
+    assert all(logprob < 0 for logprob in logprobs)
 
 
 @pytest.mark.parametrize("key", [None, 7])
