@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -13,11 +14,14 @@ from tiny import tiny_config
 
 from tlt import checkpoint
 from tlt import run as run_module
-from tlt.config import Config, ConfigError
+from tlt.config import Config, ConfigError, RewardConfig
 from tlt.data import DataError
 from tlt.display import Display
 from tlt.metrics import read_metrics
-from tlt.resume import allowed_changes
+from tlt.resume import Contents, allowed_changes
+from tlt.rewards import sources_sha256
+
+FILES = Contents("hash", "of the reward")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
     before = Config.model_validate({"model": model, **base})
     now = Config.model_validate({"model": model | sections.pop("model", {}), **base, **sections})
     state = {"step": 2, "config": json.loads(before.model_dump_json()), "model": "hash"}
-    return allowed_changes(state, now, "hash", force)
+    return allowed_changes(state, now, FILES, force)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +139,9 @@ def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:
     old["drafter"] = of_its_own | {name: old["speculation"].pop(name) for name in ("kind", "window")}
     old["drafter"]["idle_training"] = old["drafter"].pop("idle")
     state = {"step": 2, "config": old, "model": "hash"}
-    assert allowed_changes(state, config, "hash", ()) == []
+    assert allowed_changes(state, config, FILES, ()) == []
     other = config.model_copy(update={"speculation": config.speculation.model_copy(update={"kind": "eagle1"})})
-    (change,) = allowed_changes(state, other, "hash", ())
+    (change,) = allowed_changes(state, other, FILES, ())
     assert (change["key"], change["before"], change["now"]) == ("speculation.kind", "eagle3", "eagle1")
 
 
@@ -176,3 +180,55 @@ def test_other_prompts_can_be_forced_and_none_is_asked_twice(home: Path) -> None
     before, now = [{tuple(pair) for pair in line["prompts"]} for line in read_metrics(home / "run")][1:]
     assert {epoch for _, epoch in before} == {0}
     assert {epoch for _, epoch in now} == {1}
+
+
+def own_reward(home: Path, steps: int = 3, worth: str = "len(answer)", hint: str = "a") -> Config:
+    """A run with a reward in a file beside the recipe, which may read a column of its own."""
+    (home / "own_reward.py").write_text(f"def score(prompt, answer):\n    return {worth}\n", encoding="utf-8")
+    config = short(home, steps, reward={"name": "own_reward:score", "folder": str(home)})
+    rows = [{"question": word, "answer": "", "hint": hint} for word in ("two", "three")]
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return config
+
+
+def as_older(home: Path) -> None:
+    """The newest checkpoint as it was before it knew rewards and columns by what they hold."""
+    folder = checkpoint.latest(home / "run" / "checkpoints").folder
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    del state["reward"], state["columns"]
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["state.json"] = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def test_a_reward_and_its_columns_are_known_by_what_they_hold(tmp_path: Path) -> None:
+    train(own_reward(tmp_path, 1))
+    assert train(own_reward(tmp_path, 2), resume=True)["changes"] == []
+    with pytest.raises(ConfigError, match=r"the file of the function in reward\.name is not .*--force reward\.name"):
+        train(own_reward(tmp_path, worth="-len(answer)"), resume=True)
+    with pytest.raises(DataError, match=r"columns of .*prompts\.jsonl, which the reward may read.*--force data\.path"):
+        train(own_reward(tmp_path, hint="b"), resume=True)
+    changed = own_reward(tmp_path, 3, worth="-len(answer)", hint="b")
+    summary = train(changed, resume=True, force=["reward.name", "data.path"])
+    assert {(change["key"], change["effect"]) for change in summary["changes"]} == {
+        ("reward.name", "forced"),
+        ("data.path", "forced"),
+    }
+    as_older(tmp_path)
+    assert train(own_reward(tmp_path, 4, worth="3", hint="c"), resume=True)["changes"] == summary["changes"]
+
+
+def test_the_file_of_one_of_several_rewards_counts_as_well(tmp_path: Path) -> None:
+    def digest(**terms: Any) -> str:
+        return sources_sha256(RewardConfig.model_validate({"folder": str(tmp_path)} | terms))
+
+    (tmp_path / "kept").mkdir()
+    for source in (tmp_path / "mine_alone.py", tmp_path / "kept" / "deeper.py"):
+        source.write_text("raise RuntimeError('it is not run')", encoding="utf-8")
+    terms = [{"name": "mine_alone:f"}, {"name": "kept.deeper:f"}, {"name": "exact"}]
+    before = digest(terms=terms), digest(name="mine_alone:f")
+    (tmp_path / "kept" / "deeper.py").write_text("x = 1", encoding="utf-8")
+    after = digest(terms=terms), digest(name="mine_alone:f")
+    assert (before[0] != after[0], before[1] != after[1]) == (True, False)
+    assert digest(name="no_such_module_anywhere.deeper:f") == digest(name="exact")

@@ -142,6 +142,15 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
+def columns_sha256(prompts: Sequence[Prompt], config: DataConfig) -> str:
+    """Of every column of a file's rows, all of which a reward can see. Of generated ones the recipe and the fingerprint
+    tell all."""
+    digest = hashlib.sha256()
+    for prompt in prompts if config.path else ():
+        digest.update(json.dumps(prompt.data, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
 
 

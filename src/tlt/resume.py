@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -12,7 +12,7 @@ from tlt.config import Config, ConfigError
 from tlt.config.moved import renamed
 from tlt.config.section import section_of
 
-# nothing of these reaches a weight: of the prompts themselves there is a fingerprint, of the model a hash
+# nothing of these reaches a weight: of the prompts themselves there is a fingerprint, of the model and the reward's file a hash
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within"),
@@ -28,8 +28,17 @@ _ROUNDS = (
 _NOT_IN_FLOAT64 = ("engine", "speculation")  # where a pass over one row and over many agree to the bit
 
 
+class Contents(NamedTuple):
+    """sha256 of files that the recipe names, wherever they lie."""
+
+    model: str
+    """of model.path"""
+    reward: str
+    """that the user's own functions are in"""
+
+
 def allowed_changes(
-    state: Mapping[str, Any], config: Config, model_sha256: str, force: Collection[str]
+    state: Mapping[str, Any], config: Config, contents: Contents, force: Collection[str]
 ) -> list[dict[str, Any]]:
     """Compare the recipe of a checkpoint (`state`) with the one to go on with. Returns what may change the result, in
     plain data for the record. Raises ConfigError for what would, and is not forced."""
@@ -39,14 +48,14 @@ def allowed_changes(
         raise ConfigError(
             f"train.steps = {config.train.steps} is below the {done} that are done: it can only be raised"
         )
-    for key, before, now in _differences(state["config"], config, state["model"], model_sha256):
+    for key, before, now in _differences(state, config, contents):
         change = {"step": done, "key": key, "before": before, "now": now}
         if key in force:
             found.append(change | {"effect": "forced"})
         elif _is_of(key, _FREE):
             continue
         elif not _is_of(key, _ROUNDS):
-            raise ConfigError(_refusal(key, before, now, done))
+            raise ConfigError(_refusal(key, before, now, done, contents))
         elif config.model.dtype != "float64" or not _is_of(key, _NOT_IN_FLOAT64):
             found.append(change | {"effect": "rounding"})
     return found
@@ -60,16 +69,18 @@ def sentence(change: Mapping[str, Any]) -> str:
     return f"{values}: from here on results differ by rounding"
 
 
-def _differences(
-    before: Mapping[str, Any], config: Config, old_model: str, new_model: str
-) -> Iterator[tuple[str, Any, Any]]:
-    """Keys with their values before and now. A model is what its files hold, wherever they lie."""
-    old: dict[str, Any] = dict(_fields(renamed(before)))
+def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -> Iterator[tuple[str, Any, Any]]:
+    """Keys with their values before and now. A model is what its files hold, wherever they lie, and a reward of the
+    user's is what its file holds as well."""
+    old: dict[str, Any] = dict(_fields(renamed(state["config"])))
     new: dict[str, Any] = dict(_fields(config.model_dump(mode="json")))
+    functions = "reward.terms" if config.reward.terms else "reward.name"
     for key in sorted(old.keys() | new.keys()):
         values: tuple[Any, Any] = (old.get(key), new.get(key))
         if key == "model.path":
-            values = (old_model, new_model)
+            values = (state["model"], contents.model)
+        if key == functions and values[0] == values[1]:  # an older checkpoint knows no file
+            values = (state.get("reward", contents.reward), contents.reward)
         raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]
         if values[0] != values[1] and not raised:
             yield key, values[0], values[1]
@@ -89,10 +100,12 @@ def _is_of(key: str, keys: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
-def _refusal(key: str, before: Any, now: Any, done: int) -> str:
+def _refusal(key: str, before: Any, now: Any, done: int, contents: Contents) -> str:
     remedy = f"or give --force {key} to go on with another result, or start a new run in another run.folder"
     if key == "model.path":
         return f"the files in model.path are not those of the run to be resumed: give that model, {remedy}"
+    if now == contents.reward:
+        return f"the file of the function in {key} is not what it was in the run to be resumed: restore it, {remedy}"
     if key == "train.steps":
         said = f"train.steps = {now} is not the {before} of the run to be resumed, of which {done} are done"
         return f"{said}: it can be raised, where train.schedule is constant; {remedy}"

@@ -24,6 +24,7 @@ from tlt.config import Config
 from tlt.data import (
     Cursor,
     DataError,
+    columns_sha256,
     encoder,
     fingerprint,
     load_held_out,
@@ -38,8 +39,8 @@ from tlt.model_card import model_card
 from tlt.models.weights import folder_sha256
 from tlt.parts import Lasting, make_parts
 from tlt.record import Noting, Progress, Record
-from tlt.resume import allowed_changes, sentence
-from tlt.rewards import refuse_unanswered
+from tlt.resume import Contents, allowed_changes, sentence
+from tlt.rewards import refuse_unanswered, sources_sha256
 from tlt.rl.groups import from_plain, to_plain
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.trace import TraceFile, seconds_by_state
@@ -76,8 +77,7 @@ class Run:
     journal: Journal | None
     """where speculation makes use of it"""
     progress: Progress
-    model_sha256: str
-    """of the files in model.path"""
+    contents: Contents
     changes: list[dict[str, Any]]
     """of the recipe, as it was resumed, that may change the result"""
 
@@ -154,8 +154,8 @@ def _prepare(
 ) -> Run:
     display.note(f"loading {config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
-    model = folder_sha256(config.model.path)
-    changes = allowed_changes(found.state, config, model, force) if found else []
+    contents = Contents(folder_sha256(config.model.path), sources_sha256(config.reward))
+    changes = allowed_changes(found.state, config, contents, force) if found else []
     for change in changes:
         display.note(sentence(change))
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
@@ -177,7 +177,7 @@ def _prepare(
         TraceFile(folder.path / "trace.json"),
         _journal(config),
         Progress(config.train.steps, found.state["metrics"] if found else None),
-        model,
+        contents,
         changes,
     )
     if found:
@@ -195,11 +195,14 @@ def _journal(config: Config) -> Journal | None:
 def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     parts, state = run.parts, found.state
     cursor = Cursor(**state["cursor"])
-    if state["prompts"] == fingerprint(parts.prompts):
+    same = state["prompts"] == fingerprint(parts.prompts)
+    columns = columns_sha256(parts.prompts, run.config.data)
+    if not same or state.get("columns", columns) != columns:  # an older checkpoint has none
+        _refuse_other_prompts(run, state["step"], same, force)
+    if same:
         parts.cursor = cursor
         parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
     else:
-        _refuse_other_prompts(run.config, force)
         parts.cursor.epoch = cursor.epoch + 1  # no request is one that was made before
         run.display.note("other prompts, as forced: they begin with a new epoch")
     run.policy.load_optimizer(found.folder)
@@ -216,13 +219,18 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
         run.display.note(f"going on from step {done} ({found.folder})")
 
 
-def _refuse_other_prompts(config: Config, force: Collection[str]) -> None:
-    key = "data.path" if config.data.path else "data.tasks"
+def _refuse_other_prompts(run: Run, done: int, same: bool, force: Collection[str]) -> None:
+    """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
+    key = "data.path" if run.config.data.path else "data.tasks"
+    source = run.config.data.path or "reasoning-gym"
     if key not in force:
+        what = f"columns of {source}, which the reward may read," if same else f"prompts of {source}"
         raise DataError(
-            f"the prompts of {config.data.path or 'reasoning-gym'} are not those this run began with: restore them, "
-            f"or give --force {key} to go on with these, or start a new run"
+            f"the {what} are not those this run began with: restore them, or give --force {key} to go on with these, "
+            "or start a new run"
         )
+    if all(change["key"] != key for change in run.changes):  # the file has the name that it had
+        run.changes.append({"step": done, "key": key, "before": source, "now": source, "effect": "forced"})
 
 
 # -- under way ---------------------------------------------------------------------------------------------------------
@@ -317,9 +325,11 @@ def _save(run: Run) -> None:
     state = {
         "step": standing.done,
         "config": run.config.model_dump(mode="json"),
-        "model": run.model_sha256,
+        "model": run.contents.model,
+        "reward": run.contents.reward,
         "changes": run.changes,
         "prompts": fingerprint(parts.prompts),
+        "columns": columns_sha256(parts.prompts, run.config.data),
         "cursor": asdict(standing.cursor),
         "carried": to_plain(standing.carried),
         "rollout": parts.rollout.state(),

@@ -13,10 +13,10 @@ from typing import Protocol
 from tlt.config import Config
 from tlt.rewards.isolated import IsolatedScore, Verdict, judge
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.scores import QUICK, Answer, RewardError, Term, extract_answer, make_terms
+from tlt.rewards.scores import QUICK, Answer, RewardError, Term, extract_answer, make_terms, sources_sha256
 from tlt.types import Prompt, Response
 
-__all__ = ["Reward", "RewardError", "make_reward", "refuse_unanswered"]
+__all__ = ["Reward", "RewardError", "make_reward", "refuse_unanswered", "sources_sha256"]
 
 _log = logging.getLogger(__name__)
 

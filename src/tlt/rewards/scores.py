@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import inspect
 import os
@@ -12,6 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import PathFinder
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.config import Config, RewardConfig, RewardTerm
@@ -235,6 +239,27 @@ def _asked_for(function: Callable[..., Any], path: str) -> list[str]:
                 f"reward.name = {path!r} wants {parameter.name!r}: after prompt and answer there are {', '.join(_MORE)}"
             )
     return [parameter.name for parameter in named if parameter.name in _MORE]
+
+
+def sources_sha256(config: RewardConfig) -> str:
+    """Of the files that the user's own functions are in; what these import is not among them."""
+    digest = hashlib.sha256()
+    for term in config.all_terms:
+        if ":" in term.name and (source := _source(term.name.partition(":")[0], config.folder)):
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _source(module: str, folder: str) -> Path | None:
+    """The file that `_imported` would find, without running it."""
+    places = [os.path.abspath(folder), os.path.abspath("."), *sys.path]
+    found = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        found = PathFinder.find_spec(name, places)
+        if found is None:
+            return None
+        places = list(found.submodule_search_locations or ())
+    return Path(found.origin) if found and found.origin else None
 
 
 def _imported(path: str, folder: str) -> Callable[..., Any]:
