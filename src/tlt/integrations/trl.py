@@ -14,19 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlt.build import make_engine, starting_drafter, steps_ahead
+from tlt.build import steps_ahead
 from tlt.cluster.budget import Budget
 from tlt.cluster.local import LocalRollout
-from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config, section_of
-from tlt.draft.ahead import Ahead, AheadStore
-from tlt.draft.spot import SpotTrainer
+from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
+from tlt.draft.ahead import Ahead
+from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_version
 from tlt.integrations.trl_weights import Trained
 from tlt.models.decoder import Decoder
 from tlt.models.families import known_options
 from tlt.rl.agreement import take_weights
 from tlt.sampling import request_seed
-from tlt.trace import Tracer
 from tlt.types import Prompt, Request, Response, RolloutStats
 
 
@@ -69,14 +68,8 @@ class _Process:
         self.budget: Budget | None = None
         self.place, self.updates = _Place(), 0
         self._sync(trainer)
-        layer = starting_drafter(config, options)
-        if layer:
-            training = SpotTrainer(layer, self.target, speculation.training, trainer.args.seed)
-            self.budget = Budget(training, config)
+        made, self.budget = adaptive_engine(config, self.target, trainer.processing_class)
         self.others = _Others(trainer.accelerator.num_processes)
-        store = AheadStore(speculation.look_ahead_tokens)
-        harvest, tokenizer = self.budget.harvest if self.budget else None, trainer.processing_class
-        made = make_engine(engine, speculation, self.target, tokenizer, layer, harvest, Tracer(), store)
         self.rollout = LocalRollout(made, None if self.others.group else self.budget, steps_ahead(speculation))
 
     def complete(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
@@ -109,7 +102,7 @@ class _Process:
         first, law = trainer.accelerator.process_index * len(prompts), law_of(trainer)
         requests = []
         for index, token_ids in enumerate(prompts_of(prompts, trainer), start=first):
-            prompt = Prompt(_number(token_ids), "", token_ids)
+            prompt = Prompt(prompt_number(token_ids), "", token_ids)
             seed = request_seed(trainer.args.seed, domain, step, time_, index)
             requests.append(Request(prompt, index, self.place.generations, seed, law))
         return requests
@@ -153,21 +146,9 @@ class _Others:
 
 
 def _config(trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> Config:
-    """As of a run: what is said of prompts, rewards and the update is TRL's business."""
-    args, process = trainer.args, trainer.accelerator.process_index
-    tree = {
-        "model": {"path": trainer.model.name_or_path or "-"},
-        "data": {"path": "-"},
-        "reward": {"name": "exact"},
-        "cluster": {"workers": trainer.accelerator.num_processes},
-        "run": {"folder": f"{args.output_dir}/tlt/{process}", "seed": args.seed},
-    }
-    return parse_config(tree).model_copy(update={"speculation": speculation, "engine": engine})
-
-
-def _number(token_ids: tuple[int, ...]) -> int:
-    """Of a prompt: the same whenever it comes."""
-    return request_seed(0, f"prompt {token_ids}", 0, 0, 0) >> 1
+    args, processes = trainer.args, trainer.accelerator.num_processes
+    folder = f"{args.output_dir}/tlt/{trainer.accelerator.process_index}"
+    return recipe_of(trainer.model.name_or_path or "-", folder, args.seed, processes, speculation, engine)
 
 
 def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> dict[str, Any]:

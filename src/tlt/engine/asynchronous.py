@@ -1,0 +1,104 @@
+"""An engine for callers who come one by one: each awaits its own response, and all are decoded in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+from tlt.engine.protocol import RolloutEngine
+from tlt.types import Request, Response, Row
+
+T = TypeVar("T")
+WhenIdle = Callable[[RolloutEngine, Callable[[], bool]], None]
+
+ABORTED = "aborted"
+"""the finish reason of a response that was interrupted"""
+
+
+class AsyncEngine:
+    """Decodes in a thread of its own, which alone touches the engine.
+
+    `when_idle` is called there with the engine, when there is nothing left to decode, and with what says that it is to
+    come back; it may train the drafter meanwhile.
+    """
+
+    def __init__(self, engine: RolloutEngine, when_idle: WhenIdle | None = None) -> None:
+        self._engine, self._when_idle = engine, when_idle
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._waited_for: dict[int, Future[Response]] = {}
+        """by seed"""
+        self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: Request) -> Response:
+        """Its response, or what there was of it when it was interrupted. Raises ValueError for a request that can never
+        run, or whose seed another one under way has."""
+        response: Future[Response] = Future()
+        response.set_running_or_notify_cancel()  # a caller who gives up does not disturb the others
+        await self.between_rounds(lambda engine: self._submit(engine, request, response))
+        return await asyncio.wrap_future(response)
+
+    async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
+        """Do this with the engine after the round under way."""
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()
+
+        def order() -> None:
+            try:
+                result.set_result(act(self._engine))
+            except Exception as error:
+                result.set_exception(error)
+
+        self._orders.put(order)
+        return await asyncio.wrap_future(result)
+
+    async def interrupt(self, seeds: set[int] | None = None) -> list[int]:
+        """These requests, or all, end with the tokens that they have by now. Returns their seeds."""
+        return await self.between_rounds(lambda engine: self._interrupt(engine, seeds))
+
+    def close(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            if self._orders.empty() and self._engine.busy:
+                self._round()
+                continue
+            if self._orders.empty() and self._when_idle:
+                self._when_idle(self._engine, lambda: not self._orders.empty())
+            if (order := self._orders.get()) is None:
+                return
+            order()
+
+    def _submit(self, engine: RolloutEngine, request: Request, response: Future[Response]) -> None:
+        if request.seed in self._waited_for:
+            raise ValueError(f"two requests under way have the seed {request.seed}: give each its own")
+        engine.submit([request])
+        self._waited_for[request.seed] = response
+
+    def _round(self) -> None:
+        try:
+            for response in self._engine.round():
+                self._waited_for.pop(response.request.seed).set_result(response)
+        except Exception as error:  # the engine's: whoever waits is told, and the next request finds it empty
+            waiting, self._waited_for = self._waited_for, {}
+            self._engine.start(())
+            for response in waiting.values():
+                response.set_exception(error)
+
+    def _interrupt(self, engine: RolloutEngine, seeds: set[int] | None) -> list[int]:
+        left = engine.give_up(self._waited_for.keys() if seeds is None else seeds)
+        for row in left:
+            self._waited_for.pop(row.request.seed).set_result(_so_far(row))
+        return [row.request.seed for row in left]
+
+
+def _so_far(row: Row) -> Response:
+    return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, ABORTED, decoded=row.decoded)

@@ -1,0 +1,47 @@
+"""What tlt inside another trainer has in common, whichever that is: a recipe, an engine that trains its drafter, and
+prompts by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.build import make_engine, starting_drafter
+from tlt.cluster.budget import Budget
+from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
+from tlt.draft.ahead import AheadStore
+from tlt.draft.spot import SpotTrainer
+from tlt.engine.engine import Engine
+from tlt.models.decoder import Decoder
+from tlt.sampling import request_seed
+from tlt.trace import Tracer
+
+
+def recipe_of(
+    model: str, folder: str, seed: int, workers: int, speculation: SpeculationConfig, engine: EngineConfig
+) -> Config:
+    """As of a run: what is said of prompts, rewards and the update is the other trainer's business."""
+    tree = {
+        "model": {"path": model},
+        "data": {"path": "-"},
+        "reward": {"name": "exact"},
+        "cluster": {"workers": workers},
+        "run": {"folder": folder, "seed": seed},
+    }
+    return parse_config(tree).model_copy(update={"speculation": speculation, "engine": engine})
+
+
+def adaptive_engine(config: Config, target: Decoder, tokenizer: Any) -> tuple[Engine, Budget | None]:
+    """An engine on this target, which holds weights, and what trains its drafter, if anything does."""
+    speculation, budget = config.speculation, None
+    layer = starting_drafter(config, target.options)
+    if layer:
+        budget = Budget(SpotTrainer(layer, target, speculation.training, config.run.seed), config)
+    store = AheadStore(speculation.look_ahead_tokens)
+    harvest = budget.harvest if budget else None
+    return make_engine(config.engine, speculation, target, tokenizer, layer, harvest, Tracer(), store), budget
+
+
+def prompt_number(token_ids: Sequence[int]) -> int:
+    """The same whenever the prompt comes."""
+    return request_seed(0, f"prompt {tuple(token_ids)}", 0, 0, 0) >> 1

@@ -1,0 +1,20 @@
+"""What verl loads by itself where tlt is installed (entry point `verl.plugins`): it makes `rollout.name=tlt` known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # as verl's guide for new engines has it
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+NAME = "tlt"
+
+
+def _replica() -> type[Any]:
+    from tlt.integrations.verl import Replica
+
+    return Replica
+
+
+RolloutReplicaRegistry.register(NAME, _replica)
+_ROLLOUT_REGISTRY[(NAME, "async")] = "tlt.integrations.verl.ServerAdapter"

@@ -1,0 +1,165 @@
+"""One replica of tlt inside verl, as it lives in a Ray actor: verl calls `generate` for each request, and the rest
+around its updates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl.workers.rollout.replica import TokenOutput
+
+from tlt.build import load_tokenizer, stop_token_ids
+from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
+from tlt.engine.asynchronous import ABORTED, AsyncEngine
+from tlt.engine.protocol import RolloutEngine
+from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
+from tlt.integrations.verl_terms import Seeds, law_of, refuse
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options, read_config
+from tlt.models.weights import read_safetensors
+from tlt.types import Prompt, Request, Response
+
+
+class Server:
+    """Begins with the weights of the model's folder. The methods are those that verl asks of a server; those that
+    change the engine wait for the round under way."""
+
+    def __init__(self, rollout: Any, folder: str, replica: int) -> None:
+        refuse(rollout)
+        self.rollout, self.replica = rollout, replica
+        self.seeds, self.step = Seeds(rollout.seed, replica), 0
+        self.admits, self.rejects = asyncio.Event(), False
+        self.admits.set()
+        self.received: dict[str, Tensor] = {}
+        tokenizer = load_tokenizer(folder)
+        self.stops = stop_token_ids(folder, tokenizer)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        target = Decoder(decoder_options(read_config(folder)), getattr(torch, rollout.dtype), torch.device(device))
+        target.load(read_safetensors(folder), 0)
+        engine, self.budget = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
+        self.engine = AsyncEngine(engine, self._use_idle_time)
+        self.awake = True
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+    ) -> TokenOutput:
+        """Raises ValueError for what can never run or is not honoured."""
+        if image_data or video_data or audio_data:
+            raise ValueError("tlt inside verl decodes text alone: this prompt comes with images, video or audio")
+        while not self.admits.is_set():
+            if self.rejects:
+                return TokenOutput(token_ids=[], stop_reason=ABORTED, extra_fields={"global_steps": self.step})
+            await self.admits.wait()
+        tokens = tuple(int(token) for token in prompt_ids)
+        law = law_of(sampling_params, self.rollout, len(tokens), self.stops)
+        number = prompt_number(tokens)
+        index, seed = self.seeds.next(number)
+        response = await self.engine.generate(Request(Prompt(number, "", tokens), index, self.step, seed, law))
+        return self._output(response, bool(sampling_params.get("logprobs")))
+
+    def _output(self, response: Response, with_logprobs: bool) -> TokenOutput:
+        drawn_from = self.rollout.logprobs_mode == "processed_logprobs"
+        logprobs = response.logprobs if drawn_from else response.full_logprobs
+        return TokenOutput(
+            token_ids=response.token_ids,
+            log_probs=logprobs if with_logprobs else None,
+            stop_reason=ABORTED if response.finish_reason == ABORTED else "completed",
+            extra_fields={
+                "global_steps": response.request.epoch,
+                "spec_num_draft_tokens": response.decoded.drafted,
+                "spec_num_accepted_tokens": response.decoded.accepted,
+                "spec_num_verify_steps": response.decoded.row_passes,
+            },
+        )
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """What is under way ends with the tokens that it has; what comes waits for `resume_generation`, or is sent back
+        as aborted."""
+        self.admits.clear()
+        self.rejects = reject_request
+        seeds = await self.engine.interrupt()
+        return {"aborted_count": len(seeds), "request_ids": []}
+
+    async def resume_generation(self) -> None:
+        self.rejects = False
+        self.admits.set()
+
+    # -- around an update ----------------------------------------------------------------------------------------------
+
+    async def take_weights(self, bucket: Mapping[str, Tensor]) -> None:
+        """Some of the weights to come, in host memory."""
+        self.received |= bucket
+
+    async def load_weights(self, step: int | None) -> None:
+        """Decode with what was taken. Raises ModelError where something is missing, then the old weights stay."""
+        weights, self.received = self.received, {}
+        await self.engine.between_rounds(lambda engine: self._load(engine, weights))
+        await self.set_global_steps(self.step + 1 if step is None else step)
+
+    def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
+        if engine.busy:
+            raise RuntimeError("new weights while requests are decoded: abort them, or wait for them, first")
+        engine.target.load(weights, engine.target.version + 1)
+        engine.start(())
+        if self.budget:
+            self.budget.target_moved()
+
+    async def set_global_steps(self, step: int) -> None:
+        self.step = step
+        self.seeds.step(step)
+
+    async def sleep(self) -> None:
+        """The cache's memory is given back; the weights stay."""
+        self.awake = False
+        await self.clear_kv_cache()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.awake = True
+
+    async def clear_kv_cache(self) -> None:
+        await self.engine.between_rounds(_release)
+
+    release_kv_cache = clear_kv_cache
+
+    async def resume_kv_cache(self) -> None:
+        """It comes back with the next request."""
+
+    async def start_profile(self, **_: Any) -> None:
+        """There is none; traces are the trainer's."""
+
+    async def stop_profile(self) -> None:
+        """There is none."""
+
+    def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
+        """While the other replicas still decode."""
+        if self.budget and self.awake:
+            self.budget.spend_idle(engine, is_over)
+
+
+def _release(engine: RolloutEngine) -> None:
+    if not engine.busy:
+        engine.release()
+        engine.start(())
+
+
+def _config(rollout: Any, folder: str, replica: int) -> Config:
+    """`rollout.custom` has two sections of a recipe, and the folder where published drafters are kept."""
+    custom: Any = OmegaConf.to_container(OmegaConf.create(dict(rollout.custom or {})))
+    engine = section_of(EngineConfig, custom.get("engine"), "engine")
+    speculation = section_of(SpeculationConfig, custom.get("speculation"), "speculation")
+    home = Path(custom.get("folder", "runs/verl")) / str(replica)
+    return recipe_of(folder, str(home), rollout.seed, 2, speculation, engine)

@@ -1,0 +1,159 @@
+"""Requests that come one by one get the tokens that they get together; whoever waits is always told how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EOS, tiny_model
+
+from tlt.build import make_target
+from tlt.config import EngineConfig, ModelConfig
+from tlt.draft.strategy import Strategy
+from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.asynchronous import ABORTED, AsyncEngine
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.models.weights import read_safetensors
+from tlt.sampling import make_requests
+from tlt.types import Prompt, Request, SamplingParams
+
+LAW = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
+PROMPTS = [Prompt(number, "", tuple(range(65, 70 + number))) for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("asynchronous") / "model")
+
+
+@pytest.fixture
+def engine(folder: Path) -> Engine:
+    target = make_target(ModelConfig(path=str(folder), dtype="float64", device="cpu"))
+    target.load(read_safetensors(folder), 0)
+    chain = Strategy("suffix", depth=4, branching=1, verify_tokens=5)
+    return Engine(target, EngineConfig(max_rows=3, kv_memory_mb=1), [SuffixDrafter(1000)], Fixed(chain))
+
+
+@pytest.fixture
+def served(engine: Engine) -> Iterator[AsyncEngine]:
+    made = AsyncEngine(engine)
+    yield made
+    made.close()
+
+
+def requests(samples: int = 2, **law: Any) -> list[Request]:
+    return make_requests(PROMPTS, samples, SamplingParams(**vars(LAW) | law), seed=7)
+
+
+def test_whoever_comes_one_by_one_gets_what_all_get_together(engine: Engine) -> None:
+    together = {response.request.seed: response for response in engine.plain_beside().generate(requests())}
+    served = AsyncEngine(engine)
+
+    async def one_by_one() -> list[Any]:
+        async def later(delay: float, request: Request) -> Any:
+            await asyncio.sleep(delay)
+            return await served.generate(request)
+
+        return await asyncio.gather(*(later(0.003 * (i % 5), request) for i, request in enumerate(requests())))
+
+    for response in asyncio.run(one_by_one()):
+        expected = together[response.request.seed]
+        assert response.token_ids == expected.token_ids
+        assert response.finish_reason == expected.finish_reason
+        torch.testing.assert_close(response.logprobs, expected.logprobs, rtol=0, atol=1e-9)
+    served.close()
+
+
+def test_what_is_interrupted_ends_with_the_beginning_of_its_tokens(engine: Engine) -> None:
+    asked = requests(max_new_tokens=400, stop_token_ids=())
+    whole = {response.request.seed: response.token_ids for response in engine.plain_beside().generate(asked)}
+    served = AsyncEngine(engine)
+
+    async def interrupted() -> tuple[list[int], list[Any]]:
+        waiting = [asyncio.create_task(served.generate(request)) for request in asked]
+        while not await served.between_rounds(lambda engine: any(len(row.tokens) > 5 for row in engine.rows)):
+            await asyncio.sleep(0)
+        seeds = await served.interrupt()
+        return seeds, await asyncio.gather(*waiting)
+
+    seeds, responses = asyncio.run(interrupted())
+    assert set(seeds) == {r.request.seed for r in responses if r.finish_reason == ABORTED}
+    assert any(response.token_ids for response in responses)
+    assert any(not response.token_ids for response in responses), "three rows at once: some have not begun"
+    for response in responses:
+        assert response.token_ids == whole[response.request.seed][: len(response.token_ids)]
+        assert len(response.logprobs) == len(response.full_logprobs) == len(response.token_ids)
+    served.close()
+
+
+def test_a_request_that_can_never_run_and_one_that_is_there_twice_are_refused(served: AsyncEngine) -> None:
+    async def ask() -> None:
+        with pytest.raises(ValueError, match="may reach"):
+            await served.generate(requests(max_new_tokens=10_000)[0])
+        (one, *_) = requests(max_new_tokens=200, stop_token_ids=())
+        first = asyncio.create_task(served.generate(one))
+        await asyncio.sleep(0.001)
+        with pytest.raises(ValueError, match="seed"):
+            await served.generate(one)
+        assert len((await first).token_ids) == 200
+
+    asyncio.run(ask())
+
+
+def test_a_round_that_fails_is_told_to_all_who_wait_and_the_next_request_runs(engine: Engine) -> None:
+    expected = next(iter(engine.plain_beside().generate(requests()[:1]))).token_ids
+    served, real = AsyncEngine(engine), engine.round
+
+    def broken() -> Any:
+        engine._amid_round = True  # as a real one leaves it behind
+        raise RuntimeError("the device is gone")
+
+    async def ask() -> None:
+        engine.round = broken
+        outcomes = await asyncio.gather(*(served.generate(r) for r in requests()), return_exceptions=True)
+        assert {str(outcome) for outcome in outcomes} == {"the device is gone"}
+        engine.round = real
+        assert (await served.generate(requests()[0])).token_ids == expected
+
+    asyncio.run(ask())
+    served.close()
+
+
+def test_a_caller_who_gives_up_disturbs_nobody(served: AsyncEngine) -> None:
+    async def ask() -> None:
+        tasks = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]
+        await asyncio.sleep(0.005)
+        tasks[0].cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(outcomes[0], asyncio.CancelledError)
+        assert not any(isinstance(outcome, BaseException) for outcome in outcomes[1:])
+
+    asyncio.run(ask())
+
+
+def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
+    seen: list[bool] = []
+
+    def when_idle(given: Any, is_over: Callable[[], bool]) -> None:
+        assert given is engine and not engine.busy
+        until = time.monotonic() + 20
+        while not is_over() and time.monotonic() < until:
+            time.sleep(0.001)
+        seen.append(is_over())
+
+    served = AsyncEngine(engine, when_idle)
+
+    async def ask() -> None:
+        for request in requests()[:3]:
+            await asyncio.sleep(0.02)
+            await served.generate(request)
+
+    asyncio.run(ask())
+    served.close()
+    assert len(seen) >= 3 and all(seen), "it came back as soon as there was an order"

@@ -1,0 +1,87 @@
+"""What verl's settings and sampling parameters become; needs no verl."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tlt.integrations.verl_terms import Seeds, UnsupportedError, law_of, refuse
+
+
+def rollout(**changes: Any) -> SimpleNamespace:
+    """The fields of verl's RolloutConfig that tlt reads."""
+    plain = {
+        "tensor_model_parallel_size": 1,
+        "data_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "quantization": None,
+        "enable_rollout_routing_replay": False,
+        "mtp": SimpleNamespace(enable_rollout=False),
+        "disaggregation": SimpleNamespace(enabled=False),
+        "dtype": "bfloat16",
+        "custom": None,
+        "prompt_length": 20,
+        "response_length": 30,
+    }
+    return SimpleNamespace(**plain | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"ignore_eos": True},
+        {"repetition_penalty": 1.1},
+        {"quantization": "fp8"},
+        {"enable_rollout_routing_replay": True},
+        {"mtp": SimpleNamespace(enable_rollout=True)},
+        {"disaggregation": SimpleNamespace(enabled=True)},
+        {"dtype": "float16"},
+        {"custom": {"specualtion": {}}},
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(changes: dict[str, Any]) -> None:
+    refuse(rollout())
+    refuse(rollout(custom={"speculation": {}, "engine": {}, "folder": "x"}))
+    with pytest.raises(UnsupportedError, match="specualtion" if "custom" in changes else next(iter(changes))):
+        refuse(rollout(**changes))
+
+
+def test_a_law_is_verls_and_its_length_is_what_is_left() -> None:
+    asked = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    law = law_of(asked, rollout(), 12, [3, 4])
+    assert (law.temperature, law.top_p, law.top_k, law.stop_token_ids) == (0.7, 0.9, 0, (3, 4))
+    assert law.max_new_tokens == 30, "a response's own bound"
+    assert law_of({"top_k": 5}, rollout(), 45, []).max_new_tokens == 5, "a later turn: 20 + 30 - 45"
+    assert law_of({"top_k": 5}, rollout(), 45, []).top_k == 5
+    assert law_of({"max_tokens": 7}, rollout(), 45, []).max_new_tokens == 7
+    assert law_of({"max_new_tokens": 9}, rollout(), 45, []).max_new_tokens == 9
+
+
+@pytest.mark.parametrize("asked", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"stop": ["x"]}])
+def test_a_sampling_parameter_that_is_not_honoured_is_refused_by_its_name(asked: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(asked))):
+        law_of(asked, rollout(), 1, [])
+
+
+def test_seeds_depend_on_no_order_of_calls_between_prompts_and_never_come_twice() -> None:
+    def drawn(order: list[int], replica: int = 0, step: int = 3) -> dict[tuple[int, int], int]:
+        seeds = Seeds(1, replica)
+        seeds.step(step)
+        return {(prompt, index): seed for prompt in order for index, seed in [seeds.next(prompt)]}
+
+    one = drawn([5, 5, 9, 5, 9])
+    assert one == drawn([9, 5, 9, 5, 5])
+    found = [*one.values(), *drawn([5, 5, 9], replica=1).values(), *drawn([5, 5, 9], step=4).values()]
+    assert len(set(found)) == len(found)
+    again = Seeds(1, 0)
+    again.step(3)
+    first = again.next(5)
+    again.step(3)
+    assert again.next(5) == first, "counted anew with each step"
