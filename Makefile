@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo test vllm test-vllm trl test-trl mutants lint clean
+.PHONY: all demo test vllm test-vllm trl test-trl verl test-verl mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -51,6 +51,19 @@ trl: .venv-trl/.installed
 test-trl: trl
 	OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1 $(TRL)/python -m pytest tests/integrations
 
+# verl in an environment of its own, and tlt inside it; the last three packages are those that it needs and does not name.
+VERL := .venv-verl/bin
+verl: .venv-verl/.installed
+.venv-verl/.installed: pyproject.toml
+	test -x $(VERL)/python || $(PYTHON) -m venv .venv-verl
+	$(VERL)/pip install -q torch==2.13.0
+	$(VERL)/pip install -q verl==0.9.1 transformers==5.10.4 ray==2.60.0 cachetools uvicorn fastapi pytest==9.2.0 hypothesis==6.170.15
+	$(VERL)/pip install -q --no-deps -e .
+	touch $@
+
+test-verl: verl
+	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
+
 # Plants the faults listed in tests/mutants one at a time: each must be noticed. ARGS="-k word -j 1" for some of them.
 mutants: all
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
@@ -61,4 +74,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl runs build src/tlt.egg-info
+	rm -rf .venv .venv-vllm .venv-trl .venv-verl runs build src/tlt.egg-info

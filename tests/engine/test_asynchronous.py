@@ -141,7 +141,8 @@ def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
     seen: list[bool] = []
 
     def when_idle(given: Any, is_over: Callable[[], bool]) -> None:
-        assert given is engine and not engine.busy
+        assert given is engine
+        assert not engine.busy
         until = time.monotonic() + 20
         while not is_over() and time.monotonic() < until:
             time.sleep(0.001)
@@ -156,4 +157,20 @@ def test_idle_time_is_given_away_until_somebody_comes(engine: Engine) -> None:
 
     asyncio.run(ask())
     served.close()
-    assert len(seen) >= 3 and all(seen), "it came back as soon as there was an order"
+    assert len(seen) >= 3
+    assert all(seen), "it came back as soon as there was an order"
+
+
+def test_idle_time_that_fails_costs_nobody_an_answer(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    def when_idle(given: Any, is_over: Callable[[], bool]) -> None:
+        raise AttributeError("no drafter")
+
+    served = AsyncEngine(engine, when_idle)
+
+    async def ask() -> Any:
+        await asyncio.sleep(0.05)
+        return await asyncio.wait_for(served.generate(requests()[0]), 30)
+
+    assert asyncio.run(ask()).token_ids
+    served.close()
+    assert "no drafter" in caplog.text

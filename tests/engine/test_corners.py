@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small import PROMPTS, VOCAB, Target, build, decode, learned, make_requests, reference
+from tiny import qwen3
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates, ComposedDrafter, Drafter, Level
 from tlt.draft.features import FeatureView
 from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
+from tlt.engine.profile import profile
 from tlt.engine.tuner import Fixed
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 LONG = SamplingParams(max_new_tokens=12)
@@ -217,3 +223,15 @@ def test_a_rollout_in_which_a_round_failed_does_not_go_on(call: int) -> None:
 def test_a_response_of_no_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="token"):
         build(Target(), None, PLAIN).submit([Request(PROMPTS[0], 0, 0, 7, SamplingParams(max_new_tokens=0))])
+
+
+@pytest.mark.parametrize("bound", [300, 320, 640, 5000])
+def test_the_profile_fits_into_a_small_cache(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows grow from round to round; a pass laid out beyond the cache would be an IndexError of the ledger's."""
+    monkeypatch.setattr("tlt.engine.profile.Engine", partial(Engine, kv_tokens=bound))
+    model = qwen3(vocab_size=99)  # the passes that are timed have up to 64 different tokens
+    target = Decoder(decoder_options(model.config), torch.float64, torch.device("cpu"))
+    target.load(model.state_dict(), version=0)
+    arms = [PLAIN, Strategy("suffix", 3, 1, 4)]
+    costs = profile(target, EngineConfig(max_rows=16), [SuffixDrafter(99)], arms, None)
+    assert all(seconds > 0 for by_arm in costs.values() for seconds in by_arm.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -12,6 +13,7 @@ from typing import TypeVar
 from tlt.engine.protocol import RolloutEngine
 from tlt.types import Request, Response, Row
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 WhenIdle = Callable[[RolloutEngine, Callable[[], bool]], None]
 
@@ -72,10 +74,17 @@ class AsyncEngine:
                 self._round()
                 continue
             if self._orders.empty() and self._when_idle:
-                self._when_idle(self._engine, lambda: not self._orders.empty())
+                self._use_idle_time(self._when_idle)
             if (order := self._orders.get()) is None:
                 return
             order()
+
+    def _use_idle_time(self, when_idle: WhenIdle) -> None:
+        try:
+            when_idle(self._engine, lambda: not self._orders.empty())
+        except Exception:
+            log.exception("what was to use idle time failed; going on without")
+            self._when_idle = None
 
     def _submit(self, engine: RolloutEngine, request: Request, response: Future[Response]) -> None:
         if request.seed in self._waited_for:
@@ -89,9 +98,9 @@ class AsyncEngine:
                 self._waited_for.pop(response.request.seed).set_result(response)
         except Exception as error:  # the engine's: whoever waits is told, and the next request finds it empty
             waiting, self._waited_for = self._waited_for, {}
-            self._engine.start(())
             for response in waiting.values():
                 response.set_exception(error)
+            self._engine.start(())
 
     def _interrupt(self, engine: RolloutEngine, seeds: set[int] | None) -> list[int]:
         left = engine.give_up(self._waited_for.keys() if seeds is None else seeds)

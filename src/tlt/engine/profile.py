@@ -53,13 +53,11 @@ def _profile_rows(
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
     engine.start(_requests(rows, target.options.vocab_size))
     engine.round()  # prefill
-    engine.make_room(widest)
-    trees = {n: [_chain(n)] * len(engine.rows) for n in nodes}
     drafts = {(s.drafter, d, s.branching) for s in strategies if s.drafter != PLAIN.drafter for d in (_SHORT, _LONG)}
     least = _least_seconds(
         {
             PLAIN: engine.round,
-            **{n: partial(_verify, engine, widest, trees[n]) for n in nodes},
+            **{n: partial(_verify, engine, widest, _chain(n)) for n in nodes},
             **{d: partial(_draft, engine, Strategy(*d, widest.verify_tokens)) for d in drafts},
         },
         target.device,
@@ -81,8 +79,9 @@ def _extrapolate(seconds: Mapping[int, float], nodes: int) -> float:
     return interpolate(seconds, nodes) * max(1.0, (nodes - 1) / max(1, widest - 1))
 
 
-def _verify(engine: Engine, strategy: Strategy, trees: Sequence[DraftTree]) -> None:
-    engine.verify(engine.open_round(strategy), trees)
+def _verify(engine: Engine, strategy: Strategy, tree: DraftTree) -> None:
+    engine.make_room(strategy)  # rows have grown since the last round; a small cache holds fewer of them by now
+    engine.verify(engine.open_round(strategy), [tree] * len(engine.rows))
 
 
 def _draft(engine: Engine, strategy: Strategy) -> None:

@@ -42,8 +42,8 @@ class Server:
         target = Decoder(decoder_options(read_config(folder)), getattr(torch, rollout.dtype), torch.device(device))
         target.load(read_safetensors(folder), 0)
         engine, self.budget = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
-        self.engine = AsyncEngine(engine, self._use_idle_time)
         self.awake = True
+        self.engine = AsyncEngine(engine, self._use_idle_time)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
