@@ -12,7 +12,7 @@ from tlt.config import Config, ConfigError
 from tlt.config.moved import renamed
 from tlt.config.section import section_of
 
-# nothing of these reaches a weight: of the prompts themselves there is a fingerprint, of the model and the reward's file a hash
+# nothing of these reaches a weight: prompts, model and the user's reward are known by what their files hold
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within"),
