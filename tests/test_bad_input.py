@@ -126,6 +126,12 @@ async def late(prompt, answer):
 def table(prompt, answer):
     return {"reward": 1.0}
 
+def of_trl(prompts, completions, answer):
+    return [0.0 for _ in completions]
+
+def of_a_column(prompt, answer, solution):
+    return 0.0
+
 def raises(prompt, answer):
     raise KeyError("answer")
 """
@@ -285,6 +291,14 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     # -- rewards
     "no module": (lambda c: c.set("reward", name="no_such:f"), r"'no_such:f' cannot be imported .*'module:function'"),
     "no function": (lambda c: c.set("reward", name="tiny_rewards:f"), r"'tiny_rewards:f' cannot be imported"),
+    "a reward as TRL has them": (
+        lambda c: own_reward(c, "of_trl"),
+        r"'own_rewards:of_trl' has parameters as TRL names them: write f\(prompt, answer\): .*prompt\.data\['answer'\]",
+    ),
+    "a reward that asks for a column": (
+        lambda c: own_reward(c, "of_a_column"),
+        r"wants 'solution': after prompt and answer there are .*prompt\.data\['answer'\]",
+    ),
     "no callable": (lambda c: c.set("reward", name="tiny_rewards:constant"), r"is not a function"),
     "a module that raises": (
         lambda c: (c.module("1 / 0\n"), c.set("reward", name="own_rewards:f")),
@@ -320,6 +334,18 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: c.set("train", kl_weight=1e300, kl_in="reward"),
         r"train\.kl_weight: .*less than or equal to",
     ),
+    **{
+        f"{field} beyond all reason": (
+            lambda c, section=section, field=field, value=value: c.set(section, **{field: value}),
+            rf"{section}\.{field}: .*less than or equal to",
+        )
+        for section, field, value in (
+            ("train", "learning_rate", 1e30),
+            ("train", "weight_decay", 1e10),
+            ("data", "size", 10**15),
+            ("eval", "size", 10**15),
+        )
+    },
     "more memory than there are addresses": (
         lambda c: c.set("reward", memory_mb=10**14),
         r"reward\.memory_mb: .*less than or equal to",

@@ -53,7 +53,7 @@ class DataConfig(Section):
     """with `chat`, of the template, such as { enable_thinking = false }"""
     prefill: str = ""
     """what each answer begins with: the model goes on from there"""
-    size: int = Field(default=2000, gt=0)
+    size: int = Field(default=2000, gt=0, le=1_000_000)
     """prompts generated from `tasks` (an epoch)"""
     seed: int = Field(default=0, ge=0)
     """of the generated tasks"""
@@ -115,12 +115,12 @@ class EngineConfig(Section):
 
 class TrainConfig(Section):
     steps: int = Field(default=100, gt=0)
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0, le=10)
     warmup_steps: int = Field(default=0, ge=0)
     """the rate rises evenly over the first so many steps"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """of the rate after the warm-up; linear and cosine fall towards 0 at the last step"""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
     """of the matrices; norms and biases do not decay"""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -175,7 +175,7 @@ class EvalConfig(Section):
     """steps between evaluations on held-out prompts: before the first, every so many, and at the end; 0 is never"""
     samples: int = Field(default=4, gt=0)
     """responses to each prompt"""
-    size: int = Field(default=64, gt=0)
+    size: int = Field(default=64, gt=0, le=250_000)
     """prompts, from `data.tasks` with another seed or from `path`, less those that training has"""
     path: str | None = None
     """held-out prompts for a `data.path`, with the same columns"""

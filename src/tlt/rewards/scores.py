@@ -228,15 +228,19 @@ def _more(names: Sequence[str], prompt: Prompt, answer: Answer) -> dict[str, Any
 
 def _asked_for(function: Callable[..., Any], path: str) -> list[str]:
     """The names of its parameters behind the first two. Raises RewardError for one that nobody fills."""
+    ours = "write f(prompt, answer): a column of your data is prompt.data['answer']"
     try:
-        parameters = list(inspect.signature(function).parameters.values())[2:]
+        first, parameters = (every := list(inspect.signature(function).parameters.values()))[:2], every[2:]
     except ValueError:  # written in C, it does not say
         return []
+    if first and first[0].name in ("prompts", "completions") and first[-1].name != "answers":
+        raise RewardError(f"reward.name = {path!r} has parameters as TRL names them: {ours}")
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for parameter in named:
         if parameter.name not in _MORE and parameter.default is parameter.empty:
             raise RewardError(
-                f"reward.name = {path!r} wants {parameter.name!r}: after prompt and answer there are {', '.join(_MORE)}"
+                f"reward.name = {path!r} wants {parameter.name!r}: after prompt and answer there are "
+                f"{', '.join(_MORE)}; {ours}"
             )
     return [parameter.name for parameter in named if parameter.name in _MORE]
 

@@ -49,12 +49,14 @@ def check_agreement(target: Target, policy: Weighed) -> None:
     apart = 0.5 * apart.abs().sum(-1)
     worst, allowed = apart.max().item(), ALLOWED[target.dtype]
     if worst > allowed:
+        remedy = "see that config.json fits the model's weights, or save the model again with transformers"
+        if target.version > 0:
+            remedy += "; or, where updates have made its weights too large, lower train.learning_rate and weight_decay"
         dtype = str(target.dtype).removeprefix("torch.")
         raise ModelError(
             f"the engine and the policy are not one model at version {target.version}: after "
             f"{before + int(apart.argmax()) + 1} tokens their laws of the next one are {worst:.2g} apart in total "
-            f"variation, where rounding in {dtype} explains at most {allowed:g}; see that config.json fits the model's "
-            "weights, or save the model again with transformers (save_pretrained)"
+            f"variation, where rounding in {dtype} explains at most {allowed:g}: {remedy}"
         )
 
 
