@@ -322,3 +322,10 @@ def test_every_field_of_the_drafters_training_is_set_on_the_command_line(recipe:
     assert (training.learning_rate, training.idle) == (0.5, False)
     with pytest.raises(ConfigError, match=r"speculation\.training\.lerning_rate: did you mean learning_rate\?"):
         load_config(recipe, ["--speculation.training.lerning_rate", "1"])
+
+
+def test_the_defaults_are_those_of_the_field() -> None:
+    config = parse_config({"model": {"path": "m"}, "data": {"path": "p"}, "reward": {"name": "exact"}})
+    train = config.train
+    assert (train.learning_rate, train.adam_beta1, train.adam_beta2) == (1e-6, 0.9, 0.999)
+    assert (config.model.dtype, train.loss, config.run.save_every > 0) == ("auto", "ppo", True)

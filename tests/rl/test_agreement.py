@@ -204,7 +204,7 @@ def test_a_run_of_two_models_ends_at_its_start_and_at_every_sync(
     sync = start(config)
     sync()
     monkeypatch.setattr(Decoder, "load", as_if_tied)
-    with pytest.raises(ModelError, match="not one model at version 1.*lower train.learning_rate"):
+    with pytest.raises(ModelError, match=r"not one model at version 1.*lower train\.learning_rate"):
         sync()
     with pytest.raises(ModelError, match="not one model at version 0"):
         start(config)

@@ -1,0 +1,23 @@
+"""docs/trust.md names a test for every finding: those tests must exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    rows = [line for line in (ROOT / "docs" / "trust.md").read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    named = [re.search(r"`(tests/\S+\.py)::(\w+)` \|$", row) for row in rows if not row.startswith("| finding ")]
+    assert named
+    assert all(named)
+    for found in filter(None, named):
+        tree = ast.parse((ROOT / found[1]).read_text(encoding="utf-8"))
+        assert found[2] in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, found[0]
+
+
+def test_the_readme_shows_a_reward_that_reads_a_column() -> None:
+    assert 'prompt.data["answer"]' in (ROOT / "README.md").read_text(encoding="utf-8")
