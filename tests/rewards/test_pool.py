@@ -15,7 +15,7 @@ import pytest
 
 from tlt.config import Config, parse_config
 from tlt.rewards import Judges, RewardError, make_reward
-from tlt.rewards.isolated import Verdict, judge, judge_all
+from tlt.rewards.isolated import IsolatedScore, Verdict, judge, judge_all
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import Answer, make_terms
 from tlt.types import Prompt, Request, Response, SamplingParams
@@ -240,6 +240,19 @@ def noisy(folder: Path, then: str = "") -> Config:
     (folder / "noisy.py").write_text(f"import sys\nprint('imported')\n{then}\ndef f(prompt, answer): return 1.0\n")
     reward = {"name": "noisy:f", "folder": str(folder)}
     return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
+
+
+def test_what_it_prints_is_bounded(tmp_path: Path) -> None:
+    source = "def f(prompt, answer):\n    print(answer, 'x' * 9 * 2**20)\n    return 1.0\n"
+    (tmp_path / "endless.py").write_text(source, encoding="utf-8")
+    reward = {"name": "endless:f", "folder": str(tmp_path)}
+    log = tmp_path / "reward.log"
+    scorer = IsolatedScore(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), log)
+    for text in "abc":
+        assert scorer.judge_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
+    scorer.close()
+    said = log.read_text(encoding="utf-8")
+    assert (said[:2], len(said) < 10 * 2**20) == ("c ", True)
 
 
 def test_what_it_prints_as_it_starts_is_in_the_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

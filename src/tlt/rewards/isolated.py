@@ -213,6 +213,8 @@ def _serve(connection: Connection, config: Config, log: Path | None) -> None:
     for number, asked in enumerate(_received(connection)):
         if log and output and number == 0:
             output.into(log)
+        if output:
+            output.bound()
         connection.send([tuple(verdict) for verdict in judge_all(terms, asked)])
 
 

@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+_MOST_BYTES = 16 * 2**20
+
 
 class Output:
     """Of this process and the programs that it starts. Kept until the run has begun, as the file would otherwise be
@@ -30,6 +32,11 @@ class Output:
             return
         self._pour(file)
         os.close(file)
+
+    def bound(self) -> None:
+        """A file that has become too long begins anew; whoever else writes to it appends there."""
+        if os.fstat(1).st_size > _MOST_BYTES:
+            os.ftruncate(1, 0)
 
     def _pour(self, file: int) -> None:
         """What was kept, and from now on everything."""
