@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,8 +109,17 @@ def made_for(stand: Any, waiting: int, computing: int = 2) -> int:
     return len(made)
 
 
-def test_quick_rewards_need_one_process() -> None:
-    assert made_for(lambda: Stand(0.0), 40) == 1
+def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only starting a process moves: a busy machine makes nothing slower."""
+    clock = count()
+    now = [next(clock)]
+    monkeypatch.setattr("tlt.rewards.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def stand() -> Stand:
+        now[0] = next(clock)
+        return Stand(0.0)
+
+    assert made_for(stand, 40) == 1
 
 
 def test_those_that_wait_are_many_and_those_that_compute_are_as_many_as_may() -> None:
