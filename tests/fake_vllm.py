@@ -149,7 +149,11 @@ class RunnerV1(Runner):
         self.drafter: Any = None
 
     def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.target.load(dict(weights_iterator), self.target.version + 1)
+        """As on a CPU: a head that the weights leave out stays what it was, though it is tied."""
+        given, before = dict(weights_iterator), getattr(self.target, "head", None)
+        self.target.load(given, self.target.version + 1)
+        if before is not None and "lm_head.weight" not in given:
+            self.target.head = before
 
     def joined(self, name: str) -> None:
         row = self.live[name]
@@ -212,6 +216,7 @@ class LLM:
         self.arguments = arguments
         self.runner = RunnerV1(Decoder(options, getattr(torch, arguments["dtype"]), CPU), arguments["max_num_seqs"])
         self.longest = arguments["max_model_len"]
+        self.end_token = read_config(arguments["model"]).eos_token_id
         self.runner.drafter = self._drafter(arguments["speculative_config"])
         self.worker = WorkerExtension()
         self.worker.model_runner = self.runner
@@ -279,7 +284,8 @@ class LLM:
         for name, had in before.items():
             row = self.runner.live[name]
             news = row.tokens[had : row.params.max_tokens]
-            stop = next((i for i, token in enumerate(news) if token in row.params.stop_token_ids), None)
+            stops = {*row.params.stop_token_ids, None if row.params.ignore_eos else self.end_token}
+            stop = next((i for i, token in enumerate(news) if token in stops), None)
             news = news if stop is None else news[: stop + 1]
             del row.tokens[had + len(news) :]
             ended = stop is not None or len(row.tokens) == row.params.max_tokens

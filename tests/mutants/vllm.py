@@ -7,6 +7,8 @@ from mutants.mutant import Mutant
 NOISE = "vllm_backend/test_shared_noise.py"
 ENGINE = "vllm_backend/test_vllm_engine.py"
 PLUGIN = "vllm_backend/test_plugin.py"
+AHEAD = "vllm_backend/test_vllm_look_ahead.py"
+START = "vllm_backend/test_start.py"
 VERSIONS = "vllm_backend/test_versions.py"
 TEACHER = "rl/test_teacher.py"
 
@@ -148,7 +150,85 @@ MUTANTS = [
         ENGINE,
     ),
     Mutant("a version is tested that begins alike", "vllm/versions.py", 'f"{tested}."', "tested", VERSIONS),
+    Mutant(
+        "a tied head stays that of the old weights",
+        "vllm/target.py",
+        "        if self.options.tied:",
+        "        if False:",
+        ENGINE,
+    ),
+    Mutant(
+        "vLLM ends a response at the model's own end token",
+        "vllm/target.py",
+        "ignore_eos=True",
+        "ignore_eos=False",
+        ENGINE,
+    ),
+    Mutant("all sleep", "vllm/settings.py", '"enable_sleep_mode": sleeps', '"enable_sleep_mode": True', START),
+    Mutant(
+        "logits processors of the recipe make way for ours",
+        "vllm/target.py",
+        "[*others, PROCESSOR]",
+        "[PROCESSOR]",
+        START,
+    ),
+    Mutant(
+        "logits processors of the recipe come behind the noise",
+        "vllm/target.py",
+        "[*others, PROCESSOR]",
+        "[PROCESSOR, *others]",
+        START,
+    ),
     # -- look-ahead
+    Mutant(
+        "a chain of tokens outside the vocabulary",
+        "vllm/look_ahead.py",
+        "for ahead in group] if sound else []",
+        "for ahead in group] if known else []",
+        AHEAD,
+    ),
+    Mutant(
+        "a row amid its prompt is drafted",
+        "vllm/look_ahead.py",
+        "ready = bool(sampled_token_ids[place]) and row.pointer is not None",
+        "ready = row.pointer is not None",
+        AHEAD,
+    ),
+    Mutant(
+        "a sibling's response passes for a request's own",
+        "vllm/look_ahead.py",
+        "    known = bool(group) and group[0].seed == row.request.seed\n    sound",
+        "    known = bool(group)\n    sound",
+        AHEAD,
+    ),
+    Mutant(
+        "rows that left are remembered",
+        "vllm/look_ahead.py",
+        "if len(self._rows) > 2 * len(drafts):",
+        "if not self._rows:",
+        AHEAD,
+    ),
+    Mutant(
+        "what is known of the rest is dropped as a row is kept",
+        "vllm/look_ahead.py",
+        "return Pointer([ahead.tokens for ahead in group], row.tokens).rest() if known else []",
+        "return []",
+        AHEAD,
+    ),
+    Mutant(
+        "a request of a coming step is given up",
+        "vllm/engine.py",
+        "if row.request.seed in seeds and not row.ahead]",
+        "if row.request.seed in seeds]",
+        AHEAD,
+    ),
+    Mutant(
+        "a request that can never run is looked ahead for",
+        "vllm/engine.py",
+        "        for request in wanted.values():\n            self._check(request)\n",
+        "",
+        AHEAD,
+    ),
     Mutant(
         "the token is drafted that comes without a draft",
         "vllm/look_ahead.py",
@@ -232,6 +312,20 @@ MUTANTS = [
         "rl/teacher.py",
         "weight.to(self.dtype, copy=True)",
         "weight",
+        TEACHER,
+    ),
+    Mutant(
+        "what is not finite is learned from",
+        "draft/recompute.py",
+        "        if not features.isfinite().all():  # nothing to learn from\n            return []\n",
+        "",
+        TEACHER,
+    ),
+    Mutant(
+        "harvest is always of the first version",
+        "draft/recompute.py",
+        "Harvest(self.teacher.version, 0,",
+        "Harvest(0, 0,",
         TEACHER,
     ),
     Mutant("a pass is not broken off", "rl/teacher.py", "            if stop():\n", "            if False:\n", TEACHER),

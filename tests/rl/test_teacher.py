@@ -115,6 +115,18 @@ def test_the_longest_of_two_steps_come_first_and_the_oldest_make_way(world: Any)
     assert recompute.tokens(held_back=False) == 0, "a step of two before is too old"
 
 
+def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) -> None:
+    _, target, policy = world
+    layout = eagle_options(target.options, "eagle1", WINDOW).layout
+    transcript = Transcript(TRAINED_ON, 2, (1, 2, 3, 4))
+    target.load(policy.state_dict(), 3)
+    recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
+    assert [item.target_version for item in recompute.harvest(transcript, never)] == [3]
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[2] = torch.inf
+    assert recompute.harvest(transcript, never) == []
+
+
 def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
     """By a target that keeps no features, here our own decoder's `version` alone."""
     config, target, policy = world

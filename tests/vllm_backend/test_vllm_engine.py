@@ -122,6 +122,15 @@ def test_a_request_that_vllm_ends_by_itself_is_not_waited_for(started: Any, tmp_
         list(engine.generate(asked))
 
 
+def test_a_response_goes_on_behind_an_end_token_that_is_none_of_its_stops(started: Any, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, speculation={"drafter": "off"})
+    place, engine = open_workplace(config), opened(config)
+    asked = requests(place, 4)
+    expected = said_by(Engine(place.target, config.engine), asked)
+    started[-1].end_token = expected[asked[0].seed].token_ids[2]
+    assert told(said_by(engine, asked)) == told(expected)
+
+
 def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: Path) -> None:
     config = by_vllm(tiny_config(tmp_path, speculation={"drafter": "off"}))
     place, given = open_workplace(config), []
@@ -186,7 +195,7 @@ def test_new_weights_are_the_next_rollouts(started: Any, tmp_path: Path) -> None
     place, engine = open_workplace(config), opened(config)
     asked = requests(place, 4)
     before = told(said_by(engine, asked))
-    moved = {name: tensor * 1.05 for name, tensor in _weights(config).items()}
+    moved = {name: tensor * 1.05 for name, tensor in weights_of(config).items()}
     engine.target.load(moved, 1)
     place.target.load(moved, 1)
     after = told(said_by(engine, asked))
@@ -200,13 +209,13 @@ def test_new_weights_leave_no_prefix_of_the_old_ones_though_rows_are_live(starte
     engine.start(())
     engine.look_ahead(asked[:2])
     engine.round()
-    engine.target.load(_weights(config), 1)
+    engine.target.load(weights_of(config), 1)
     assert started[-1].cached_by == engine.target.llm.runner.target.version
     engine.start(asked[2:])
     engine.round()
 
 
-def _weights(config: Config) -> dict[str, torch.Tensor]:
+def weights_of(config: Config) -> dict[str, torch.Tensor]:
     from tlt.models.weights import read_safetensors
 
     return dict(read_safetensors(config.model.path))

@@ -1,0 +1,48 @@
+"""What a vLLM is started with. vLLM is not needed."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tlt.config import EngineConfig, ModelConfig
+from tlt.vllm import target
+from tlt.vllm.settings import PROCESSOR, engine_arguments
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_only_who_gives_memory_back_is_started_for_it(sleeps: bool) -> None:
+    """A process can have one such vLLM."""
+    arguments = engine_arguments(ModelConfig(path="folder"), EngineConfig(), None, 100, sleeps)
+    assert arguments["enable_sleep_mode"] is sleeps
+
+
+@pytest.mark.parametrize(
+    ("v2", "given", "expected"),
+    [
+        (True, {}, [PROCESSOR]),
+        (True, {"logits_processors": ["their:Own"]}, ["their:Own", PROCESSOR]),
+        (False, {"logits_processors": ["their:Own"]}, ["their:Own"]),
+        (False, {}, None),
+    ],
+)
+def test_the_noise_of_runner_v2_comes_behind_processors_of_the_recipe(
+    v2: bool, given: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EngineArgs(SimpleNamespace):
+        def create_engine_config(self) -> Any:
+            return SimpleNamespace(use_v2_model_runner=v2)
+
+    contents = {
+        "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
+        "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=lambda given: given)},
+    }
+    for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine", *contents):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(contents.get(name, {}))
+    engine = EngineConfig(vllm=given)
+    started = target._start(engine_arguments(ModelConfig(path="folder"), engine, None, 100, False))
+    assert getattr(started, "logits_processors", None) == expected
