@@ -10,11 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TLT_AUDIT", "1")  # every engine checks its key-value cache after every round
 sys.path.insert(0, str(Path(__file__).parent))  # shared helpers: tiny.py
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+for number, default in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:  # as a shell starts what runs in the background, and nohup
+        signal.signal(number, default)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # what a planted fault breaks need not be made small (tests/mutants/run.py): that takes minutes
