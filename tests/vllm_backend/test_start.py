@@ -11,6 +11,7 @@ import pytest
 from tlt.config import EngineConfig, ModelConfig
 from tlt.vllm import target
 from tlt.vllm.settings import PROCESSOR, engine_arguments
+from tlt.vllm.versions import VllmError
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
@@ -46,3 +47,17 @@ def test_the_noise_of_runner_v2_comes_behind_processors_of_the_recipe(
     engine = EngineConfig(vllm=given)
     started = target._start(engine_arguments(ModelConfig(path="folder"), engine, None, 100, False))
     assert getattr(started, "logits_processors", None) == expected
+
+
+def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_the_model(model: str) -> None: ...
+
+    contents = {
+        "vllm.engine.arg_utils": {"EngineArgs": only_the_model},
+        "vllm.v1.engine.llm_engine": {"LLMEngine": None},
+    }
+    for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine", *contents):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(contents.get(name, {}))
+    with pytest.raises(VllmError, match=r"engine\.vllm\.enforce_eagre"):
+        target._start({"model": "folder", "enforce_eagre": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,6 +145,10 @@ def _start(arguments: dict[str, Any]) -> Any:
             given = EngineArgs(**arguments | {"logits_processors": [*others, PROCESSOR]})
         return LLMEngine.from_engine_args(given)
     except Exception as error:
+        if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+            raise VllmError(
+                f"engine.vllm.{unknown[1]}: vLLM has no such engine argument, see its EngineArgs"
+            ) from error
         raise VllmError(f"vLLM cannot run {arguments['model']}: {_reason(error)}") from error
 
 
