@@ -125,6 +125,25 @@ def test_a_round_that_fails_is_told_to_all_who_wait_and_the_next_request_runs(en
     served.close()
 
 
+def test_an_engine_that_cannot_begin_anew_says_so_to_each_and_hangs_nobody(engine: Engine) -> None:
+    served, start, real = AsyncEngine(engine), engine.start, engine.round
+
+    def broken(*_: Any) -> Any:
+        engine._amid_round = True
+        raise RuntimeError("the device is gone")
+
+    async def ask() -> Any:
+        engine.round = engine.start = broken
+        for request in requests()[:2]:
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                await asyncio.wait_for(served.generate(request), 30)
+        engine.start, engine.round = start, real
+        return await asyncio.wait_for(served.generate(requests()[0]), 30)
+
+    assert asyncio.run(ask()).token_ids
+    served.close()
+
+
 def test_a_caller_who_gives_up_disturbs_nobody(served: AsyncEngine) -> None:
     async def ask() -> None:
         tasks = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]

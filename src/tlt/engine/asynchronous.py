@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
@@ -33,6 +34,8 @@ class AsyncEngine:
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waited_for: dict[int, Future[Response]] = {}
         """by seed"""
+        self._failed = False
+        """in a round, and the engine has not begun anew since"""
         self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
         self._thread.start()
 
@@ -58,9 +61,9 @@ class AsyncEngine:
         self._orders.put(order)
         return await asyncio.wrap_future(result)
 
-    async def interrupt(self, seeds: set[int] | None = None) -> list[int]:
-        """These requests, or all, end with the tokens that they have by now. Returns their seeds."""
-        return await self.between_rounds(lambda engine: self._interrupt(engine, seeds))
+    async def interrupt(self) -> list[int]:
+        """All requests end with the tokens that they have by now. Returns their seeds."""
+        return await self.between_rounds(self._interrupt)
 
     def close(self) -> None:
         self._orders.put(None)
@@ -70,10 +73,10 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while True:
-            if self._orders.empty() and self._engine.busy:
+            if self._orders.empty() and self._engine.busy and not self._failed:
                 self._round()
                 continue
-            if self._orders.empty() and self._when_idle:
+            if self._orders.empty() and self._when_idle and not self._failed:
                 self._use_idle_time(self._when_idle)
             if (order := self._orders.get()) is None:
                 return
@@ -89,6 +92,8 @@ class AsyncEngine:
     def _submit(self, engine: RolloutEngine, request: Request, response: Future[Response]) -> None:
         if request.seed in self._waited_for:
             raise ValueError(f"two requests under way have the seed {request.seed}: give each its own")
+        if self._failed:
+            self._begin_anew()
         engine.submit([request])
         self._waited_for[request.seed] = response
 
@@ -100,10 +105,16 @@ class AsyncEngine:
             waiting, self._waited_for = self._waited_for, {}
             for response in waiting.values():
                 response.set_exception(error)
-            self._engine.start(())
+            self._failed = True
+            with suppress(Exception):  # then the next request is told why
+                self._begin_anew()
 
-    def _interrupt(self, engine: RolloutEngine, seeds: set[int] | None) -> list[int]:
-        left = engine.give_up(self._waited_for.keys() if seeds is None else seeds)
+    def _begin_anew(self) -> None:
+        self._engine.start(())
+        self._failed = False
+
+    def _interrupt(self, engine: RolloutEngine) -> list[int]:
+        left = engine.give_up(self._waited_for.keys())
         for row in left:
             self._waited_for.pop(row.request.seed).set_result(_so_far(row))
         return [row.request.seed for row in left]
