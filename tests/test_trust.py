@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
+from typing import Any
+
+from tlt.types import Prompt
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,4 +24,8 @@ def test_every_test_that_the_page_names_is_there() -> None:
 
 
 def test_the_readme_shows_a_reward_that_reads_a_column() -> None:
-    assert 'prompt.data["answer"]' in (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"(?m)^    def close\(.*\n(?:^     .*\n)+", (ROOT / "README.md").read_text(encoding="utf-8"))
+    scope: dict[str, Any] = {}
+    exec(textwrap.dedent(shown), scope)
+    prompt = Prompt(0, "", (), {"answer": "42"})
+    assert [scope["close"](prompt, answer) for answer in ("42", "41", "no number")] == [1.0, 0.5, 0.0]

@@ -34,9 +34,8 @@ _OVERRIDES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 all
-    workers or the cluster were lost; 130 interrupted, 143 terminated, 129
-    hung up: where a run was under way, it has saved and says how to go on."""
+    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 all workers or the cluster were
+    lost; 130 interrupted, 143 terminated, 129 hung up: a run that was under way has saved and says how to go on."""
     arguments, overrides = _parser().parse_known_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ class Run:
     @property
     def watcher(self) -> Watcher:
         return Noting(self.display, self.journal) if self.journal else self.display
+
+    @cached_property
+    def prompts_sha256(self) -> str:
+        return fingerprint(self.parts.prompts)
+
+    @cached_property
+    def columns_sha256(self) -> str:
+        return columns_sha256(self.parts.prompts, self.config.data)
 
     def stand(self, done: int, metrics: dict[str, Any]) -> None:
         """A step has ended."""
@@ -195,9 +203,8 @@ def _journal(config: Config) -> Journal | None:
 def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     parts, state = run.parts, found.state
     cursor = Cursor(**state["cursor"])
-    same = state["prompts"] == fingerprint(parts.prompts)
-    columns = columns_sha256(parts.prompts, run.config.data)
-    if not same or state.get("columns", columns) != columns:  # an older checkpoint has none
+    same = state["prompts"] == run.prompts_sha256
+    if not same or state.get("columns", run.columns_sha256) != run.columns_sha256:  # an older checkpoint has none
         _refuse_other_prompts(run, state["step"], same, force)
     if same:
         parts.cursor = cursor
@@ -328,8 +335,8 @@ def _save(run: Run) -> None:
         "model": run.contents.model,
         "reward": run.contents.reward,
         "changes": run.changes,
-        "prompts": fingerprint(parts.prompts),
-        "columns": columns_sha256(parts.prompts, run.config.data),
+        "prompts": run.prompts_sha256,
+        "columns": run.columns_sha256,
         "cursor": asdict(standing.cursor),
         "carried": to_plain(standing.carried),
         "rollout": parts.rollout.state(),

@@ -230,12 +230,13 @@ def _asked_for(function: Callable[..., Any], path: str) -> list[str]:
     """The names of its parameters behind the first two. Raises RewardError for one that nobody fills."""
     ours = "write f(prompt, answer): a column of your data is prompt.data['answer']"
     try:
-        first, parameters = (every := list(inspect.signature(function).parameters.values()))[:2], every[2:]
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # written in C, it does not say
         return []
-    if first and first[0].name in ("prompts", "completions") and first[-1].name != "answers":
+    first = [parameter.name for parameter in parameters[:2]]
+    if first and first[0] in ("prompts", "completions") and first != ["prompts", "answers"]:  # which are our lists
         raise RewardError(f"reward.name = {path!r} has parameters as TRL names them: {ours}")
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for parameter in named:
         if parameter.name not in _MORE and parameter.default is parameter.empty:
             raise RewardError(
