@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt.config import EngineConfig
+from tlt.integrations import UnsupportedError
 from tlt.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 TESTED = ((1, 16), (1, 16))
 """the first and the last minor version of TRL that the tests were run with"""
-
-
-class UnsupportedError(ValueError):
-    """What a GRPOTrainer was asked for and tlt does not do inside it; the message names it and the remedy."""
 
 
 def refuse_version() -> None:

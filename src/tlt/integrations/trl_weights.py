@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tlt.integrations.trl_terms import UnsupportedError
+from tlt.integrations import UnsupportedError
 from tlt.rl.lora import merged_state
 from tlt.rl.sharded import Gathered
 

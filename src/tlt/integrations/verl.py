@@ -19,8 +19,9 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
+from tlt.integrations import UnsupportedError
 from tlt.integrations.verl_server import Server
-from tlt.integrations.verl_terms import UnsupportedError, refuse
+from tlt.integrations.verl_terms import refuse
 
 
 class ServerAdapter(BaseRollout):

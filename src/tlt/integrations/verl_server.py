@@ -162,4 +162,5 @@ def _config(rollout: Any, folder: str, replica: int) -> Config:
     engine = section_of(EngineConfig, custom.get("engine"), "engine")
     speculation = section_of(SpeculationConfig, custom.get("speculation"), "speculation")
     home = Path(custom.get("folder", "runs/verl")) / str(replica)
-    return recipe_of(folder, str(home), rollout.seed, 2, speculation, engine)
+    workers = 2  # as one of several, which are idle at times: then the drafter is trained
+    return recipe_of(folder, str(home), rollout.seed, workers, speculation, engine)

@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tlt.integrations import UnsupportedError
 from tlt.sampling import request_seed
 from tlt.types import SamplingParams
-
-
-class UnsupportedError(ValueError):
-    """What verl was asked for and tlt does not do inside it; the message names it and the remedy."""
 
 
 def refuse(rollout: Any) -> None:
