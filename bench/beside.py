@@ -61,7 +61,7 @@ class Pair:
                     if result.live or result.waiting:
                         calls["decode"] = self._decode(worker)
         if "spot" in calls:
-            self.pool.come_back(1, self.spots)
+            self.pool.interrupt(1, self.spots)
             self.pool.wait([calls["spot"]])
         return slices
 

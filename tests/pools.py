@@ -79,11 +79,11 @@ class ThreadWorker(Worker):
     def __init__(self, config: Config, index: int, folder: str | Path) -> None:
         super().__init__(config, index, folder, join=self._sit)
 
-    def meeting(self) -> Any:
+    def rendezvous(self) -> Any:
         return Table(self.config.cluster.workers)
 
-    def _sit(self, meeting: Any, rank: int, size: int, device: torch.device) -> ProcessGroup:
-        return Thread(meeting, rank, size, self)
+    def _sit(self, rendezvous: Any, rank: int, size: int, device: torch.device) -> ProcessGroup:
+        return Thread(rendezvous, rank, size, self)
 
 
 @dataclass
@@ -122,8 +122,8 @@ class TestPool:
             call.done, call.error = True, WorkerLost()
         return call.handle
 
-    def come_back(self, index: int, number: float) -> None:
-        self.workers[index].come_back(number)
+    def interrupt(self, index: int, number: float) -> None:
+        self.workers[index].interrupt(number)
 
     def updated(self, index: int, seconds: float) -> float | None:
         return getattr(self.workers[index], "updated", 0.0)

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # A change here is a change of the public interface: of the minor version where something is added, else of the major.
 SURFACE = {
     "Config": "",  # its fields are those of a recipe
-    "Engine": "busy generate give_up keep_ahead look_ahead release round rows start stats submit swap",
+    "Engine": "busy generate release_requests keep_ahead look_ahead release round rows start stats submit swap",
     "Policy": "(folder, dtype, device, config, rollout, reference=None)",
     "Prompt": "(prompt_id, text, token_ids, data)",
     "Request": "(prompt, index, epoch, seed, sampling)",

@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tlt.sampling import Law, gumbel_noise, log_law, philox, rank, request_seed
+from tlt.sampling import Law, gumbel_noise, gumbel_topk, log_law, philox, request_seed
 
 INF = math.inf
 BIG_VOCAB = 151_936  # Qwen's
@@ -303,7 +303,7 @@ def test_temperature_zero_counts_as_one() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]], dtype=torch.float64)
     for top_k, top_p in ((0, 1.0), (2, 0.5)):
         log_p, full = log_law(logits, law_of((0.0, top_k, top_p)))
-        assert rank(log_p, torch.zeros(1, 4)).picks.item() == 1
+        assert gumbel_topk(log_p, torch.zeros(1, 4)).picks.item() == 1
         assert torch.equal(full, torch.log_softmax(logits, dim=-1))
 
 
@@ -349,7 +349,7 @@ def test_argmax_has_the_law(across: str) -> None:
     for first in range(0, N, 100_000):
         moving, fixed = torch.arange(first, first + 100_000), torch.full((100_000,), 12345)
         seeds, positions = (moving, fixed) if across == "seeds" else (fixed, moving)
-        counts += torch.bincount(rank(p.log(), gumbel_noise(seeds, positions, V)).picks[:, 0], minlength=V)
+        counts += torch.bincount(gumbel_topk(p.log(), gumbel_noise(seeds, positions, V)).picks[:, 0], minlength=V)
     assert stats.chisquare(counts.numpy(), (p * N).numpy()).pvalue > 1e-6
 
 
@@ -358,12 +358,12 @@ def test_rank_orders_the_runners_up() -> None:
     log_p = torch.log_softmax(torch.randn(7, 30, generator=torch.Generator().manual_seed(6)), dim=-1)
     log_p[:, 3] = -INF
     g = gumbel_noise(torch.arange(7), torch.arange(7), 30)
-    best = rank(log_p, g, k=5)
+    best = gumbel_topk(log_p, g, k=5)
     for scores, picks, sums in zip(best.scores.tolist(), best.picks.tolist(), (log_p + g).tolist(), strict=True):
         order = sorted(range(30), key=lambda v: -sums[v])
         assert picks == order[:5]
         assert scores == [sums[v] for v in order[:5]]
-    assert torch.equal(rank(log_p, g).picks, best.picks[:, :1])
-    assert rank(torch.zeros(1, 6), torch.zeros(1, 6)).picks.item() == 0
-    assert rank(log_p, g, k=99).picks.shape == (7, 30)
-    assert (rank(log_p, g, k=30).picks[:, -1] == 3).all()
+    assert torch.equal(gumbel_topk(log_p, g).picks, best.picks[:, :1])
+    assert gumbel_topk(torch.zeros(1, 6), torch.zeros(1, 6)).picks.item() == 0
+    assert gumbel_topk(log_p, g, k=99).picks.shape == (7, 30)
+    assert (gumbel_topk(log_p, g, k=30).picks[:, -1] == 3).all()

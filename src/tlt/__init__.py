@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tlt.config import Config, load_config
     from tlt.drafting import train_drafter
     from tlt.engine.engine import Engine
-    from tlt.rl.kinds import make_policy
+    from tlt.rl.choose import make_policy
     from tlt.rl.policy import Policy
     from tlt.run import train
     from tlt.sampling import make_requests
@@ -44,7 +44,7 @@ _HOMES = {
     "tlt.config": ("Config", "load_config"),
     "tlt.drafting": ("train_drafter",),
     "tlt.engine.engine": ("Engine",),
-    "tlt.rl.kinds": ("make_policy",),
+    "tlt.rl.choose": ("make_policy",),
     "tlt.rl.policy": ("Policy",),
     "tlt.run": ("train",),
     "tlt.sampling": ("make_requests",),

@@ -21,8 +21,8 @@ from tlt.config import Config
 from tlt.data import encoder, load_prompts, make_cursor
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.rewards import make_reward
-from tlt.rl.agreement import take_weights
-from tlt.rl.kinds import make_policy, weights_folder
+from tlt.rl.choose import make_policy, weights_folder
+from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
 
 

@@ -2,8 +2,8 @@
 
     token = argmax_v [ log p(v) + g(request, position, v) ]        g: standard Gumbel noise, a function and not a stream
 
-Targets and drafters alike go through `rank`, so a draft agrees with the target wherever their laws are close, and
-whatever a drafter proposes, the committed token is the target's own exact sample (Gumbel-max; drafter invariance:
+Targets and drafters alike go through `gumbel_topk`, so a draft agrees with the target wherever their laws are close,
+and whatever a drafter proposes, the committed token is the target's own exact sample (Gumbel-max; drafter invariance:
 arXiv 2408.07978).
 Shapes: M rows or nodes, V vocabulary, K listed candidates.
 """
@@ -135,17 +135,17 @@ def log_law(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     return torch.where(((law.top_k > 0) | (law.top_p < 1)).view(shape), restricted, full), full
 
 
-class Ranking(NamedTuple):
+class TopK(NamedTuple):
     """The best k of each node, best first: `scores` and `picks` [..., k]; a pick points into the last dimension."""
 
     scores: Tensor
     picks: Tensor
 
 
-def rank(log_probs: Tensor, noise: Tensor, k: int = 1) -> Ranking:
+def gumbel_topk(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
     """Add the position's noise and rank; ties go to the lower index. [..., V] -> [..., k]; k=1 is the sample itself."""
     noisy = log_probs + noise
     if k == 1:
         scores, picks = noisy.max(dim=-1, keepdim=True)
-        return Ranking(scores, picks)
-    return Ranking(*torch.topk(noisy, min(k, noisy.shape[-1]), dim=-1))
+        return TopK(scores, picks)
+    return TopK(*torch.topk(noisy, min(k, noisy.shape[-1]), dim=-1))

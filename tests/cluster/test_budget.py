@@ -14,8 +14,8 @@ from tiny import tiny_config
 from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
+from tlt.draft.gate import TrainingGate
 from tlt.draft.spot import SpotTrainer
-from tlt.draft.worth import Worth
 from tlt.parts import make_parts
 from tlt.types import Request, RolloutStats
 
@@ -60,7 +60,7 @@ def config_of(folder: Path, **training: Any) -> Config:
 
 def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a random drafter; held-back prompts are there, and what is published is what the engine drafts with."""
-    monkeypatch.setattr(Worth, "pays_back", lambda worth, seconds: True)
+    monkeypatch.setattr(TrainingGate, "pays_back", lambda gate, seconds: True)
     plain = make(tiny_config(tmp_path))
     trained = make(config_of(tmp_path, budget=1.0))
     assert plain.budget is None
@@ -99,7 +99,7 @@ def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
 def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:
     rollout = make(config_of(tmp_path))
     assert rollout.budget
-    rollout.budget.worth.resting = True
+    rollout.budget.gate.resting = True
     _, stats = decode(rollout, 0)
     assert stats.drafter_tokens == 0
     assert stats.spot["accept_length"] >= 1, "but watched"
@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pyt
     assert second.budget
     assert second.budget.trainer
     assert second.budget.version == first.budget.version > 0
-    assert second.budget.worth.state() == first.budget.worth.state()
+    assert second.budget.gate.state() == first.budget.gate.state()
     for one, other in zip(
         first.budget.trainer.in_use.parameters(), second.budget.trainer.in_use.parameters(), strict=True
     ):

@@ -115,7 +115,7 @@ def test_workers_lost_at_any_call_leave_no_trace(home: Path, undisturbed: Any, d
         assert found[:2] == (digest, learned), lost
 
 
-METHODS = ("decode", "update", "sync", "save", "meeting", "tuner_state")
+METHODS = ("decode", "update", "sync", "save", "rendezvous", "tuner_state")
 
 
 @pytest.mark.parametrize("when", ["before", "amid", "after"])
@@ -132,7 +132,7 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
 
     got, lessons, pool = train(config_of(home, workers), loses=loses)
     assert (got, lessons) == (digest, learned)
-    if method not in ("meeting", "save", "tuner_state"):  # these are called once
+    if method not in ("rendezvous", "save", "tuner_state"):  # these are called once
         assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
@@ -185,7 +185,7 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
         return "before" if worker == 1 and called == method != "sync" else ""
 
     pool = TestPool(2, lambda i: ThreadWorker(config, i, config.model.path), loses=loses)
-    no_shards = patch.object(ThreadWorker, "spread", lambda *arguments: True)
+    no_shards = patch.object(ThreadWorker, "shard_policy", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
     many_workers = patch("tlt.parts._many_workers", lambda config, folder: join(pool, config))
     sentence = rf"{who} was lost amid {method}, and its shard of the policy with it"
@@ -323,7 +323,7 @@ def test_those_who_decode_ahead_are_called_back(home: Path) -> None:
 
         def one_round() -> Any:
             if next(rounds) == 1:  # amid its second round
-                self.come_back(number)
+                self.interrupt(number)
             return count_round()
 
         with patch.object(self.engine, "round", one_round):
@@ -351,7 +351,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
         taken.extend(len(row.tokens) for row in work.resumed)
         live = [row for row in self.engine.rows if not row.ahead]
         rows = [*live, *self.engine.waiting, *work.requests, *work.resumed]
-        assert seconds == (0.0 if work.give_up else AT_ONCE if len(rows) > 1 else 5 * AT_ONCE)
+        assert seconds == (0.0 if work.release else AT_ONCE if len(rows) > 1 else 5 * AT_ONCE)
         return decode(self, work, seconds)
 
     def asking(self: Any, index: int) -> bool:
@@ -381,11 +381,11 @@ def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training
     decode = ThreadWorker.decode
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        taken.extend(work.give_up)
+        taken.extend(work.release)
         return decode(self, work, seconds)
 
     gains = patch("tlt.cluster.balance.Forecast.helping", lambda *arguments: 1.0)
-    saves = patch("tlt.draft.worth.Worth.saves", lambda *arguments: training)
+    saves = patch("tlt.draft.gate.TrainingGate.saves", lambda *arguments: training)
     with gains, saves, patch.object(ThreadWorker, "decode", decoding):
         _, _, pool = train(config_of(home, 2, rollout=rollout, **drafter), choose=lambda n: next(turn))
     assert bool(taken) == helps

@@ -46,7 +46,7 @@ class OneThatHangs:
     def replace(self, index: int) -> None:
         self.replaced.append(index)
 
-    def come_back(self, index: int, number: float) -> None: ...
+    def interrupt(self, index: int, number: float) -> None: ...
 
     def updated(self, index: int, seconds: float) -> float | None:
         return None if index == 1 and 1 not in self.replaced else 0.0
@@ -74,7 +74,7 @@ def test_one_that_hangs_is_noticed_while_another_keeps_answering() -> None:
     assert Done(1, "decode", None, lost=True) in heard
 
 
-@pytest.mark.parametrize("method", ["save", "sha256", "decode", "meeting"])
+@pytest.mark.parametrize("method", ["save", "sha256", "decode", "rendezvous"])
 def test_every_call_has_a_deadline(method: str) -> None:
     """A long one that was never seen to end has twelve times the patience."""
     pool = OneThatHangs()

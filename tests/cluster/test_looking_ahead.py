@@ -299,13 +299,13 @@ class Puppet:
     def spot(self, seconds: float, number: float) -> None:
         self.trace.append((self.index, "spot", None))
 
-    def come_back(self, number: float) -> None:
-        self.trace.append((self.index, "come_back", number))
+    def interrupt(self, number: float) -> None:
+        self.trace.append((self.index, "interrupt", number))
 
-    def meeting(self) -> str:
+    def rendezvous(self) -> str:
         return "here"
 
-    def update(self, batch: TrainBatch, step: int, meeting: str, rank: int, size: int) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int, rendezvous: str, rank: int, size: int) -> dict[str, float]:
         self.trace.append((self.index, "update", step))
         return {"loss": 0.0}
 
@@ -380,8 +380,8 @@ def test_nothing_of_an_update_begins_while_one_decodes_ahead(tmp_path: Path) -> 
     pool.under_way = []
     coordinator.update(TrainBatch([], [], [], []), 1)
     methods = [method for _, method, _ in trace]
-    assert methods.index("come_back") < methods.index("look_ahead") < methods.index("update"), "it is wanted at once"
-    assert [method for method, _ in pool.under_way] == ["meeting", "update", "update"]
+    assert methods.index("interrupt") < methods.index("look_ahead") < methods.index("update"), "it is wanted at once"
+    assert [method for method, _ in pool.under_way] == ["rendezvous", "update", "update"]
     assert not any("look_ahead" in waiting for _, waiting in pool.under_way)
 
 
@@ -406,8 +406,8 @@ def test_an_idle_worker_does_what_saves_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: float, ahead: float, first: str
 ) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
-    worth: Any = SimpleNamespace(is_known=True, should_train=lambda: True, saves=lambda *arguments: training)
-    monkeypatch.setattr(coordinator.publication, "worth", worth)
+    gate: Any = SimpleNamespace(is_known=True, should_train=lambda: True, saves=lambda *arguments: training)
+    monkeypatch.setattr(coordinator.publication, "gate", gate)
     monkeypatch.setattr(coordinator.ahead.value, "saves", lambda *arguments: ahead)
     rolled_out(coordinator, requests(0), requests(20, 21))
     assert next(method for _, method, _ in trace if method in ("spot", "look_ahead")) == first

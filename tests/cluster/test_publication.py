@@ -22,10 +22,10 @@ from tlt.cluster.remote import ClusterRollout, join
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft import buffer
+from tlt.draft.gate import TrainingGate
 from tlt.draft.saving import load_latest
 from tlt.draft.spot import Judgement, SpotTrainer
 from tlt.draft.strategy import Strategy
-from tlt.draft.worth import Worth
 from tlt.engine.tuner import Fixed
 
 
@@ -90,10 +90,10 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
 
 @pytest.mark.parametrize("method", ["fresh", "gained", "should_train"])
 def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
-    def fails(self: Worth, *arguments: Any) -> Any:
+    def fails(self: TrainingGate, *arguments: Any) -> Any:
         raise ZeroDivisionError("at the gate")
 
-    with patch.object(Worth, method, fails):
+    with patch.object(TrainingGate, method, fails):
         digest, published, _ = train(config_of(home, "adaptive"))
     assert digest == plain
     assert published.failed
@@ -101,10 +101,10 @@ def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str
 
 
 def test_a_cluster_that_fails_amid_it_is_no_failure_of_the_training(home: Path) -> None:
-    def fails(self: Worth, *arguments: Any) -> Any:
+    def fails(self: TrainingGate, *arguments: Any) -> Any:
         raise ClusterError("all workers were lost")
 
-    with patch.object(Worth, "fresh", fails), pytest.raises(ClusterError):
+    with patch.object(TrainingGate, "fresh", fails), pytest.raises(ClusterError):
         train(config_of(home, "adaptive"))
 
 
@@ -146,12 +146,12 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
 
     config = config_of(home, "adaptive")
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 24})})
-    worth = Worth(config.speculation.training.unroll, trained=True)
+    gate = TrainingGate(config.speculation.training.unroll, trained=True)
     with (
         patch.object(ThreadWorker, "judge", looking),
-        patch.object(publication, "Worth", lambda *arguments, **named: worth),
+        patch.object(publication, "TrainingGate", lambda *arguments, **named: gate),
         patch.object(publication, "_LOOKS", 1e6),
-        patch.object(worth, "fresh", learned.append),
+        patch.object(gate, "fresh", learned.append),
     ):
         _, published, pool = train(config)
     assert published.tokens == published.version == 0
@@ -167,7 +167,7 @@ def test_looks_at_a_drafter_at_rest_take_a_fiftieth_of_the_workers_time(home: Pa
     pool = TestPool(1, lambda index: None)
     published = Publication(Crew(pool), config_of(home, "adaptive"))
     looks: list[bool] = []
-    with patch.object(published.worth, "should_train", lambda: False), patch.object(published.worth, "fresh"):
+    with patch.object(published.gate, "should_train", lambda: False), patch.object(published.gate, "fresh"):
         for _ in range(5):
             published.next_rollout(100.0)
         for _ in range(9):
@@ -291,7 +291,7 @@ def test_a_judgement_that_is_broken_off_is_gone_on_with(home: Path, plain: str) 
 
     def impatient(self: ThreadWorker, candidate: Any, lent: Any, number: float) -> Any:
         if candidate and len(broken) % 3 < 2:
-            self.come_back(number)
+            self.interrupt(number)
         judged = judge(self, candidate, lent, number)
         broken.append(bool(judged and judged.broken_off))
         order.append("broken off" if broken[-1] else "judged")

@@ -80,7 +80,7 @@ def test_what_an_older_target_said_is_not_its_own(folder: Path) -> None:
     """Nor does it count as decoded where it is wanted before it began."""
     worker = looking(folder)
     old = [known(FIRST, [1, 2, 3], version=-1), known(SECOND, [1], version=-1, ended=False)]
-    worker.come_back(5)
+    worker.interrupt(5)
     assert worker.look_ahead(AheadWork(0, [FIRST, SECOND], old), ALL, 5).found == []
     done = worker.look_ahead(AheadWork(0, [SECOND], []), ALL, 6)
     assert found(done.found) == [(11, decoded(looking(folder), 0, SECOND)[11], 0, True)]
@@ -92,7 +92,7 @@ def test_one_that_is_wanted_is_back_with_the_end_of_its_round(folder: Path, monk
 
     def round_() -> Any:
         if next(rounds) == 3:
-            worker.come_back(7)
+            worker.interrupt(7)
         return one_round()
 
     monkeypatch.setattr(worker.engine, "round", round_)

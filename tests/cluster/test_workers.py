@@ -190,7 +190,7 @@ def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
         assert len(pool.result(harvest).responses) == 8
         training = pool.submit(1, "spot", 600.0, 1)
         assert not pool.wait([training], 1.0)
-        pool.come_back(1, 1)
+        pool.interrupt(1, 1)
         assert pool.wait([training], 30.0) == [training]
         assert pool.result(training).micro_batches > 0
     finally:

@@ -62,9 +62,9 @@ def test_the_longest_of_the_step_before_stay_beside_this_steps(
     buffer = HarvestBuffer(most)
     for start, length in before:
         buffer.add(harvest(start, length))
-    reached = sorted((item.reach for item in buffer.items), reverse=True)
+    reached = sorted((item.end for item in buffer.items), reverse=True)
     buffer.next_step()
-    kept = sorted((item.reach for item in buffer.items), reverse=True)
+    kept = sorted((item.end for item in buffer.items), reverse=True)
     assert buffer.tokens == sum(len(item.tokens) for item in buffer.items) <= most / 2
     left_out = Counter(reached) - Counter(kept)
     assert not left_out or buffer.tokens + 30 > most / 2, "there was no room for any of those left out"
@@ -73,7 +73,7 @@ def test_the_longest_of_the_step_before_stay_beside_this_steps(
         buffer.add(harvest(start, length)._replace(target_version=1))
         assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
         assert buffer.tokens <= most or len([i for i in buffer.items if i.target_version == 1]) == 1
-        assert sorted((i.reach for i in buffer.items if i.target_version == 0), reverse=True) == kept
+        assert sorted((i.end for i in buffer.items if i.target_version == 0), reverse=True) == kept
     buffer.next_step()
     assert buffer.versions <= {1}, "two steps old is too old"
 
@@ -119,7 +119,7 @@ def test_a_sample_is_never_larger_than_asked_for(lengths: list[int], tokens: int
     assert sum(len(item.tokens) for item in drawn) <= tokens
     assert len({item.start // 100 for item in drawn}) == len(drawn)
     for item in drawn:  # entries keep their true positions, cut or not
-        assert item.tokens.tolist() == list(range(item.start, item.reach))
+        assert item.tokens.tolist() == list(range(item.start, item.end))
         assert item.features[:, 0].tolist() == item.tokens.tolist()
 
 

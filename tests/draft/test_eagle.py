@@ -18,7 +18,7 @@ from twin import Model, make_layer, make_model
 from tlt.draft.eagle import DrafterError, EagleLayer, Kind, eagle_options, load_drafter, save_drafter
 from tlt.draft.unroll import Pack, unroll
 
-KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
+CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model() -> Model:
 
 @pytest.mark.parametrize("start", [0, 300])
 @pytest.mark.parametrize("window", [4, 100])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_the_layer_is_the_papers(model: Model, kind: Kind, window: int, start: int) -> None:
     """One column, in the trainer's form; test_learned.py holds the engine's form to the same twin."""
     layer, decoder = make_layer(model.decoder, kind, window), model.decoder
@@ -91,7 +91,7 @@ def published(kind: Kind) -> dict[str, tuple[int, ...]]:
     return {name + ".weight": shape for name, shape in named.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_the_file_holds_the_published_names_and_shapes(model: Model, tmp_path: Path, kind: Kind) -> None:
     save_drafter(make_layer(model.decoder, kind, 8), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -100,7 +100,7 @@ def test_the_file_holds_the_published_names_and_shapes(model: Model, tmp_path: P
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_what_was_saved_comes_back(model: Model, tmp_path: Path, kind: Kind) -> None:
     layer = make_layer(model.decoder, kind, 8).float()
     layer.agreement = 0.71

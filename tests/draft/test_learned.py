@@ -36,7 +36,7 @@ from tlt.types import Prompt, Request, Row, SamplingParams
 
 TREE = Strategy("eagle", 3, 2, 8)
 CHAIN = Strategy("eagle", 4, 1, 5)
-KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
+CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 Path = tuple[int, ...]
 Place = tuple[int, int]  # seed of the request, tokens it had
 
@@ -340,7 +340,7 @@ def test_a_sibling_whose_source_has_forgotten_the_prompt(model: Model) -> None:
             assert any(torch.allclose(law, p, rtol=1e-7, atol=1e-7) for p in possible), len(round_.committed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_a_new_target_version(kind: Kind) -> None:
     """Features, embedding and head are those of the version that decodes now."""
     model, other = make_model(seed=0), make_model(seed=1)

@@ -76,8 +76,8 @@ def test_the_law_is_the_stated_mixture() -> None:
     assert found.log_q.shape == (2, 1, VOCAB)
     assert torch.allclose(found.log_q[0, 0].exp(), 0.9 * learned + 0.1 * suffix, rtol=1e-6)
     assert torch.allclose(found.log_q[1, 0].exp(), learned), "no match: the learned law alone"
-    assert found.kinds is not None
-    assert found.kinds.tolist() == [[1], [0]]
+    assert found.classes is not None
+    assert found.classes.tolist() == [[1], [0]]
 
 
 @pytest.mark.parametrize(("matched", "weight", "kind"), [(2, 0.1, 1), (4, 0.3, 2), (8, 0.6, 3)])
@@ -93,8 +93,8 @@ def test_a_longer_match_weighs_more(matched: int, weight: float, kind: int) -> N
     for token in range(VOCAB):
         want = (1 - weight) * learned[token].item() + weight * listed.get(token, 0.0)
         assert found.log_q[0, 0, token].exp().item() == pytest.approx(want, rel=1e-5)
-    assert found.kinds is not None
-    assert found.kinds.tolist() == [[kind]]
+    assert found.classes is not None
+    assert found.classes.tolist() == [[kind]]
 
 
 def test_deeper_levels_go_on_from_both() -> None:
@@ -106,8 +106,8 @@ def test_deeper_levels_go_on_from_both() -> None:
     suffix[7] = suffix[5] = 1 / 3.5
     assert torch.allclose(found.log_q[0, 0].exp(), 0.9 * Table.law((3,)) + 0.1 * suffix, rtol=1e-6)
     assert torch.allclose(found.log_q[0, 1].exp(), Table.law((8,)))
-    assert found.kinds is not None
-    assert found.kinds.tolist() == [[1, 0]]
+    assert found.classes is not None
+    assert found.classes.tolist() == [[1, 0]]
 
 
 def test_a_node_that_is_not_alive_disturbs_no_other() -> None:

@@ -34,7 +34,7 @@ from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 CPU = torch.device("cpu")
-KINDS: tuple[Kind, ...] = ("eagle3", "eagle1")
+CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def drafted(
 
 @pytest.mark.parametrize("queries", [1, 7, 128])
 @pytest.mark.parametrize("window", [3, 8, 64])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_every_column_is_what_sequential_drafting_gives(
     model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int, queries: int
 ) -> None:

@@ -233,8 +233,8 @@ def test_one_bad_row_does_not_stop_another() -> None:
 
 def cells(scores: Sequence[float], depth: int = 0, kind: int = 0) -> list[int]:
     """Where children with these noisy scores, best first, and one sibling behind them are counted."""
-    kinds = np.array([[kind]]) if kind else None
-    return Calibration().cells(kinds, depth, np.array([[[*scores]]]), len(scores) - 1)[0, 0].tolist()
+    classes = np.array([[kind]]) if kind else None
+    return Calibration().cells(classes, depth, np.array([[[*scores]]]), len(scores) - 1)[0, 0].tolist()
 
 
 @given(scores=st.lists(st.floats(-50, 50), min_size=2, max_size=6))

@@ -84,7 +84,7 @@ def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target
             before = trips.count
             engine.round()
             assert trips.count - before == 1 + strategy.depth
-        left = engine.give_up([1, 2])
+        left = engine.release_requests([1, 2])
         engine.submit(requests(8)[6:], left)
         engine.round()
         layer = EagleLayer(eagle_options(engine.target.options, kind, 16))

@@ -521,7 +521,7 @@ def test_garbage_from_a_drafter_changes_no_token(result: Any) -> None:
         Candidates(torch.tensor([[[VOCAB, -5, 10**12]]] * 8), torch.zeros(8, 1, 3)),
         Candidates(torch.tensor([[[1, 1, 1]]] * 8), torch.full((8, 1, 3), math.nan)),
         Candidates(None, torch.zeros(8, VOCAB)),
-        Candidates(None, torch.zeros(8, 1, VOCAB), kinds=torch.full((8, 1), 10**6)),
+        Candidates(None, torch.zeros(8, 1, VOCAB), classes=torch.full((8, 1), 10**6)),
         Candidates(None, torch.zeros(8, 1, VOCAB + 1)),
         Candidates(None, torch.zeros(8, 1, 0)),
     ],

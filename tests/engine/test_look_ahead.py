@@ -205,7 +205,7 @@ def test_decoding_ahead_in_any_order_of_events(seed: int) -> None:
                 looking.keep_ahead()
             elif event < 0.5:
                 live = [row.request.seed for row in (*looking.rows, *looking.waiting) if not row.ahead]
-                looking.submit((), looking.give_up(live[:1]))
+                looking.submit((), looking.release_requests(live[:1]))
             elif looking.busy or looking.looks_ahead:
                 responses += looking.round()
     done = {response.request.seed: response for response in responses}

@@ -245,11 +245,11 @@ def bonus_token_from_the_drafter(patch: Patch) -> None:
 def near_misses_accepted(patch: Patch) -> None:
     """A drafted token whose noisy score is within 0.5 of the best is as good as the best."""
     scores: list[Tensor] = []
-    rank, commit = tlt.engine.runner.rank, Engine._commit
+    gumbel_topk, commit = tlt.engine.runner.gumbel_topk, Engine._commit
 
-    def observed(log_p: Tensor, noise: Tensor) -> sampling.Ranking:
+    def observed(log_p: Tensor, noise: Tensor) -> sampling.TopK:
         scores[:] = [log_p + noise]
-        return rank(log_p, noise)
+        return gumbel_topk(log_p, noise)
 
     def lenient(self: Engine, now: Round, trees: Sequence[DraftTree], sampled: Sampled) -> Any:
         for b, tree in enumerate(trees):
@@ -259,7 +259,7 @@ def near_misses_accepted(patch: Patch) -> None:
                     sampled.tokens[b][tree.parents[n]] = tree.tokens[n]
         return commit(self, now, trees, sampled)
 
-    patch.setattr(tlt.engine.runner, "rank", observed)
+    patch.setattr(tlt.engine.runner, "gumbel_topk", observed)
     patch.setattr(Engine, "_commit", lenient)
 
 

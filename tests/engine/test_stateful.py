@@ -159,10 +159,10 @@ class Engines(RuleBasedStateMachine):
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 2), other=st.integers(0, 2), data=st.data(), anew=st.booleans())
-    def give_up(self, number: int, other: int, data: st.DataObject, anew: bool) -> None:
+    def release_requests(self, number: int, other: int, data: st.DataObject, anew: bool) -> None:
         """They go on elsewhere, or here later; some are decoded anew, as after the loss of a worker."""
         seeds = data.draw(st.sets(st.sampled_from(sorted(self.open)), min_size=1, max_size=3))
-        rows = self.engine(number).give_up(seeds)
+        rows = self.engine(number).release_requests(seeds)
         assert {row.request.seed for row in rows} <= seeds
         for row in rows:
             right = expected(self.weights, row.request).token_ids

@@ -36,7 +36,7 @@ from tlt.fidelity.look_ahead import OlderTarget, spoiled
 from tlt.fidelity.modes import modes
 from tlt.fidelity.verify import verify
 from tlt.models.weights import read_safetensors
-from tlt.sampling import Ranking, gumbel_noise
+from tlt.sampling import TopK, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 EXPLAINED = 1e-4  # in float32
@@ -285,16 +285,16 @@ def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
     return [0, 2] if tree.parents[:3] == [0, 0, 0] else walk(tree, sampled)
 
 
-def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> Ranking:
+def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
     """A law that is a few per cent sharper where there are several nodes to verify."""
     sharper = log_probs * 1.05 if log_probs.shape[1] > 1 else log_probs
     scores, picks = (sharper + noise).max(dim=-1, keepdim=True)
-    return Ranking(scores, picks)
+    return TopK(scores, picks)
 
 
 BUGS = {
     "a walk that takes what was not sampled": (engine, "walk", takes_the_first_child),
-    "a sample that depends on the batch": (runner, "rank", rank_that_sees_the_tree),
+    "a sample that depends on the batch": (runner, "gumbel_topk", rank_that_sees_the_tree),
 }
 
 

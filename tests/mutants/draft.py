@@ -28,10 +28,10 @@ MUTANTS = [
         "draft/test_tree.py",
     ),
     Mutant(
-        "a kind of guess shares its cells with a depth of another kind",
+        "a class of guess shares its cells with a depth of another kind",
         "draft/calibration.py",
-        "kinds[..., None] * (_DEPTHS * _PLACES * _LEADS)",
-        "kinds[..., None] * (_PLACES * _LEADS)",
+        "classes[..., None] * (_DEPTHS * _PLACES * _LEADS)",
+        "classes[..., None] * (_PLACES * _LEADS)",
         "draft/test_tree.py",
     ),
     Mutant(
@@ -223,15 +223,15 @@ MUTANTS = [
     Mutant(
         "the shortest of the steps before are kept",
         "draft/buffer.py",
-        "key=lambda item: item.reach, reverse=True)",
-        "key=lambda item: item.reach)",
+        "key=lambda item: item.end, reverse=True)",
+        "key=lambda item: item.end)",
         "draft/test_buffer.py",
     ),
     Mutant(
         "early positions are drawn more often",
         "draft/buffer.py",
-        "rng.random() ** (1 / item.reach)",
-        "rng.random() ** item.reach",
+        "rng.random() ** (1 / item.end)",
+        "rng.random() ** item.end",
         "draft/test_buffer.py",
     ),
     # -- replicas
@@ -252,31 +252,31 @@ MUTANTS = [
     # -- whether to train
     Mutant(
         "a rise is taken for a fall",
-        "draft/worth.py",
+        "draft/gate.py",
         "return level - now > max(",
         "return abs(level - now) > max(",
-        "draft/test_worth.py",
+        "draft/test_gate.py",
     ),
     Mutant(
         "a fall within the noise is enough to train",
-        "draft/worth.py",
+        "draft/gate.py",
         "max(_STALE * level, _SURE * error)",
         "min(_STALE * level, _SURE * error)",
-        "draft/test_worth.py",
+        "draft/test_gate.py",
     ),
     Mutant(
         "a gain is not relative",
-        "draft/worth.py",
+        "draft/gate.py",
         "gain = candidate / in_use - 1",
         "gain = candidate - in_use",
-        "draft/test_worth.py",
+        "draft/test_gate.py",
     ),
     Mutant(
         "training ends where it may be that it gains nothing",
-        "draft/worth.py",
+        "draft/gate.py",
         "statistics.fmean(gains) + statistics.stdev(gains)",
         "statistics.fmean(gains) - statistics.stdev(gains)",
-        "draft/test_worth.py",
+        "draft/test_gate.py",
     ),
     # -- spot training
     Mutant(
@@ -440,8 +440,8 @@ MUTANTS = [
     Mutant(
         "a mixture weighs the suffix's law by a match of another row",
         "draft/mixed.py",
-        "_WEIGHTS[suffix.kinds], dtype",
-        "_WEIGHTS[np.sort(suffix.kinds, axis=0)], dtype",
+        "_WEIGHTS[suffix.classes], dtype",
+        "_WEIGHTS[np.sort(suffix.classes, axis=0)], dtype",
         "draft/test_mixed.py",
     ),
     # -- suffixes

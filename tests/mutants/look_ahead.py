@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(
         "how far look-aheads are right is not learned",
         "engine/tuner.py",
-        "                guesses.add(_AHEAD_KIND, levels, right)\n",
+        "                guesses.add(_LOOK_AHEAD, levels, right)\n",
         "            pass\n",
         TUNER,
     ),
@@ -337,7 +337,7 @@ MUTANTS = [
     Mutant(
         "what look-aheads were worth is not read back",
         "engine/tuner.py",
-        "drafters = {arm.drafter for arm in self.strategies} | {_AHEAD_KIND[0]}",
+        "drafters = {arm.drafter for arm in self.strategies} | {_LOOK_AHEAD[0]}",
         "drafters = {arm.drafter for arm in self.strategies}",
         TUNER,
     ),

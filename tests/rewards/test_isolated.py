@@ -15,7 +15,7 @@ import pytest
 
 from tlt.config import Config, parse_config
 from tlt.rewards import AtOnce, RewardError, make_reward
-from tlt.rewards.isolated import IsolatedScore, Verdict, judge
+from tlt.rewards.isolated import IsolatedScore, Verdict, score
 from tlt.rewards.scores import Answer, Term, one_by_one
 from tlt.types import Prompt, Request, Response, SamplingParams
 
@@ -37,7 +37,7 @@ def answer(text: str) -> Answer:
 
 
 def judged(isolated: IsolatedScore, text: str) -> Verdict:
-    return isolated.judge_all([(PROMPT, answer(text))])[0]
+    return isolated.score_all([(PROMPT, answer(text))])[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def raises_rudely(prompt: Any, answer: Any) -> float:
     ],
 )
 def test_whatever_a_value_does_it_is_a_named_outcome(terms: list[Any], outcome: str, detail: str) -> None:
-    verdict = judge([Term("own", weight, one_by_one(score)) for weight, score in terms], PROMPT, answer("a"))
+    verdict = score([Term("own", weight, one_by_one(score)) for weight, score in terms], PROMPT, answer("a"))
     assert (verdict.reward, verdict.outcome) == (None, outcome)
     assert verdict.detail.startswith(detail)
 
@@ -156,7 +156,7 @@ def test_what_cannot_hang_needs_no_process() -> None:
     given = responses("7", "8")
     reward(given)
     assert [r.reward for r in given] == [1.0, 0.0]
-    assert isinstance(reward.judge, AtOnce)
+    assert isinstance(reward.scorer, AtOnce)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "tiny_rewards:no_such", "tiny_rewards:constant"])
@@ -183,14 +183,14 @@ if __name__ == "__main__":
     given = parse_config({{"model": {{"path": "-"}}, "data": {{"path": "-"}},
                           "reward": {{"name": "tiny_rewards:trouble", "timeout_seconds": 1000.0}}}})
     isolated = IsolatedScore(given)
-    print(int(isolated.judge_all([(Prompt(0, "", (1,)), Answer("child", "child", 1))])[0].reward), flush=True)
+    print(int(isolated.score_all([(Prompt(0, "", (1,)), Answer("child", "child", 1))])[0].reward), flush=True)
     {then}
 """
 
 
 @pytest.mark.parametrize(
     "then",
-    ["pass", "os.kill(os.getpid(), 9)", "isolated.judge_all([(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))])"],
+    ["pass", "os.kill(os.getpid(), 9)", "isolated.score_all([(Prompt(0, '', (1,)), Answer('hang', 'hang', 1))])"],
 )
 def test_it_ends_with_the_run_however_that_ends(tmp_path: Any, then: str) -> None:
     script = tmp_path / "run.py"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tlt.config import Config, parse_config
-from tlt.rewards import Judges, RewardError, make_reward
-from tlt.rewards.isolated import IsolatedScore, Verdict, judge, judge_all
+from tlt.rewards import RewardError, Scored, make_reward
+from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import Answer, make_terms
 from tlt.types import Prompt, Request, Response, SamplingParams
@@ -36,7 +36,7 @@ def responses(*texts: str) -> list[Response]:
 
 
 @contextmanager
-def judges(name: str, log: Path | None = None, **reward: Any) -> Iterator[Judges]:
+def judges(name: str, log: Path | None = None, **reward: Any) -> Iterator[Scored]:
     made = make_reward(config(name, **reward), [PROMPT], log)
     try:
         yield made
@@ -59,7 +59,7 @@ def test_what_was_submitted_is_scored_meanwhile() -> None:
         given = responses("one", "four4", "child")
         for response in given:
             made.submit(response)
-        assert isinstance(made.judge, ScorePool)
+        assert isinstance(made.scorer, ScorePool)
         begun = [verdict for _, verdict in made._begun.values()]
         for verdict in begun:
             assert verdict.result(60).reward is not None
@@ -81,7 +81,7 @@ class Stand:
     def __init__(self, seconds: float, share: float = 0.0) -> None:
         self.seconds, self.share, self.worked = seconds, share, 0.0
 
-    def judge_all(self, asked: Any) -> list[Verdict]:
+    def score_all(self, asked: Any) -> list[Verdict]:
         for _ in range(20):
             time.sleep(self.seconds / 20)
             self.worked += self.share * self.seconds / 20
@@ -137,7 +137,7 @@ def test_rewards_that_hang_cost_about_one_time_out() -> None:
 
 def test_a_process_that_cannot_be_started_again_ends_the_run() -> None:
     class Broken(Stand):
-        def judge_all(self, asked: Any) -> list[Verdict]:
+        def score_all(self, asked: Any) -> list[Verdict]:
             raise RewardError("reward x cannot start: its module has gone")
 
     pool = ScorePool(lambda: Broken(0.0), 1)  # type: ignore[arg-type, return-value]
@@ -147,8 +147,8 @@ def test_a_process_that_cannot_be_started_again_ends_the_run() -> None:
 
 def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
     class First(Stand):
-        def judge_all(self, asked: Any) -> list[Verdict]:
-            super().judge_all(asked)
+        def score_all(self, asked: Any) -> list[Verdict]:
+            super().score_all(asked)
             raise RewardError("reward x cannot start")
 
     made: list[Stand] = []
@@ -184,9 +184,9 @@ def test_one_async_call_that_hangs_is_lost_alone() -> None:
 def test_a_function_of_lists_is_called_once() -> None:
     terms = make_terms(config("of_lists", batched=True))
     asked = [(PROMPT, Answer(text, text, 1)) for text in ("a", "", "c")]
-    assert [(v.reward, v.outcome) for v in judge_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
+    assert [(v.reward, v.outcome) for v in score_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
     for word, said in (("raise", "KeyError: 'bonus'"), ("few", "gave 0 numbers for 2 responses")):
-        verdicts = judge_all(terms, [(PROMPT, Answer(text, text, 1)) for text in (word, "b")])
+        verdicts = score_all(terms, [(PROMPT, Answer(text, text, 1)) for text in (word, "b")])
         assert all(v.outcome == "error" and said in v.detail for v in verdicts)
 
 
@@ -200,7 +200,7 @@ def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
 
 def test_a_function_may_ask_for_all_there_is() -> None:
     answer = Answer("it is 7", "7", 2, (1, 2), "length")
-    assert judge(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
+    assert score(make_terms(config("all_there_is")), PROMPT, answer).reward == 1.0
 
 
 def test_a_parameter_that_nobody_fills_is_refused_at_the_start() -> None:
@@ -227,13 +227,13 @@ def terms_of(*terms: dict[str, Any]) -> Any:
 def test_a_term_that_fails_voids_what_the_recipe_says(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
     format_ = {"name": "format", "pattern": ".", "weight": 0.5}
     terms = terms_of({"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, format_)
-    assert judge(terms, PROMPT, Answer(text, text, 1))[:2] == expected
+    assert score(terms, PROMPT, Answer(text, text, 1))[:2] == expected
 
 
 def test_where_no_term_is_left_there_is_no_reward() -> None:
     terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
-    assert judge(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
-    assert judge(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
+    assert score(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
+    assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_what_it_prints_is_bounded(tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
     scorer = IsolatedScore(parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward}), log)
     for text in "abc":
-        assert scorer.judge_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
+        assert scorer.score_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
     scorer.close()
     said = log.read_text(encoding="utf-8")
     assert (said[:2], len(said) < 10 * 2**20) == ("c ", True)

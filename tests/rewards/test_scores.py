@@ -13,7 +13,7 @@ from reasoning_gym.factory import DATASETS
 
 from tlt.config import Config, parse_config
 from tlt.data import load_prompts
-from tlt.rewards.isolated import judge
+from tlt.rewards.isolated import score
 from tlt.rewards.scores import RAISES_ON_MALFORMED, Answer, RewardError, Score, extract_answer, make_terms
 from tlt.types import Prompt
 
@@ -106,15 +106,15 @@ def test_a_sum_weighs_its_terms() -> None:
         {"name": "length", "length_from": 0, "length_to": 10},
     ]
     named = make_terms(config(terms=terms))
-    verdict = judge(named, prompt(answer="7"), answer("Answer: 7", "Answer:", tokens=4))
+    verdict = score(named, prompt(answer="7"), answer("Answer: 7", "Answer:", tokens=4))
     assert verdict.reward == pytest.approx(2 + 0.5 - 0.4)
     assert verdict.scores == {"exact": 1.0, "format": 1.0, "length": -0.4}, "before their weights"
-    assert judge(named, prompt(answer="7"), answer("7 or 8", "Answer:", tokens=0)).reward == 0.0
+    assert score(named, prompt(answer="7"), answer("7 or 8", "Answer:", tokens=0)).reward == 0.0
 
 
 def test_terms_of_one_name_are_told_apart() -> None:
     patterns = [{"name": "format", "pattern": pattern} for pattern in ("a", "b", "c")]
-    scores = judge(make_terms(config(terms=patterns)), prompt(), answer("a c")).scores
+    scores = score(make_terms(config(terms=patterns)), prompt(), answer("a c")).scores
     assert scores == {"format": 1.0, "format_2": 0.0, "format_3": 1.0}
 
 

@@ -16,7 +16,7 @@ from tiny import random_batch, save_weights
 from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.rl.parallel import Alone, GroupBroken, Meeting, Processes, ProcessGroup, shard, sum_gradients
+from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, shard, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -144,8 +144,8 @@ def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
 
 
 def test_processes_meet_sum_and_gather() -> None:
-    meeting = Meeting("127.0.0.1")
-    group = Processes(meeting.address, 0, 1, CPU)
+    rendezvous = Rendezvous("127.0.0.1")
+    group = Processes(rendezvous.address, 0, 1, CPU)
     total = torch.tensor([1.0, 2.0])
     group.sum_(total)
     assert total.tolist() == [1.0, 2.0]
@@ -155,7 +155,7 @@ def test_processes_meet_sum_and_gather() -> None:
 
 
 def test_one_who_waits_in_vain_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.rl.parallel._MEETING", timedelta(seconds=1))
-    meeting = Meeting("127.0.0.1")
+    monkeypatch.setattr("tlt.rl.parallel._RENDEZVOUS", timedelta(seconds=1))
+    rendezvous = Rendezvous("127.0.0.1")
     with pytest.raises(GroupBroken, match="2 workers did not meet at 127"):
-        Processes(meeting.address, 0, 2, CPU)
+        Processes(rendezvous.address, 0, 2, CPU)

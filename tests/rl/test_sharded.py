@@ -25,10 +25,10 @@ from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.rl.agreement import check_agreement, take_weights
 from tlt.rl.batching import plan
 from tlt.rl.finite import NotFinite
-from tlt.rl.parallel import Alone, GroupBroken, Meeting, Processes, ProcessGroup, shard
+from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, shard
+from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, _local
 from tlt.types import TrainBatch
@@ -45,10 +45,10 @@ forks.set_forkserver_preload(["pytest", "tlt.rl.sharded", "transformers.models.q
 
 def together(size: int, act: Act, *arguments: Any) -> list[Any]:
     """act(group, *arguments) of every member, each a process; None of one that died."""
-    meeting = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     pipes = [forks.Pipe(duplex=False) for _ in range(size)]
     members = [
-        forks.Process(target=_member, args=(sender, meeting.address, rank, size, act, arguments))
+        forks.Process(target=_member, args=(sender, rendezvous.address, rank, size, act, arguments))
         for rank, (_, sender) in enumerate(pipes)
     ]
     for member, (_, sender) in zip(members, pipes, strict=True):
@@ -97,7 +97,7 @@ def make_policy(group: ProcessGroup, folder: Path, train: dict[str, Any], dtype:
     kind = Policy if group.size == 1 else ShardedPolicy
     policy = kind(folder, dtype, CPU, config, RolloutConfig(max_new_tokens=12))
     if isinstance(policy, ShardedPolicy):
-        policy.spread(group)
+        policy.shard_over(group)
     return policy
 
 
@@ -307,15 +307,15 @@ def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> 
     target = Decoder(decoder_options(read_config(folder)), torch.float64, CPU)
     target.load(read_safetensors(folder), version=0)
     policy = ShardedPolicy(folder, torch.float64, CPU, TrainConfig(learning_rate=1e-2), RolloutConfig())
-    check_agreement(target, policy)
-    policy.spread(group)
+    check_parity(target, policy)
+    policy.shard_over(group)
     policy.update(batch, 0, group)
     take_weights(target, policy, version=1)
     digest = policy.sha256()
     policy.save(place)
     target.head = target.embedding.flip(0)
     try:
-        check_agreement(target, policy)
+        check_parity(target, policy)
     except ModelError as error:
         return digest, policy.sha256(), str(error)
     return digest, policy.sha256(), ""

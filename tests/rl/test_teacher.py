@@ -15,7 +15,7 @@ from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.recompute import Recompute
 from tlt.draft.trainer import Interrupted
 from tlt.engine.engine import Engine
-from tlt.rl.kinds import make_policy
+from tlt.rl.choose import make_policy
 from tlt.rl.teacher import PolicyTeacher, spot_trainer
 from tlt.types import Prompt, Request, SamplingParams
 

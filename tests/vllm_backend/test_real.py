@@ -22,7 +22,7 @@ from tlt.engine.engine import Engine
 from tlt.fidelity.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.rl.agreement import check_agreement
+from tlt.rl.parity import check_parity
 from tlt.rl.policy import Policy
 from tlt.sampling import request_seed
 from tlt.types import Request, Response, SamplingParams
@@ -121,7 +121,7 @@ def test_requests_go_from_engine_to_engine(opened: Any, place: Any) -> None:
     ours = plain(place, asked)
     engine.start(asked)
     responses = [response for _ in range(9) for response in engine.round()]
-    left = engine.give_up([request.seed for request in asked[::2]])
+    left = engine.release_requests([request.seed for request in asked[::2]])
     assert {len(row.logprobs) for row in left} == {9} | {len(row.tokens) for row in left}
     back, away = left[::2], left[1::2]
     engine.submit([], back)
@@ -151,11 +151,11 @@ def test_new_weights_are_taken_and_compared_with_the_policy(opened: Any, place: 
         policy.model.load_state_dict(moved)
         for target in (engine.target, place.target):
             target.load(moved, 1)
-            check_agreement(target, policy)
+            check_parity(target, policy)
         assert_same(place, list(engine.generate(asked)), plain(place, asked))
         policy.model.load_state_dict(before)
         with pytest.raises(ValueError, match="not one model"):
-            check_agreement(engine.target, policy)
+            check_parity(engine.target, policy)
     finally:
         for target in (engine.target, place.target):
             target.load(before, 0)

@@ -21,7 +21,7 @@ from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
 from tlt.engine.engine import Engine
 from tlt.models.families import ModelError, decoder_options, read_config
-from tlt.rl.agreement import check_agreement, take_weights
+from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.types import Request, Response
 from tlt.vllm.engine import VllmEngine
@@ -172,7 +172,7 @@ def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path)
     moved = {name: tensor * 1.05 for name, tensor in policy.state_dict().items()}
     target.load(moved, 2)
     with pytest.raises(ModelError, match="not one model at version 2: after 14 tokens"):
-        check_agreement(target, policy)
+        check_parity(target, policy)
 
 
 def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Pa
     expected = told(said_by(Engine(place.target, config.engine), asked))
     engine.start(asked)
     responses = [response for _ in range(5) for response in engine.round()]
-    left = engine.give_up([request.seed for request in asked[::2]])
+    left = engine.release_requests([request.seed for request in asked[::2]])
     assert all(len(row.logprobs) == len(row.tokens) for row in left)
     engine.submit([], left)
     while engine.busy:
@@ -320,7 +320,7 @@ def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
     monkeypatch.setattr("tlt.draft.buffer._HELD_BACK", 2)  # there are but six prompts
     monkeypatch.setattr("tlt.cluster.publication.STRETCH", 1)
     monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
-    monkeypatch.setattr("tlt.draft.worth.Worth.should_train", lambda worth: True)
+    monkeypatch.setattr("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
     monkeypatch.setattr("tlt.draft.spot.Judgement.is_better", property(lambda judgement: judgement.entries > 0))
     digest, learned_from, pool = train(run_of(tmp_path, "eagle"), random.Random(5).randrange)
     assert (digest, learned_from) == plain

@@ -110,7 +110,7 @@ def test_requests_of_coming_steps_are_not_given_up(tmp_path: Path) -> None:
     """Whoever takes a request over decodes it for this step; what is decoded ahead of it is no part of a response."""
     engine, asked = ahead_of(tmp_path)
     engine.round()
-    assert engine.give_up([request.seed for request in asked]) == []
+    assert engine.release_requests([request.seed for request in asked]) == []
     assert [row.request for row in engine.rows] == asked
 
 

@@ -51,9 +51,9 @@ class Actor:
         """Its number. In a thread of its own, like the next two."""
         return os.getpid()
 
-    def come_back(self, number: float) -> None:
+    def interrupt(self, number: float) -> None:
         if self._worker is not None:
-            self._worker.come_back(number)
+            self._worker.interrupt(number)
 
     def updated(self) -> float:
         return self._worker.updated if self._worker is not None else 0.0

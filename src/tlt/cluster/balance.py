@@ -31,8 +31,8 @@ class RoundTime:
         n, x, y, xx, xy = self._sums
         if n == 0:
             return 0.0
-        spread = n * xx - x * x
-        slope = max(0.0, (n * xy - x * y) / spread) if spread > 1e-6 * n * xx else 0.0
+        variance = n * xx - x * x
+        slope = max(0.0, (n * xy - x * y) / variance) if variance > 1e-6 * n * xx else 0.0
         return max(0.0, (y - slope * x) / n + slope * rows)
 
 

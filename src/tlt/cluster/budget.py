@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from tlt.config import Config
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, Transcript
+from tlt.draft.gate import STRETCH, TrainingGate
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotTrainer
-from tlt.draft.worth import STRETCH, Worth
 from tlt.engine.protocol import RolloutEngine
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Budget:
         training, layer = config.speculation.training, trainer.in_use
         self.trainer: SpotTrainer | None = trainer
         self.share, self.version = training.budget, 0
-        self.worth = Worth(training.unroll, trained=layer.trained)
+        self.gate = TrainingGate(training.unroll, trained=layer.trained)
         self.folder = Path(config.run.folder) / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options)
         self.micro_batches, self.seconds = 0, 0.0  # of training that was not judged yet
@@ -54,9 +54,9 @@ class Budget:
             engine.stats.seconds["spot"] = time.perf_counter() - began
 
     def _train_idly(self, trainer: SpotTrainer, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
-        if not self.worth.should_train():
+        if not self.gate.should_train():
             self._settle(trainer, engine, is_over)  # it may have gone stale
-        while self.worth.should_train() and not is_over():
+        while self.gate.should_train() and not is_over():
             report = trainer.train(_SLICE, is_over)
             if not report.micro_batches:
                 return
@@ -80,7 +80,7 @@ class Budget:
         stats = engine.stats
         rollout_seconds = sum(stats.seconds.values())
         facts = {"version": float(self.version)}
-        if self.worth.pays_back(rollout_seconds):
+        if self.gate.pays_back(rollout_seconds):
             report = trainer.train(self.share * rollout_seconds)
             stats.drafter_tokens = report.tokens
             self.micro_batches += report.micro_batches
@@ -100,10 +100,10 @@ class Budget:
             return facts
         if judged.entries:
             facts["accept_length"] = judged.in_use / judged.entries
-            self.worth.fresh(facts["accept_length"])
+            self.gate.fresh(facts["accept_length"])
         if judged.entries and replica:
             facts["candidate"] = judged.candidate / judged.entries
-            self.worth.gained(facts["accept_length"], facts["candidate"], self.seconds)
+            self.gate.gained(facts["accept_length"], facts["candidate"], self.seconds)
             self.micro_batches, self.seconds = 0, 0.0
             if judged.is_better:
                 self._publish(engine, trainer, replica, judged.first / judged.entries)
@@ -121,14 +121,14 @@ class Budget:
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint; the drafter itself lies in `folder`."""
-        return {"worth": self.worth.state(), "version": self.version}
+        return {"gate": self.gate.state(), "version": self.version}
 
     def load_state(self, state: Mapping[str, Any], engine: RolloutEngine) -> None:
         """Go on with the drafter that was published last, in the engine too."""
         self._guarded(lambda trainer: self._take_up(trainer, state, engine))
 
     def _take_up(self, trainer: SpotTrainer, state: Mapping[str, Any], engine: RolloutEngine) -> None:
-        self.worth.load_state(state["worth"])
+        self.gate.load_state(state["gate"])
         if saved := load_latest(self.folder, trainer.target.options):
             self.version = saved.number
             trainer.adopt(saved.replica)

@@ -69,7 +69,7 @@ class Coordinator:
         self._enter(IDLE)
         self._number = 0  # of the last rollout
         self._rollout_seconds = 0.0  # of the one before
-        self._meeting: tuple[str, int] | None = None
+        self._rendezvous: tuple[str, int] | None = None
         self.publication = Publication(crew, config)
         self.trains_when_idle = config.speculation.training.idle
         self.looks_ahead = steps_ahead(config.speculation) > 0
@@ -248,7 +248,7 @@ class Coordinator:
     def _would_rather_train(self) -> bool:
         """By the seconds that each is predicted to save in the rollouts to come; as long as that of training is not
         known, it gets every second slice."""
-        if self.looks_ahead and not self.publication.worth.is_known:
+        if self.looks_ahead and not self.publication.gate.is_known:
             self._in_turn = not self._in_turn
             return self._in_turn
         return self._training_saves_more()
@@ -292,10 +292,10 @@ class Coordinator:
             self.forecast.lengths.append(len(response.token_ids))
         self.missing -= len(done.responses)
         if not share.asked:  # it has been asked with this slice, if it was at all
-            for row in done.given_up:
+            for row in done.released:
                 del share.rows[row.request.seed]
                 share.heard.pop(row.request.seed, None)
-            self._promise(share.helper, done.given_up)
+            self._promise(share.helper, done.released)
             share.helper = None
         return done.responses
 
@@ -348,10 +348,10 @@ class Coordinator:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def spread(self) -> None:
+    def shard_policy(self) -> None:
         """The workers meet, and each keeps its shard of the policy alone. Raises ClusterError."""
-        meeting, size = self._meet(), self.crew.size
-        self.crew.together("spread", [(meeting, rank, size) for rank in range(size)])
+        rendezvous, size = self._rendezvous_of_all(), self.crew.size
+        self.crew.together("shard_policy", [(rendezvous, rank, size) for rank in range(size)])
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
@@ -362,25 +362,25 @@ class Coordinator:
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()
-            meeting, size = self._meet(), self.crew.size
-            work = [(given, step, meeting, rank, size) for rank in range(size)]
+            rendezvous, size = self._rendezvous_of_all(), self.crew.size
+            work = [(given, step, rendezvous, rank, size) for rank in range(size)]
             reports = self.crew.together("update", work, self._look_at_update)
             self.updated = 0.0
             if reports:
                 return reports[0]
-            self._meeting = None
+            self._rendezvous = None
             self.crew.everyone("rollback")
         raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
     def _look_at_update(self) -> None:
         self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in range(self.crew.size))
 
-    def _meet(self) -> str:
+    def _rendezvous_of_all(self) -> str:
         """Where the workers' group meets: another place as soon as one of them was lost."""
-        if self._meeting is None or self._meeting[1] != self.crew.losses:
-            address = self.crew.someone("meeting")
-            self._meeting = address, self.crew.losses
-        return self._meeting[0]
+        if self._rendezvous is None or self._rendezvous[1] != self.crew.losses:
+            address = self.crew.someone("rendezvous")
+            self._rendezvous = address, self.crew.losses
+        return self._rendezvous[0]
 
     def sync(self, version: int) -> None:
         self.crew.everyone("sync", version)

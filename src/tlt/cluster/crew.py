@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
 _LOOK = 1.0  # seconds between two looks at who does not answer
 BREAKABLE = ("spot", "judge", "look_ahead")  # they take the call's number last
-_JOINT = ("update", "spread")  # a worker that hangs in one of these holds up all others
+_JOINT = ("update", "shard_policy")  # a worker that hangs in one of these holds up all others
 _PING = 5.0  # seconds that a sound worker may take to say that it is there
 _IN_A_ROW = 3  # times that a worker may be lost before it has answered once
 
@@ -66,7 +66,7 @@ class Crew:
     def break_off(self) -> None:
         """Those who do what may be broken off are wanted: they end it amid a micro-batch, or do not begin."""
         for index in {i for i, method in self._calls.values() if method in BREAKABLE}:
-            self.pool.come_back(index, self._number)
+            self.pool.interrupt(index, self._number)
 
     def pending(self, index: int) -> list[str]:
         """Methods under way, in their order."""

@@ -11,7 +11,7 @@ from tlt.cluster.budget import Budget
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
-from tlt.rl.agreement import take_weights
+from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats, WorkerNow

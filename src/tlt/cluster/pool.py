@@ -24,8 +24,8 @@ class Pool(Protocol):
         """Call a method of worker `index`; one after the other in order of submission, workers beside each other."""
         ...
 
-    def come_back(self, index: int, number: float) -> None:
-        """`Worker.come_back`, at once, beside whatever the worker is at; lost with a worker that is lost."""
+    def interrupt(self, index: int, number: float) -> None:
+        """`Worker.interrupt`, at once, beside whatever the worker is at; lost with a worker that is lost."""
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:

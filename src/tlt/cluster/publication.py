@@ -22,10 +22,10 @@ from tlt.cluster.pool import ClusterError, Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest, Transcript
+from tlt.draft.gate import STRETCH, TrainingGate
 from tlt.draft.guard import Guarded, guarded
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import JUDGED, Judgement, SpotReport, summed
-from tlt.draft.worth import STRETCH, Worth
 from tlt.models.families import decoder_options, read_config
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Publication(Guarded):
         self.crew = crew
         self.options = decoder_options(read_config(config.model.path))
         layer = starting_drafter(config, self.options)
-        self.worth = Worth(config.speculation.training.unroll, trained=bool(layer and layer.trained))
+        self.gate = TrainingGate(config.speculation.training.unroll, trained=bool(layer and layer.trained))
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self.version = 0
@@ -95,13 +95,13 @@ class Publication(Guarded):
 
     @guarded(False)
     def should_train(self) -> bool:
-        """`Worth.should_train`."""
-        return self.worth.should_train()
+        """`TrainingGate.should_train`."""
+        return self.gate.should_train()
 
     @guarded(0.0)
     def saves(self, seconds: float, rollout_seconds: float) -> float:
-        """`Worth.saves`."""
-        return self.worth.saves(seconds, rollout_seconds)
+        """`TrainingGate.saves`."""
+        return self.gate.saves(seconds, rollout_seconds)
 
     @guarded(None)
     def trained(self, worker: int, report: SpotReport) -> None:
@@ -125,7 +125,7 @@ class Publication(Guarded):
             self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
             self._ask(chain, chain.of, "replica")
             return chain
-        if not self._looked and self._looking < 0.0 and not self.worth.should_train():
+        if not self._looked and self._looking < 0.0 and not self.gate.should_train():
             self._looked = True
             return Chain(self._judge)
         return None
@@ -217,11 +217,11 @@ class Publication(Guarded):
     def _learn(self, judged: Judgement, chain: Chain) -> None:
         now = judged.in_use / judged.entries
         if "accept_length" not in self.facts:
-            self.worth.fresh(now)
+            self.gate.fresh(now)
         self.facts["accept_length"] = now
         if chain.candidate:
             self.facts["candidate"] = judged.candidate / judged.entries
-            self.worth.gained(now, self.facts["candidate"], chain.seconds)
+            self.gate.gained(now, self.facts["candidate"], chain.seconds)
 
     def _publish(self, drafter: Replica, given: Handle, agreement: float) -> None:
         self.version += 1
@@ -237,12 +237,12 @@ class Publication(Guarded):
     @guarded({})
     def state(self) -> dict[str, Any]:
         """Plain data; the drafter itself lies in `folder`."""
-        return {"worth": self.worth.state(), "version": self.version}
+        return {"gate": self.gate.state(), "version": self.version}
 
     @guarded(None)
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the drafter that was published last."""
-        self.worth.load_state(state["worth"])
+        self.gate.load_state(state["gate"])
         saved = load_latest(self.folder, self.options) if self.saver else None
         if saved:
             self.version, self.in_use = saved.number, (saved.replica, saved.layer.agreement)

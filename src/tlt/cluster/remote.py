@@ -105,9 +105,9 @@ def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
     try:
         coordinator = Coordinator(Crew(pool, config.train.shard, config.cluster.patience), config)
         policy = ClusterPolicy(coordinator)
-        policy.sha256()  # when all are there: they wait for each other in no meeting for long
+        policy.sha256()  # when all are there: they wait for each other in no rendezvous for long
         if config.train.shard:
-            coordinator.spread()
+            coordinator.shard_policy()
     except BaseException:
         pool.close()
         raise

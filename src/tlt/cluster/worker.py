@@ -2,7 +2,7 @@
 
 A call takes a bounded time and returns what was done in it; the worker has no thread and no queue of its own. So who
 calls sees at once that it is idle, has it back at the end of a call, and notices a lost one by the call that fails.
-Only `come_back` is called beside another call.
+Only `interrupt` is called beside another call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
 from tlt.engine.protocol import RolloutEngine
-from tlt.rl.agreement import take_weights
-from tlt.rl.kinds import make_policy, weights_folder
-from tlt.rl.parallel import Broken, GroupBroken, Meeting, Processes, ProcessGroup
+from tlt.rl.choose import make_policy, weights_folder
+from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
+from tlt.rl.parity import take_weights
 from tlt.rl.sharded import ShardedPolicy
 from tlt.rl.teacher import spot_trainer
 from tlt.trace import Span, Tracer
@@ -51,7 +51,7 @@ class Work(NamedTuple):
     """number of the rollout; with a new one, what was under way is forgotten"""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
-    give_up: Sequence[int] = ()
+    release: Sequence[int] = ()
     """seeds of requests that others shall go on with"""
     drafts: Sequence[Ahead] = ()
     """what was decoded ahead for the new ones"""
@@ -79,7 +79,7 @@ class Slice(NamedTuple):
     """What a worker did."""
 
     responses: list[Response]
-    given_up: list[Row]
+    released: list[Row]
     stats: RolloutStats
     """of this worker's whole rollout so far"""
     live: dict[int, int]
@@ -141,7 +141,7 @@ class Worker:
         engine.look_ahead(())
         self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}
         engine.submit(work.requests, work.resumed)
-        given_up = engine.give_up(work.give_up)
+        released = engine.release_requests(work.release)
         responses: list[Response] = []
         while engine.busy:
             responses += engine.round()
@@ -150,7 +150,7 @@ class Worker:
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         waiting = [row.request.seed for row in engine.waiting]
         seconds = time.perf_counter() - began
-        return Slice(responses, given_up, engine.stats, live, waiting, seconds, self._news(engine))
+        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine))
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
@@ -191,7 +191,7 @@ class Worker:
         with self.tracer.span("spot"):
             return self._guarded(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number))
 
-    def come_back(self, number: float) -> None:
+    def interrupt(self, number: float) -> None:
         """From another thread: a `spot` or `judge` of this number or one before ends amid its micro-batch, a
         `look_ahead` with its round, or does not begin."""
         self._wanted = number
@@ -236,24 +236,24 @@ class Worker:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def meeting(self) -> str:
+    def rendezvous(self) -> str:
         """Where a new group can meet; it stays open until the next one."""
-        self._meeting = Meeting(self._meets)
-        return self._meeting.address
+        self._rendezvous = Rendezvous(self._meets)
+        return self._rendezvous.address
 
-    def spread(self, meeting: Any, rank: int, size: int) -> None:
+    def shard_policy(self, rendezvous: Any, rank: int, size: int) -> None:
         """Where the policy is in shards, before all that is asked of it. Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
-        self.policy.spread(self._group_at(meeting, rank, size))
+        self.policy.shard_over(self._group_at(rendezvous, rank, size))
 
-    def update(self, batch: TrainBatch, step: int, meeting: Any, rank: int, size: int) -> dict[str, float] | Broken:
+    def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int) -> dict[str, float] | Broken:
         """This member's part of the update; Broken if another member is lost, and then `rollback`. Raises GroupBroken
         if it was lost with shards of the policy, and there is no state to go back to."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
             with self.tracer.span("update"):
-                return self.policy.update(batch, step, self._group_at(meeting, rank, size))
+                return self.policy.update(batch, step, self._group_at(rendezvous, rank, size))
         except GroupBroken as error:
             self.leave()
             if self._before is None:
@@ -265,10 +265,10 @@ class Worker:
         """Share of the update under way that is done; from another thread."""
         return self.policy.updated
 
-    def _group_at(self, meeting: Any, rank: int, size: int) -> ProcessGroup:
-        if self._group is None or self._group[0] != meeting:
+    def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
+        if self._group is None or self._group[0] != rendezvous:
             self.leave()
-            self._group = meeting, self._join(meeting, rank, size, self.device)
+            self._group = rendezvous, self._join(rendezvous, rank, size, self.device)
         return self._group[1]
 
     def leave(self) -> None:

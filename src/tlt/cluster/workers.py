@@ -105,8 +105,8 @@ class RayPool:
         self._amid_update = method == "update"
         return self._actors[index].call.remote(method, *arguments)
 
-    def come_back(self, index: int, number: float) -> None:
-        self._actors[index].come_back.options(concurrency_group=_BESIDE).remote(number)
+    def interrupt(self, index: int, number: float) -> None:
+        self._actors[index].interrupt.options(concurrency_group=_BESIDE).remote(number)
 
     def updated(self, index: int, seconds: float) -> float | None:
         try:

@@ -38,8 +38,8 @@ class Harvest(NamedTuple):
         return max(0, self.start + len(self.tokens) - max(self.start, self.prompt_length - 2) - 1)
 
     @property
-    def reach(self) -> int:
-        """How far into its sequence it goes."""
+    def end(self) -> int:
+        """How far into its sequence it goes: the position behind its last entry."""
         return self.start + len(self.tokens)
 
     @property
@@ -100,7 +100,7 @@ class HarvestBuffer:
             step[:] = self._longest(step)
 
     def _longest(self, items: Iterable[Harvest]) -> Iterator[Harvest]:
-        for item in sorted(items, key=lambda item: item.reach, reverse=True):
+        for item in sorted(items, key=lambda item: item.end, reverse=True):
             if self.tokens + len(item.tokens) <= _BEFORE * self.max_tokens:
                 self.tokens += len(item.tokens)
                 yield item
@@ -131,6 +131,6 @@ class HarvestBuffer:
 
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
-    """In random order, each next one drawn by its reach (Efraimidis and Spirakis 2006)."""
-    keys = {id(item): rng.random() ** (1 / item.reach) for item in items}
+    """In random order, each next one drawn by its end (Efraimidis and Spirakis 2006)."""
+    keys = {id(item): rng.random() ** (1 / item.end) for item in items}
     yield from sorted(items, key=lambda item: keys[id(item)], reverse=True)

@@ -1,7 +1,7 @@
 """How often the target agrees with a draft, counted online: what decides which nodes are worth verifying.
 
 Given the noise, a drafted token's place among its siblings and its lead over the next noisy score say how likely it
-is the target's token; log q itself says almost nothing more. So agreement is counted per cell of (kind of guess,
+is the target's token; log q itself says almost nothing more. So agreement is counted per cell of (class of guess,
 depth, place, lead).
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-KINDS = 8  # classes of guess that all drafters together may tell apart
+CLASSES = 8  # classes of guess that all drafters together may tell apart
 _EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings share the last cell
 _OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
-_SHAPE = (KINDS, _DEPTHS, _PLACES, _LEADS)
+_SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
 # rounds after which a count is worth half: drafters and targets change, and what looked bad is tried again
 _HALF_LIFE = 256
@@ -36,14 +36,14 @@ class Calibration:
         chance = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
         self.table = np.minimum(chance, 0.9999)
 
-    def cells(self, kinds: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
+    def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
         """Cells [B, W, k] of the children with the best noisy `scores` [B, W, k or k + 1], best first, k = branching
         at most."""
         k = min(branching, scores.shape[-1])
         lead = scores[..., :k] - scores[..., :1]  # infinities come from what may not be drafted, or was not offered
         lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
         cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
-        return cell if kinds is None else cell + kinds[..., None] * (_DEPTHS * _PLACES * _LEADS)
+        return cell if classes is None else cell + classes[..., None] * (_DEPTHS * _PLACES * _LEADS)
 
     def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None:
         """Count one walked tree: each child of a node on the path was taken or not. The root has no cell (-1)."""

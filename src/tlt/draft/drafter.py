@@ -41,8 +41,8 @@ class Candidates(NamedTuple):
 
     ids: Tensor | None
     log_q: Tensor
-    kinds: np.ndarray | None = None
-    """[B, W] class of guess, below calibration.KINDS, calibrated apart (how long the match was, say)"""
+    classes: np.ndarray | None = None
+    """[B, W] class of guess, below calibration.CLASSES, calibrated apart (how long the match was, say)"""
 
 
 class Drafter(Protocol):
@@ -106,7 +106,7 @@ class Offer(NamedTuple):
     ids: Tensor | None
     log_q: Tensor
     states: Sequence[Sequence[Any]] | None = None
-    kinds: Sequence[int] | None = None
+    classes: Sequence[int] | None = None
 
 
 class NodeDrafter(ABC):
@@ -142,7 +142,7 @@ class NodeDrafter(ABC):
             listed = offer.ids.tolist() if offer.ids is not None else [range(offer.log_q.shape[-1])] * len(places)
             for place, tokens, states in zip(places, listed, offer.states, strict=True):
                 self._states[place] = dict(zip(tokens, states, strict=False))  # padding has no state
-        return self._spread(offer, places, level.tokens.shape)
+        return self._scatter(offer, places, level.tokens.shape)
 
     def _nodes(self, level: Level) -> list[list[Node | None]]:
         alive = level.alive.tolist()
@@ -163,17 +163,17 @@ class NodeDrafter(ABC):
         state = self._states.get((row, place), {}).get(token)
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 
-    def _spread(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
+    def _scatter(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
         """[M, K] of the living nodes -> [B, W, K] of all."""
         shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
         log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
         ids = None if offer.ids is None else torch.full(shape, -1, device=device)
-        kinds = None if offer.kinds is None else np.zeros(nodes, dtype=np.int64)
+        classes = None if offer.classes is None else np.zeros(nodes, dtype=np.int64)
         if places:
             row, place = torch.tensor(places, device=device).unbind(1)
             log_q[row, place] = offer.log_q
             if ids is not None and offer.ids is not None:
                 ids[row, place] = offer.ids.to(device)
-            if kinds is not None and offer.kinds is not None:
-                kinds[tuple(np.array(places).T)] = offer.kinds
-        return Candidates(ids, log_q, kinds)
+            if classes is not None and offer.classes is not None:
+                classes[tuple(np.array(places).T)] = offer.classes
+        return Candidates(ids, log_q, classes)

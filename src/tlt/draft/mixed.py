@@ -43,10 +43,10 @@ class MixedDrafter(ComposedDrafter):
     def predict(self, level: Level) -> Candidates:
         learned, suffix = self.learned.predict(level), self.suffix.predict(level)
         assert suffix.ids is not None, "the suffix drafter lists its candidates"
-        assert suffix.kinds is not None, "and says how long the matches were"
+        assert suffix.classes is not None, "and says how long the matches were"
         q = learned.log_q.exp()
         ids, known = suffix.ids.to(q.device), suffix.log_q.to(q.device)
-        weight = torch.tensor(_WEIGHTS[suffix.kinds], dtype=q.dtype, device=q.device)[..., None]
+        weight = torch.tensor(_WEIGHTS[suffix.classes], dtype=q.dtype, device=q.device)[..., None]
         known = known.to(q.dtype).exp().masked_fill_(ids < 0, 0.0)
         q = q.mul_(1 - weight).scatter_add_(-1, ids.clamp(min=0), known * weight)
-        return Candidates(None, q.log_(), suffix.kinds)
+        return Candidates(None, q.log_(), suffix.classes)

@@ -20,7 +20,7 @@ from tlt.types import Request
 
 _ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
 _ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of "something not seen after this context"
-_KINDS = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess; 0 is the learned drafter alone
+_CLASSES = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess; 0 is the learned drafter alone
 _MATCHES = 16  # occurrences looked at, the newest first
 
 
@@ -126,8 +126,8 @@ class SuffixDrafter(NodeDrafter):
             ids[m, : len(weights)] = torch.tensor([*followers, -1])
             log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])
             states[m] = [_Match(places, match.order) for places in followers.values()] + [None]
-        kinds = [_KINDS[match.order] if match else 0 for match in found]
-        return Offer(ids, log_q, states, kinds)
+        classes = [_CLASSES[match.order] if match else 0 for match in found]
+        return Offer(ids, log_q, states, classes)
 
     def _match(self, node: Node) -> _Match | None:
         prompt_id = node.request.prompt.prompt_id

@@ -22,7 +22,7 @@ from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Drafter, Level
 from tlt.draft.strategy import Strategy
 from tlt.host import to_host
-from tlt.sampling import Law, rank
+from tlt.sampling import Law, gumbel_topk
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _children(
     they may be children. The one time that a level waits for the device."""
     _check_shapes(candidates, nodes, vocab_size)
     ids = None if candidates.ids is None else candidates.ids.to(roots.device)
-    best = rank(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
+    best = gumbel_topk(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
     tokens = best.picks if ids is None else ids.gather(-1, best.picks)
     scores, tokens = to_host(best.scores, tokens[..., :branching])
     valid = np.isfinite(scores[..., :branching])
@@ -167,19 +167,19 @@ def _children(
         valid &= (tokens >= 0) & (tokens < vocab_size)
         same = (tokens[..., :, None] == tokens[..., None, :]) & valid[..., None, :]
         valid &= ~np.tril(same, -1).any(-1)
-    return tokens, calibration.cells(candidates.kinds, depth, scores, branching), valid
+    return tokens, calibration.cells(candidates.classes, depth, scores, branching), valid
 
 
 def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: int) -> None:
     """Raises ValueError: NumPy would broadcast what is off into nodes at wrong places."""
-    ids, log_q, kinds = candidates
+    ids, log_q, classes = candidates
     width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
     if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
         raise ValueError(f"log q of shape {tuple(log_q.shape)} for {nodes} nodes")
     if ids is not None and ids.dtype != torch.int64:
         raise ValueError(f"candidates of type {ids.dtype}")
-    if kinds is not None and kinds.shape != nodes:
-        raise ValueError(f"kinds of shape {kinds.shape} for {nodes} nodes")
+    if classes is not None and classes.shape != nodes:
+        raise ValueError(f"classes of shape {classes.shape} for {nodes} nodes")
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:

@@ -114,7 +114,7 @@ class AsyncEngine:
         self._failed = False
 
     def _interrupt(self, engine: RolloutEngine) -> list[int]:
-        left = engine.give_up(self._waited_for.keys())
+        left = engine.release_requests(self._waited_for.keys())
         for row in left:
             self._waited_for.pop(row.request.seed).set_result(_so_far(row))
         return [row.request.seed for row in left]

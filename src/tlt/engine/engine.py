@@ -132,7 +132,7 @@ class Engine(Generates):
         one that can never run."""
         self.rollout.scheduler.submit(requests, resumed)
 
-    def give_up(self, seeds: Collection[int]) -> list[Row]:
+    def release_requests(self, seeds: Collection[int]) -> list[Row]:
         """Between two rounds: these requests leave, wherever they stand; whoever goes on with one ends it with the same
         tokens. What has finished is not among them."""
         return self.rollout.scheduler.withdraw(seeds)

@@ -87,7 +87,7 @@ class RolloutEngine(Protocol):
         """The store takes what the rows that are decoded ahead have so far."""
         ...
 
-    def give_up(self, seeds: Collection[int]) -> list[Row]:
+    def release_requests(self, seeds: Collection[int]) -> list[Row]:
         """These requests leave; whoever goes on with one ends it with the same tokens."""
         ...
 

@@ -17,7 +17,7 @@ from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise import NoiseWindow
 from tlt.host import to_host
 from tlt.models.decoder import Decoder
-from tlt.sampling import Law, log_law, rank
+from tlt.sampling import Law, gumbel_topk, log_law
 
 _LOGITS_BYTES = 1 << 29  # of a pass
 
@@ -98,7 +98,7 @@ class Runner:
         hidden, features = self._pass(0, trees, lengths)
         log_p, log_full = log_law(self.target.logits(hidden), law)
         rows = torch.arange(len(lengths), device=self.target.device)[:, None]
-        token = rank(log_p, noise.at(rows, times[:, None] + trees.depths)).picks
+        token = gumbel_topk(log_p, noise.at(rows, times[:, None] + trees.depths)).picks
         logprob = log_p.gather(-1, token)
         if law.greedy:
             logprob = logprob.masked_fill((law.temperature == 0)[:, None, None], 0.0)

@@ -22,25 +22,25 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.guesses import Guesses, chance
+from tlt.engine.acceptance import AcceptanceModel, chance
 from tlt.engine.interpolate import interpolate
 
-_WINDOW = 64  # rounds whose seconds are remembered of an arm in a bucket
-_LOOK = 4  # rounds between two looks at all arms; one that is tried is tried for so many
-_EPSILON = 0.1
-_STRANGE = 512  # rounds after which a drafter that was not used is given a try
-_AT_BEST = 0.8  # how often the guesses of a drafter that nobody knows are right if all is well
-_DOUBT = 0.1  # relative doubt about the seconds of an arm not used in a bucket; falls with the root of its rounds
-_LUCK = 0.3  # and about how often guesses are right; falls with the root of the rows that told of it
-_PRIOR = 4  # what the model says counts as much as so many rounds or, of guesses, rows
-_VAGUE = 2  # and what is known of the guess before, or of a chain where the draft is a tree, as so many rows
-_UNKNOWN = 0.4  # how often a drafter that nobody knows is thought to be right
-_RENEWED = 0.1  # and how much better one must be than the drafter before was seen to be, for that to be forgotten
-_FREE = 0.03  # by which a round may take longer for rows that nobody waits for
-_BRIEF = 1.8  # times the round of one row, what a round that is to be over soon may take
-_MARGIN = 0.02  # an arm gives way only to one that is better by this
-_AHEAD_KIND = ("ahead", 1)
-_AGREES = 0.97  # how often a look-ahead is thought to be right before any was seen
+_WINDOW_ROUNDS = 64  # rounds whose seconds are remembered of an arm in a bucket
+_ROUNDS_BETWEEN_LOOKS = 4  # between two looks at all arms; one that is tried is tried for so many
+_TRY_SHARE = 0.1  # of the looks at which an arm that could be the best is tried
+_RETRY_UNUSED_AFTER_ROUNDS = 512  # a drafter that was not used for so long is given a try
+_AGREEMENT_AT_BEST = 0.8  # how often the guesses of an unknown drafter are right if all is well
+_AGREEMENT_UNKNOWN = 0.4  # and how often they are expected to be right
+_DOUBT_OF_SECONDS = 0.1  # relative, of an arm not used in a bucket; falls with the root of its rounds
+_DOUBT_OF_ACCEPTANCE = 0.3  # relative, of how often guesses are right; falls with the root of the rows that told of it
+_PRIOR_ROUNDS = 4  # what the model says counts as much as so many rounds or, of guesses, rows
+_PRIOR_ROWS = 2  # and what is known of the guess before, or of a chain where the draft is a tree, as so many rows
+_RENEWED_IF_BETTER_BY = 0.1  # what was seen of a drafter is forgotten if its successor is better by this
+_FREE_ROWS_SLOWDOWN = 0.03  # by which a round may take longer for rows that nobody waits for
+_BRIEF_ROUND_SLOWDOWN = 1.8  # times the round of one row, what a round that is to be over soon may take
+_SWITCH_MARGIN = 0.02  # an arm gives way only to one that is better by this
+_LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
+_AGREEMENT_AHEAD = 0.97  # how often a look-ahead is thought to be right before any was seen
 
 
 class Tuner(Protocol):
@@ -125,7 +125,7 @@ def bucket_of(rows: int, context: float) -> Bucket:
 class _Took:
     """Seconds of the last rounds of an arm; what is read every round is kept ready."""
 
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW_ROUNDS))
     median: float = 0.0
 
     def add(self, seconds: Iterable[float]) -> None:
@@ -152,7 +152,7 @@ class Bandit:
         self.profile = {rows: dict(profile[rows]) for rows in sorted(profile)}
         self.rng = random.Random(seed)
         self.took: dict[Bucket, dict[Strategy, _Took]] = {}
-        self.anywhere, self.here = Guesses(), dict[Bucket, Guesses]()
+        self.anywhere, self.here = AcceptanceModel(), dict[Bucket, AcceptanceModel]()
         self._interpolated: dict[tuple[Strategy, int], float] = {}
         self._within: dict[tuple[int, float], int] = {}  # rows of a round that takes so much longer
         self._scale: dict[Bucket, float] = {}  # what the profile is off by
@@ -175,7 +175,8 @@ class Bandit:
         self._now = bucket
         self._rounds += 1
         # to look at all figures every round would cost more than it finds
-        if moved or self._rounds % _LOOK == 0 or (self.current != PLAIN and self.current.drafter not in usable):
+        lost = self.current != PLAIN and self.current.drafter not in usable
+        if moved or lost or self._rounds % _ROUNDS_BETWEEN_LOOKS == 0:
             self.current = self._pick(bucket, [a for a in self._arms if a == PLAIN or a.drafter in usable])
             self._each, self._ahead = self.tokens(self.current, bucket), self._expected_ahead(bucket)
         chosen = self._beside_ahead(self.current, bucket, offers) if any(offers) and self._widths else self.current
@@ -210,20 +211,20 @@ class Bandit:
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
         """What its drafter has to catch up with, if it was not used in the round before, pays for a few rounds."""
         catching_up = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
-        return self.seconds(arm, bucket) + catching_up / _LOOK
+        return self.seconds(arm, bucket) + catching_up / _ROUNDS_BETWEEN_LOOKS
 
     def _expected_ahead(self, bucket: Bucket) -> np.ndarray:
-        here, depth, right = self.here.get(bucket) or Guesses(), max(self._widths, default=0), _AGREES
+        here, depth, right = self.here.get(bucket) or AcceptanceModel(), max(self._widths, default=0), _AGREEMENT_AHEAD
         reached = [1.0]
-        for all_over, nearby in zip(*(g.levels(_AHEAD_KIND, depth) for g in (self.anywhere, here)), strict=True):
-            right = chance(all_over, right, _PRIOR)
-            reached.append(reached[-1] * chance(nearby, right, _PRIOR))
+        for all_over, nearby in zip(*(g.levels(_LOOK_AHEAD, depth) for g in (self.anywhere, here)), strict=True):
+            right = chance(all_over, right, _PRIOR_ROUNDS)
+            reached.append(reached[-1] * chance(nearby, right, _PRIOR_ROUNDS))
         return np.cumsum(reached)
 
     def _pick(self, bucket: Bucket, arms: Sequence[Strategy]) -> Strategy:
         speed = {arm: self.tokens(arm, bucket) / self.seconds(arm, bucket) for arm in arms}
         best = max(arms, key=lambda arm: speed[arm])
-        margin = _MARGIN + self._catching_up(best, bucket, self.stay)
+        margin = _SWITCH_MARGIN + self._catching_up(best, bucket, self.stay)
         if self.settled in speed and speed[best] < speed[self.settled] * (1 + margin):
             best = self.settled
         self._settle(best)
@@ -234,12 +235,12 @@ class Bandit:
             if arm != best
             and speed[arm] * (1 + self._doubt(arm, bucket)) > speed[best] * (1 + self._price(arm, bucket))
         ]
-        strange = [a for a in hopeful if self._is_strange(a.drafter)]
-        if strange:
-            found = max(strange, key=lambda arm: speed[arm])
+        unknown = [a for a in hopeful if self._is_unknown(a.drafter)]
+        if unknown:
+            found = max(unknown, key=lambda arm: speed[arm])
             self._forget(found.drafter)
             return found
-        return self.rng.choice(hopeful) if hopeful and self.rng.random() < _EPSILON else best
+        return self.rng.choice(hopeful) if hopeful and self.rng.random() < _TRY_SHARE else best
 
     def _catching_up(self, arm: Strategy, bucket: Bucket, rounds: float) -> float:
         """What a switch to its drafter costs, as a share of so many rounds of it."""
@@ -250,11 +251,13 @@ class Bandit:
     def _price(self, arm: Strategy, bucket: Bucket) -> float:
         """Of a try: paid for one look; or, where a whole drafter may have become the best, for as long as till the next
         such try."""
-        return self._catching_up(arm, bucket, _STRANGE if self._is_strange(arm.drafter) else _LOOK)
+        unknown = self._is_unknown(arm.drafter)
+        return self._catching_up(arm, bucket, _RETRY_UNUSED_AFTER_ROUNDS if unknown else _ROUNDS_BETWEEN_LOOKS)
 
-    def _is_strange(self, drafter: str) -> bool:
+    def _is_unknown(self, drafter: str) -> bool:
         """Never used, or so long ago that it may have become another: its guesses may be good or bad."""
-        return drafter != PLAIN.drafter and self._rounds - self._used.get(drafter, -_STRANGE) >= _STRANGE
+        last = self._used.get(drafter)
+        return drafter != PLAIN.drafter and (last is None or self._rounds - last >= _RETRY_UNUSED_AFTER_ROUNDS)
 
     def _settle(self, best: Strategy) -> None:
         if best != self.settled:
@@ -263,10 +266,10 @@ class Bandit:
 
     def _doubt(self, arm: Strategy, bucket: Bucket) -> float:
         """By how much an arm may be better than is known."""
-        if self._is_strange(arm.drafter):
-            return max(0.0, _tokens_of(_AT_BEST, arm.depth) / self.tokens(arm, bucket) - 1)
+        if self._is_unknown(arm.drafter):
+            return max(0.0, _tokens_of(_AGREEMENT_AT_BEST, arm.depth) / self.tokens(arm, bucket) - 1)
         took = self.took.get(bucket, {}).get(arm)
-        return self._expected(arm, bucket)[1] + _DOUBT / math.sqrt(1 + (len(took.seconds) if took else 0))
+        return self._expected(arm, bucket)[1] + _DOUBT_OF_SECONDS / math.sqrt(1 + (len(took.seconds) if took else 0))
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -276,23 +279,23 @@ class Bandit:
 
     def _expected(self, arm: Strategy, bucket: Bucket) -> tuple[float, float]:
         """Tokens a row, and by how much more it may be."""
-        here = self.here.get(bucket) or Guesses()
-        kind, chain = (arm.drafter, arm.branching), (arm.drafter, 1)
-        right, reached, tokens, luck = self.chances.get(arm.drafter, _UNKNOWN), 1.0, 1.0, 0.0
-        seen = (self.anywhere.levels(chain, arm.depth), self.anywhere.levels(kind, arm.depth))
-        for of_chains, of_kind, nearby in zip(*seen, here.levels(kind, arm.depth), strict=True):
-            right = chance(of_chains, right, _VAGUE)
-            tree = chance(of_kind, right, _VAGUE) if kind != chain else right
-            reached *= chance(nearby, tree, _PRIOR)
+        here = self.here.get(bucket) or AcceptanceModel()
+        source, chain = (arm.drafter, arm.branching), (arm.drafter, 1)
+        right, reached, tokens, luck = self.chances.get(arm.drafter, _AGREEMENT_UNKNOWN), 1.0, 1.0, 0.0
+        seen = (self.anywhere.levels(chain, arm.depth), self.anywhere.levels(source, arm.depth))
+        for of_chains, of_source, nearby in zip(*seen, here.levels(source, arm.depth), strict=True):
+            right = chance(of_chains, right, _PRIOR_ROWS)
+            tree = chance(of_source, right, _PRIOR_ROWS) if source != chain else right
+            reached *= chance(nearby, tree, _PRIOR_ROUNDS)
             tokens += reached
-            luck += reached / math.sqrt(1 + of_kind[0])
-        return tokens, _LUCK * luck / tokens
+            luck += reached / math.sqrt(1 + of_source[0])
+        return tokens, _DOUBT_OF_ACCEPTANCE * luck / tokens
 
     def seconds(self, arm: Strategy, bucket: Bucket) -> float:
         """Of a round in this bucket."""
         expected = self._profiled(arm, 2**bucket.rows) * self._scale.get(bucket, 1.0)
         took = self.took.get(bucket, {}).get(arm)
-        if took is None or (arm.ahead and len(took.seconds) < _PRIOR):
+        if took is None or (arm.ahead and len(took.seconds) < _PRIOR_ROUNDS):
             return expected  # chains of all lengths are not tried at random: a slow moment would put one off for good
         return _blend(len(took.seconds), took.median, expected)
 
@@ -319,12 +322,12 @@ class Bandit:
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
         elif scored and (not any(ahead) or max(ahead) >= strategy.ahead):  # a narrower pass is another
             self._learn_seconds(bucket, strategy, [seconds])
-        for guesses in (self.anywhere, self.here.setdefault(bucket, Guesses())):
+        for guesses in (self.anywhere, self.here.setdefault(bucket, AcceptanceModel())):
             if strategy.drafter != PLAIN.drafter and drafted:
                 guesses.add((strategy.drafter, strategy.branching), [strategy.depth] * len(drafted), drafted)
             if any(ahead):
                 levels, right = zip(*((n, count) for n, count in zip(ahead, tokens, strict=True) if n), strict=True)
-                guesses.add(_AHEAD_KIND, levels, right)
+                guesses.add(_LOOK_AHEAD, levels, right)
         if strategy.drafter != PLAIN.drafter and drafted:
             self._used[strategy.drafter] = self._rounds
 
@@ -336,11 +339,11 @@ class Bandit:
 
     def free_rows(self, rows: int) -> int:
         """By the profile: on a GPU many, on a CPU hardly any."""
-        return self._rows_within(rows, 1 + _FREE)
+        return self._rows_within(rows, 1 + _FREE_ROWS_SLOWDOWN)
 
     def brief_rows(self) -> int:
         """By the profile: on a GPU a full batch."""
-        return self._rows_within(1, _BRIEF)
+        return self._rows_within(1, _BRIEF_ROUND_SLOWDOWN)
 
     def _rows_within(self, rows: int, longer: float) -> int:
         if (rows, longer) not in self._within:
@@ -352,8 +355,8 @@ class Bandit:
     def renew(self, drafter: str, chance: float | None) -> None:
         """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured
         on other prompts than those of the drafter before, so that the two of them say little."""
-        first = self.anywhere.chance((drafter, 1), 0, self.chances.get(drafter, _UNKNOWN), _VAGUE)
-        if chance is None or chance > first + _RENEWED:
+        first = self.anywhere.chance((drafter, 1), 0, self.chances.get(drafter, _AGREEMENT_UNKNOWN), _PRIOR_ROWS)
+        if chance is None or chance > first + _RENEWED_IF_BETTER_BY:
             self._forget(drafter)
         if chance is not None:
             self.chances[drafter] = chance
@@ -380,16 +383,16 @@ class Bandit:
         for bucket, arm, seconds in state.get("took", ()):
             if (key := Strategy(*arm)) in self._known:
                 self._learn_seconds(Bucket(*bucket), key, seconds)
-        drafters = {arm.drafter for arm in self.strategies} | {_AHEAD_KIND[0]}
+        drafters = {arm.drafter for arm in self.strategies} | {_LOOK_AHEAD[0]}
         self.anywhere.load_state(state.get("anywhere", ()), drafters)
-        self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen if drafter != _AHEAD_KIND[0]}
+        self._used |= {drafter: self._rounds for drafter, _ in self.anywhere.seen if drafter != _LOOK_AHEAD[0]}
         for bucket, guesses in state.get("here", ()):
-            self.here.setdefault(Bucket(*bucket), Guesses()).load_state(guesses, drafters)
+            self.here.setdefault(Bucket(*bucket), AcceptanceModel()).load_state(guesses, drafters)
 
 
 def _blend(count: int, seen: float, prior: float) -> float:
     """What was seen of so many rounds, with the prior as a few rounds more."""
-    return (count * seen + _PRIOR * prior) / (count + _PRIOR)
+    return (count * seen + _PRIOR_ROUNDS * prior) / (count + _PRIOR_ROUNDS)
 
 
 def _tokens_of(chance: float, depth: int) -> float:

@@ -17,7 +17,7 @@ from tlt.engine.engine import Engine
 from tlt.fidelity.look_ahead import MOST_TOKENS
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
-from tlt.rl.agreement import take_weights
+from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
@@ -82,7 +82,7 @@ class SeveralWorkers:
         seeds = [row.request.seed for row in _own(giver) if rng.random() < 0.5]
         anew: list[Request] = []
         resumed: list[Row] = []
-        for row in giver.give_up(seeds):
+        for row in giver.release_requests(seeds):
             if rng.random() < 0.2:
                 anew.append(row.request)
             else:

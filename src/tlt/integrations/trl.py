@@ -24,7 +24,7 @@ from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_versio
 from tlt.integrations.trl_weights import Trained
 from tlt.models.decoder import Decoder
 from tlt.models.families import known_options
-from tlt.rl.agreement import take_weights
+from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tlt.config import Config
-from tlt.rewards.isolated import IsolatedScore, Verdict, judge
+from tlt.rewards.isolated import IsolatedScore, Verdict, score
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import QUICK, Answer, RewardError, Term, extract_answer, make_terms, sources_sha256
 from tlt.types import Prompt, Response
@@ -35,15 +35,15 @@ class Reward(Protocol):
         ...
 
 
-def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Judges:
+def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Scored:
     """By the recipe's reward section, for these prompts; what it prints goes to the file `log`. Raises RewardError."""
     reward = config.reward
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
     if names <= set(QUICK):  # no process of their own
-        return Judges(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
+        return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
-    return Judges(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
+    return Scored(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
 
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -57,7 +57,7 @@ def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
             raise RewardError(f"{which} ({asked!r}): set data.answer_column")
 
 
-class Judge(Protocol):
+class Scorer(Protocol):
     """Who says what an answer is worth."""
 
     def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]: ...
@@ -77,7 +77,7 @@ class AtOnce:
 
     def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]:
         verdict: Future[Verdict] = Future()
-        verdict.set_result(judge(self.terms, prompt, answer))
+        verdict.set_result(score(self.terms, prompt, answer))
         return verdict
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
@@ -86,16 +86,16 @@ class AtOnce:
     def close(self) -> None: ...
 
 
-class Judges:
+class Scored:
     """A recipe's rewards, by functions of ours or by a pool of processes that run those of others."""
 
-    def __init__(self, judge: Judge, marker: str, end: str = "") -> None:
-        self.judge, self.marker, self.end = judge, marker, end
+    def __init__(self, scorer: Scorer, marker: str, end: str = "") -> None:
+        self.scorer, self.marker, self.end = scorer, marker, end
         self._told: set[str] = set()
         self._begun: dict[int, tuple[Response, Future[Verdict]]] = {}  # by id
 
     def submit(self, response: Response) -> None:
-        verdict = self.judge.submit(response.request.prompt, self._answer(response))
+        verdict = self.scorer.submit(response.request.prompt, self._answer(response))
         self._begun[id(response)] = response, verdict
 
     def __call__(self, responses: Sequence[Response]) -> None:
@@ -103,11 +103,11 @@ class Judges:
             if id(response) not in self._begun:
                 self.submit(response)
         for response in responses:
-            self._set(response, self.judge.result(self._begun[id(response)][1]))
+            self._set(response, self.scorer.result(self._begun[id(response)][1]))
         self._begun.clear()
 
     def close(self) -> None:
-        self.judge.close()
+        self.scorer.close()
 
     def _answer(self, response: Response) -> Answer:
         answer = extract_answer(response.text, self.marker, self.end)

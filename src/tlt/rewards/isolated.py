@@ -43,11 +43,11 @@ class Verdict(NamedTuple):
     """of each term, before its weight; none where there is no reward"""
 
 
-def judge(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
-    return judge_all(terms, [(prompt, answer)])[0]
+def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
+    return score_all(terms, [(prompt, answer)])[0]
 
 
-def judge_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
+def score_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
     """A term that gives None does not apply. One that fails leaves the response without a reward, or is left out like
     one that does not apply, as the recipe says."""
     columns = [term.scores(asked) for term in terms]
@@ -113,7 +113,7 @@ class IsolatedScore:
         self._process: BaseProcess | None = None
         self._start()
 
-    def judge_all(self, asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
+    def score_all(self, asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
         """None, of several, where the process did not come back."""
         if self._process is None:
             self._start()
@@ -215,7 +215,7 @@ def _serve(connection: Connection, config: Config, log: Path | None) -> None:
             output.into(log)
         if output:
             output.bound()
-        connection.send([tuple(verdict) for verdict in judge_all(terms, asked)])
+        connection.send([tuple(verdict) for verdict in score_all(terms, asked)])
 
 
 def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Answer]]]:

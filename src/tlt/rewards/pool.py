@@ -110,7 +110,7 @@ class ScorePool:
         while taken := self._take(server.scorer.at_once):
             server.begin(len(taken))
             try:
-                verdicts = server.scorer.judge_all([(one.prompt, one.answer) for one in taken])
+                verdicts = server.scorer.score_all([(one.prompt, one.answer) for one in taken])
             except BaseException as error:  # its process cannot be started again
                 self._lose(server, taken, error)
                 return

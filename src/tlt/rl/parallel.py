@@ -23,7 +23,7 @@ from torch.distributed import (  # documented, not exported
 
 _BUCKET = 1 << 24  # numbers that are summed at once
 _PATIENCE = timedelta(minutes=60)  # with a member that is slow; one that is lost closes its connections
-_MEETING = timedelta(seconds=10)
+_RENDEZVOUS = timedelta(seconds=10)
 
 
 class GroupBroken(RuntimeError):
@@ -103,7 +103,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # -- over processes ----------------------------------------------------------------------------------------------------
 
 
-class Meeting:
+class Rendezvous:
     """Where the members of a group find each other; it belongs to the process of one of them, and ends with it. Nobody
     finds it who was not told its name."""
 
@@ -111,20 +111,20 @@ class Meeting:
         """In a folder of this machine, through no open port; or at this machine's address."""
         name = secrets.token_hex(16)
         if isinstance(place, Path):
-            self.address = str(place / f"meeting_{name}")
+            self.address = str(place / f"rendezvous_{name}")
             return
-        self._store = TCPStore(place, 0, is_master=True, wait_for_workers=False, timeout=_MEETING)
+        self._store = TCPStore(place, 0, is_master=True, wait_for_workers=False, timeout=_RENDEZVOUS)
         self.address = f"{place}:{self._store.port}/{name}"
 
 
 def _store_at(address: str, size: int) -> Store:
     if address.startswith("/"):
         store = FileStore(address, size)
-        store.set_timeout(_MEETING)
+        store.set_timeout(_RENDEZVOUS)
         return store
     where, _, name = address.rpartition("/")
     host, _, port = where.rpartition(":")
-    return PrefixStore(name, TCPStore(host, int(port), timeout=_MEETING))
+    return PrefixStore(name, TCPStore(host, int(port), timeout=_RENDEZVOUS))
 
 
 class Processes:
@@ -138,7 +138,7 @@ class Processes:
             dist.destroy_process_group()
         try:
             store = _store_at(address, size)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_MEETING)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_RENDEZVOUS)
             dist.barrier()
             dist.distributed_c10d._set_pg_timeout(_PATIENCE)
         except RuntimeError as error:  # torch raises subclasses of it

@@ -22,7 +22,7 @@ from tlt.rl.hugging_face import checkpoint_layers, load_model
 from tlt.rl.logprobs import sequence_logits, token_logprobs
 from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
 from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
-from tlt.rl.schedule import learning_rate, turns_of
+from tlt.rl.schedule import learning_rate, split
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
@@ -120,8 +120,8 @@ class Policy:
         divergence = None
         if self.reference and self.config.kl_in == "reward":
             batch, divergence = self._penalized(batch, group)
-        turns = turns_of(len(batch.response_ids), self.config.updates_per_step)
-        shards = [self._own(batch, members, group) for members in turns]
+        mini_batches = split(len(batch.response_ids), self.config.updates_per_step)
+        shards = [self._own(batch, members, group) for members in mini_batches]
         self.updated, self._token_share = 0.0, self._share_of_a_token(batch, shards)
         fixed = self._fixed(batch, [i for own in shards for i in own], group)
         # later epochs look at what the first one has moved
@@ -130,7 +130,7 @@ class Policy:
         reports = [
             self._optimizer_step(batch, members, own, fixed, seen, step, group)
             for seen in tokens
-            for members, own in zip(turns, shards, strict=True)
+            for members, own in zip(mini_batches, shards, strict=True)
         ]
         names = ("loss", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}

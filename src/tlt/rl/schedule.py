@@ -8,7 +8,7 @@ from itertools import pairwise
 from tlt.config import TrainConfig
 
 
-def turns_of(count: int, parts: int) -> list[range]:
+def split(count: int, parts: int) -> list[range]:
     """`count` responses in so many mini-batches, those without any left out."""
     borders = [round(count * k / parts) for k in range(parts + 1)]
     return [range(lo, hi) for lo, hi in pairwise(borders) if hi > lo]

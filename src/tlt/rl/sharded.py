@@ -25,8 +25,9 @@ from tlt.types import TrainBatch
 
 
 class ShardedPolicy(Policy):
-    """After `spread` each member holds its part of every tensor of the decoder layers, of their gradients and moments,
-    and of the reference's layers; embedding, last norm and head, which are used outside the layers' order, are on all.
+    """After `shard_over` each member holds its part of every tensor of the decoder layers, of their gradients and
+    moments, and of the reference's layers; embedding, last norm and head, which are used outside the layers' order, are
+    on all.
 
     Every call that reads or changes the policy is then made by all members, in the same order. What a lost member held
     is in checkpoints alone. With autocast the layers' bfloat16 copies stay from the forward pass to the backward pass,
@@ -34,13 +35,13 @@ class ShardedPolicy(Policy):
     """
 
     fused = False  # which cannot be where some tensors are in shards and some are not
-    group: ProcessGroup = Alone()  # until `spread`: the policy is whole
+    group: ProcessGroup = Alone()  # until `shard_over`: the policy is whole
 
     def _home(self) -> torch.device:
         """Host memory, as the whole need not fit the device."""
         return torch.device("cpu")
 
-    def spread(self, group: ProcessGroup) -> None:
+    def shard_over(self, group: ProcessGroup) -> None:
         """Keep this member's shards alone. `group` is made of all processes of torch.distributed's own."""
         self.group = group
         assert dist.group.WORLD, "a group of processes"

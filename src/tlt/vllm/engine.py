@@ -85,7 +85,7 @@ class VllmEngine(Generates):
         remedy = "lower rollout.max_new_tokens or raise data.max_prompt_tokens"
         refuse_impossible(request, self.target.longest, "vLLM was started for", remedy)
 
-    def give_up(self, seeds: Collection[int]) -> list[Row]:
+    def release_requests(self, seeds: Collection[int]) -> list[Row]:
         """These requests leave, wherever they stand; whoever goes on with one ends it with the same tokens."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)

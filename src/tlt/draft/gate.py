@@ -27,7 +27,7 @@ _SURE = 2.0  # standard errors that it must be
 _HORIZON = 20.0  # rollouts that a gain lasts
 
 
-class Worth:
+class TrainingGate:
     """Accept lengths are means of `SpotTrainer.judge`, of chains of `unroll` guesses."""
 
     def __init__(self, unroll: int, trained: bool = False) -> None:

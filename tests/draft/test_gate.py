@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tlt.draft.worth import Worth
+from tlt.draft.gate import TrainingGate
 
 UNROLL = 7
 
@@ -20,16 +20,16 @@ class Curve:
         self, start: float, best: float, speed: float, noise: float = 0.0, paired: float = 0.0, trained: bool = False
     ) -> None:
         self.now, self.best, self.speed, self.noise, self.paired = start, best, speed, noise, paired
-        self.worth, self.rng, self.trained = Worth(UNROLL, trained), random.Random(0), []
+        self.gate, self.rng, self.trained = TrainingGate(UNROLL, trained), random.Random(0), []
 
     def step(self, drift: float = 0.0) -> None:
         """One rollout with 2 s of idle time."""
         self.now *= 1 - drift
-        self.worth.fresh(self.now * self.rng.gauss(1, self.noise))
-        self.trained.append(self.worth.should_train())
+        self.gate.fresh(self.now * self.rng.gauss(1, self.noise))
+        self.trained.append(self.gate.should_train())
         if self.trained[-1]:
             better = self.now + self.speed * (self.best - self.now)
-            self.worth.gained(self.now, better * self.rng.gauss(1, self.paired), 2.0)
+            self.gate.gained(self.now, better * self.rng.gauss(1, self.paired), 2.0)
             self.now = better
 
     def run(self, steps: int, drift: float = 0.0) -> float:
@@ -41,11 +41,11 @@ class Curve:
 
 def test_stretches_judged_right_after_it_was_found_stale_end_nothing() -> None:
     """Four of them within one rollout, before there is fresh harvest to tell its level by."""
-    worth = Worth(UNROLL, trained=True)
-    worth.fresh(1.0)  # next to useless: it trains again
+    gate = TrainingGate(UNROLL, trained=True)
+    gate.fresh(1.0)  # next to useless: it trains again
     for _ in range(4):
-        worth.gained(1.0, 1.0, 1.0)
-    assert worth.should_train()
+        gate.gained(1.0, 1.0, 1.0)
+    assert gate.should_train()
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.04])
@@ -69,7 +69,7 @@ def test_one_that_cannot_gain_is_hardly_touched(noise: float) -> None:
 def test_one_that_goes_stale_is_trained_again(noise: float) -> None:
     curve = Curve(4.0, 4.0, 0.2, noise, noise / 10)
     curve.run(40)
-    assert not curve.worth.should_train()
+    assert not curve.gate.should_train()
     share = curve.run(150, drift=0.01)
     assert share > 0.1
     assert curve.now > 3.5, "left alone it were 0.9"
@@ -98,14 +98,14 @@ def test_a_slow_loss_is_seen_too() -> None:
 
 
 def test_gains_of_both_signs_that_are_large_are_no_reason_to_rest() -> None:
-    worth = Worth(UNROLL)
-    worth.fresh(4.0)
+    gate = TrainingGate(UNROLL)
+    gate.fresh(4.0)
     for gain in (0.06, -0.05, 0.07, -0.075) * 2:  # 0.1 % in the mean: judged on a few prompts
-        worth.gained(4.0, 4.0 * (1 + gain), 1.0)
-    assert worth.should_train()
+        gate.gained(4.0, 4.0 * (1 + gain), 1.0)
+    assert gate.should_train()
     for gain in (0.001, -0.001, 0.0005, -0.001) * 2:
-        worth.gained(4.0, 4.0 * (1 + gain), 1.0)
-    assert not worth.should_train()
+        gate.gained(4.0, 4.0 * (1 + gain), 1.0)
+    assert not gate.should_train()
 
 
 def test_from_a_cold_start_it_learns_on_until_it_is_of_use() -> None:
@@ -118,35 +118,35 @@ def test_from_a_cold_start_it_learns_on_until_it_is_of_use() -> None:
 
 
 def test_a_candidate_that_is_nan_gains_nothing() -> None:
-    worth = Worth(UNROLL)
-    worth.fresh(4.0)
+    gate = TrainingGate(UNROLL)
+    gate.fresh(4.0)
     for _ in range(4):
-        assert worth.should_train()
-        worth.gained(4.0, float("nan"), 1.0)
-    assert not worth.should_train()
+        assert gate.should_train()
+        gate.gained(4.0, float("nan"), 1.0)
+    assert not gate.should_train()
 
 
 @pytest.mark.parametrize(("gain", "rollout", "pays"), [(0.05, 10.0, True), (0.005, 10.0, False), (0.005, 60.0, True)])
 def test_time_that_is_not_idle_is_spent_where_it_comes_back(gain: float, rollout: float, pays: bool) -> None:
     """By hand: 5 % in 2 s, over 20 rollouts of 10 s: 0.025 * 200 = 5 s saved by a second. 0.5 %: half a second."""
-    worth = Worth(UNROLL)
-    worth.fresh(3.0)
+    gate = TrainingGate(UNROLL)
+    gate.fresh(3.0)
     for _ in range(4):
-        assert worth.pays_back(rollout), "till the slope is known"
-        assert worth.saves(1.0, rollout) == 0.0
-        worth.gained(3.0, 3.0 * (1 + gain), 2.0)
-    assert worth.pays_back(rollout) == pays
-    assert worth.saves(1.0, rollout) == pytest.approx(gain / 2 * 20 * rollout)
-    assert worth.saves(0.5, rollout) == pytest.approx(gain / 4 * 20 * rollout)
-    assert worth.should_train()
+        assert gate.pays_back(rollout), "till the slope is known"
+        assert gate.saves(1.0, rollout) == 0.0
+        gate.gained(3.0, 3.0 * (1 + gain), 2.0)
+    assert gate.pays_back(rollout) == pays
+    assert gate.saves(1.0, rollout) == pytest.approx(gain / 2 * 20 * rollout)
+    assert gate.saves(0.5, rollout) == pytest.approx(gain / 4 * 20 * rollout)
+    assert gate.should_train()
 
 
 def test_the_state_comes_back_through_json() -> None:
     curve = Curve(1.0, 4.0, 0.2, 0.02, 0.002)
     for _ in range(60):
         curve.step(drift=0.005)
-        other = Worth(UNROLL)
-        other.load_state(json.loads(json.dumps(curve.worth.state())))
-        assert (other.should_train(), other.pays_back(9.0)) == (curve.worth.should_train(), curve.worth.pays_back(9.0))
-        assert other.state() == curve.worth.state()
-        curve.worth = other
+        other = TrainingGate(UNROLL)
+        other.load_state(json.loads(json.dumps(curve.gate.state())))
+        assert (other.should_train(), other.pays_back(9.0)) == (curve.gate.should_train(), curve.gate.pays_back(9.0))
+        assert other.state() == curve.gate.state()
+        curve.gate = other

@@ -34,10 +34,10 @@ _TOKENS = 16
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
     """The target takes the policy's weights. Raises ModelError if the two are not one model then."""
     target.load(policy.state_dict(), version)
-    check_agreement(target, policy)
+    check_parity(target, policy)
 
 
-def check_agreement(target: Target, policy: Weighed) -> None:
+def check_parity(target: Target, policy: Weighed) -> None:
     """Compare the laws of the next token at each token of a short text, of vLLM that behind the last one. Raises
     ModelError if they differ by more than rounding does. For a policy in shards all members make this call."""
     count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)

@@ -9,49 +9,49 @@ import numpy as np
 
 _KEPT = 1 - 1 / 64  # of what was seen, from one round to the next
 
-Kind = tuple[str, int]
+Source = tuple[str, int]
 """drafter, branching"""
 
 
-class Guesses:
+class AcceptanceModel:
     """The chance that a guess is right behind right ones, level by level: Kaplan and Meier's estimate, in which a chain
     that was right to its end says nothing of what would have come behind it. So chains of any depth tell of each other.
     The older a round, the less it counts."""
 
     def __init__(self) -> None:
-        self.seen: dict[Kind, np.ndarray] = {}
+        self.seen: dict[Source, np.ndarray] = {}
         """[levels, 2]: rows that reached it, and rows that were right"""
 
-    def add(self, kind: Kind, depths: Sequence[int], tokens: Sequence[int]) -> None:
+    def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
         """A round: `tokens` that each row committed, the target's own one among them, with a draft of so many levels
         (at most)."""
         for levels in self.seen.values():
             levels *= _KEPT
         deepest = max(depths)
-        levels = self.seen.get(kind, np.zeros((0, 2)))
+        levels = self.seen.get(source, np.zeros((0, 2)))
         if len(levels) < deepest:
             levels = np.concatenate([levels, np.zeros((deepest - len(levels), 2))])
         drafted, right = np.array(depths), np.minimum(np.array(tokens) - 1, depths)
         levels[:, 0] += _more_than(np.minimum(right, drafted - 1), len(levels))
         levels[:, 1] += _more_than(right - 1, len(levels))
-        self.seen[kind] = levels
+        self.seen[source] = levels
 
-    def levels(self, kind: Kind, depth: int) -> list[tuple[float, float]]:
+    def levels(self, source: Source, depth: int) -> list[tuple[float, float]]:
         """Of the first levels: rows that reached it, and rows that were right."""
-        seen = self.seen.get(kind)
+        seen = self.seen.get(source)
         found = [] if seen is None else [(reached, right) for reached, right in seen[:depth].tolist()]
         return found + [(0.0, 0.0)] * (depth - len(found))
 
-    def chance(self, kind: Kind, level: int, prior: float, weight: float) -> float:
+    def chance(self, source: Source, level: int, prior: float, weight: float) -> float:
         """Of this level, counted from 0."""
-        return chance(self.levels(kind, level + 1)[level], prior, weight)
+        return chance(self.levels(source, level + 1)[level], prior, weight)
 
     def forget(self, drafter: str) -> None:
-        self.seen = {kind: levels for kind, levels in self.seen.items() if kind[0] != drafter}
+        self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
 
     def state(self) -> list[Any]:
         """Plain data."""
-        return [[*kind, levels.tolist()] for kind, levels in self.seen.items()]
+        return [[*source, levels.tolist()] for source, levels in self.seen.items()]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
         """Of these drafters alone."""

@@ -7,19 +7,19 @@ import random
 
 import pytest
 
-from tlt.engine.guesses import Guesses
+from tlt.engine.acceptance import AcceptanceModel
 
 EAGLE = ("eagle", 1)
 
 
-def chances(guesses: Guesses, levels: int, prior: float = 0.5) -> list[float]:
+def chances(guesses: AcceptanceModel, levels: int, prior: float = 0.5) -> list[float]:
     return [guesses.chance(EAGLE, level, prior, weight=0.0) for level in range(levels)]
 
 
 def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     """Of chains of two: three rows right at once, then wrong; five right to the end; two wrong at once. Of chains of
     three, in the same round: one right to the end, one wrong at the third."""
-    guesses = Guesses()
+    guesses = AcceptanceModel()
     guesses.add(EAGLE, [3, 3], [4, 3])
     guesses.seen[EAGLE] *= 64 / 63  # as though it were the same round, of the same weight
     guesses.add(EAGLE, [2] * 10, [2] * 3 + [3] * 5 + [1] * 2)
@@ -30,14 +30,14 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
 def test_chains_of_one_round_may_be_of_different_lengths() -> None:
     """One of four, right to its end; one of two, right to its end; one of one, wrong; one of three, wrong at the
     second."""
-    guesses = Guesses()
+    guesses = AcceptanceModel()
     guesses.add(EAGLE, [4, 2, 1, 3], [5, 3, 1, 2])
     assert chances(guesses, 4) == pytest.approx([3 / 4, 2 / 3, 1, 1])
     assert [reached for reached, _ in guesses.levels(EAGLE, 5)] == [4, 3, 1, 1, 0]
 
 
 def test_a_prior_counts_as_much_as_so_many_rows() -> None:
-    guesses = Guesses()
+    guesses = AcceptanceModel()
     assert guesses.chance(EAGLE, 5, 0.3, weight=2.0) == 0.3
     guesses.add(EAGLE, [1] * 3, [2, 2, 1])
     assert guesses.chance(EAGLE, 0, 0.3, weight=2.0) == pytest.approx((2 + 0.6) / 5)
@@ -45,7 +45,7 @@ def test_a_prior_counts_as_much_as_so_many_rows() -> None:
 
 def test_chains_of_any_depth_find_the_same_chances() -> None:
     rng, true = random.Random(0), [0.9, 0.7, 0.8, 0.6]
-    guesses = Guesses()
+    guesses = AcceptanceModel()
     for turn in range(400):
         depth, tokens = 1 + turn % 4, []
         for _ in range(50):
@@ -58,7 +58,7 @@ def test_chains_of_any_depth_find_the_same_chances() -> None:
 
 
 def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
-    guesses = Guesses()
+    guesses = AcceptanceModel()
     for _ in range(200):
         guesses.add(EAGLE, [2] * 4, [3] * 4)
     for _ in range(200):
@@ -73,7 +73,7 @@ def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
 
 
 def test_its_state_is_a_copy_that_survives_json() -> None:
-    guesses, back = Guesses(), Guesses()
+    guesses, back = AcceptanceModel(), AcceptanceModel()
     guesses.add(EAGLE, [3] * 3, [4, 2, 1])
     guesses.add(("suffix", 2), [1], [2])
     back.load_state(json.loads(json.dumps(guesses.state())), {"eagle"})

@@ -22,7 +22,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.parts import make_parts
-from tlt.rl.agreement import check_agreement, take_weights
+from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def sound(folder: Path) -> Path:
 def test_what_is_one_model_passes_and_takes_the_new_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = sound(tmp_path)
     policy, decoder = make_policy(folder, dtype), make_decoder(folder, dtype)
-    check_agreement(decoder, policy)
+    check_parity(decoder, policy)
     policy.update(random_batch(VOCAB), 0)
     take_weights(decoder, policy, version=1)
     assert decoder.version == 1
@@ -108,7 +108,7 @@ def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.d
         laws = [(hidden @ state[name].double().T).softmax(-1) for name in (HEAD, EMBEDDING)]
     expected = 0.5 * (laws[0] - laws[1]).abs().sum(-1)
     with pytest.raises(ModelError, match=r"version 7.*config\.json") as caught:
-        check_agreement(decoder, policy)
+        check_parity(decoder, policy)
     message = str(caught.value)
     assert "\n" not in message
     assert str(dtype).removeprefix("torch.") in message
@@ -141,13 +141,13 @@ def test_logits_that_are_not_finite_are_named(tmp_path: Path, whose: str, value:
     weights = policy.state_dict()["model.norm.weight"] if whose == "policy" else decoder.embedding
     weights.view(-1)[0] = value
     with pytest.raises(ModelError, match=f"the {whose}'s logits are not finite at version 0"):
-        check_agreement(decoder, policy)
+        check_parity(decoder, policy)
 
 
 @pytest.mark.parametrize("positions", [1, 5])
 def test_a_model_of_few_positions_is_asked_for_no_more(tmp_path: Path, positions: int) -> None:
     qwen3(vocab_size=3, max_position_embeddings=positions).save_pretrained(tmp_path)
-    check_agreement(make_decoder(tmp_path), make_policy(tmp_path))
+    check_parity(make_decoder(tmp_path), make_policy(tmp_path))
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     policy, decoder = make_policy(folder), make_decoder(folder)
     random, digest = torch.get_rng_state(), policy.sha256()
     modes = [module.training for module in policy.model.modules()]
-    check_agreement(decoder, policy)
+    check_parity(decoder, policy)
     assert torch.equal(torch.get_rng_state(), random)
     assert policy.sha256() == digest
     assert [module.training for module in policy.model.modules()] == modes
