@@ -15,10 +15,11 @@ from tlt.build import (
     starting_drafter,
     steps_ahead,
 )
-from tlt.cluster.budget import Budget
+from tlt.cluster.budget import Budget, harvest_to
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.data import encoder, load_prompts, make_cursor
+from tlt.draft.guard import Guard
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.rewards import make_reward
 from tlt.rl.choose import make_policy, weights_folder
@@ -64,8 +65,8 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     target = open_target(config, weights_folder(config, folder), trains=True)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
-    budget = Budget(spot_trainer(layer, target, policy, config), config) if layer else None
-    engine = open_engine(config, target, layer, budget.harvest if budget else None)
+    budget = Guard(Budget(spot_trainer(layer, target, policy, config), config) if layer else None)
+    engine = open_engine(config, target, layer, harvest_to(budget) if layer else None)
     take_weights(target, policy, version=0)
     return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
 

@@ -14,6 +14,7 @@ from tiny import tiny_config
 from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
+from tlt.draft import gate
 from tlt.draft.gate import TrainingGate
 from tlt.draft.spot import SpotTrainer
 from tlt.parts import make_parts
@@ -60,11 +61,11 @@ def config_of(folder: Path, **training: Any) -> Config:
 
 def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a random drafter; held-back prompts are there, and what is published is what the engine drafts with."""
-    monkeypatch.setattr(TrainingGate, "pays_back", lambda gate, seconds: True)
+    monkeypatch.setattr(TrainingGate, "pays_back", lambda self, seconds: True)
     plain = make(tiny_config(tmp_path))
     trained = make(config_of(tmp_path, budget=1.0))
-    assert plain.budget is None
-    assert trained.budget
+    assert plain.budget.inside is None
+    assert trained.budget.inside
     assert "eagle" in trained.engine.drafters.usable
     published = []
     for step in range(3):
@@ -72,64 +73,60 @@ def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: p
         assert tokens == decode(plain, step)[0]
         assert stats.seconds["spot"] > 0
         assert stats.drafter_tokens > 0
-        published.append(trained.budget.version)
+        published.append(trained.budget.inside.life.version)
     assert published[-1] > 0, "it learned something"
-    assert trained.budget.trainer
     drafter = trained.engine.drafters.usable["eagle"]
-    assert drafter.agreement == trained.budget.trainer.in_use.agreement
+    assert drafter.agreement == trained.budget.inside.trainer.in_use.agreement
 
 
 def test_without_a_budget_there_is_no_trainer(tmp_path: Path) -> None:
-    assert make(config_of(tmp_path, budget=0.0)).budget is None
+    assert make(config_of(tmp_path, budget=0.0)).budget.inside is None
 
 
 def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout, plain = make(config_of(tmp_path)), make(tiny_config(tmp_path))
 
-    def broken(self: SpotTrainer, seconds: float) -> Any:
+    def broken(self: SpotTrainer, seconds: float, stop: Any) -> Any:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(SpotTrainer, "train", broken)
     for step in range(2):
         assert decode(rollout, step)[0] == decode(plain, step)[0]
-    assert rollout.budget
-    assert rollout.budget.trainer is None
+    assert rollout.budget.inside is None
 
 
 def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:
     rollout = make(config_of(tmp_path))
-    assert rollout.budget
-    rollout.budget.gate.resting = True
+    assert rollout.budget.inside
+    rollout.budget.inside.life.gate.resting = True
     _, stats = decode(rollout, 0)
     assert stats.drafter_tokens == 0
     assert stats.spot["accept_length"] >= 1, "but watched"
 
 
 def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.cluster.budget.STRETCH", 1)
+    monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, stretch=1))
     config = config_of(tmp_path, budget=1.0)
     first = make(config)
     for step in range(3):
         decode(first, step)
         first.sync(first.policy, step + 1)  # pyright: ignore
-    assert first.budget
-    assert first.budget.trainer
-    first.budget.saver.wait()
+    assert first.budget.inside
+    first.budget.inside.saver.wait()
     state = json.loads(json.dumps(first.state()))
     second = make(config)
     second.load_state(state)
-    assert second.budget
-    assert second.budget.trainer
-    assert second.budget.version == first.budget.version > 0
-    assert second.budget.gate.state() == first.budget.gate.state()
-    for one, other in zip(
-        first.budget.trainer.in_use.parameters(), second.budget.trainer.in_use.parameters(), strict=True
-    ):
+    assert second.budget.inside
+    lives = [side.budget.inside.life for side in (first, second)]
+    assert lives[0].version == lives[1].version > 0
+    assert lives[0].gate.state() == lives[1].gate.state()
+    trainers = [side.budget.inside.trainer for side in (first, second)]
+    for one, other in zip(*(trainer.in_use.parameters() for trainer in trainers), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]
 
 
 def test_what_has_no_learned_drafter_has_no_trainer(tmp_path: Path) -> None:
-    assert make(tiny_config(tmp_path, speculation={"training": TRAINED})).budget is None, (
+    assert make(tiny_config(tmp_path, speculation={"training": TRAINED})).budget.inside is None, (
         "speculation.drafter = 'suffix'"
     )

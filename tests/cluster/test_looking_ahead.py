@@ -23,6 +23,7 @@ from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadSlice, AheadWork, Slice, Work
 from tlt.draft.ahead import Ahead
+from tlt.draft.gate import Thresholds
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -407,7 +408,9 @@ def test_an_idle_worker_does_what_saves_more(
 ) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
     gate: Any = SimpleNamespace(is_known=True, should_train=lambda: True, saves=lambda *arguments: training)
-    monkeypatch.setattr(coordinator.publication, "gate", gate)
+    gate.thresholds = Thresholds()
+    assert coordinator.drafter.inside
+    monkeypatch.setattr(coordinator.drafter.inside.life, "gate", gate)
     monkeypatch.setattr(coordinator.ahead.value, "saves", lambda *arguments: ahead)
     rolled_out(coordinator, requests(0), requests(20, 21))
     assert next(method for _, method, _ in trace if method in ("spot", "look_ahead")) == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,17 +15,17 @@ from rich.console import Console
 from tiny import tiny_config
 
 from tlt import run as run_module
-from tlt.cluster import publication
-from tlt.cluster.crew import Crew, Done
+from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Handle
 from tlt.cluster.publication import Publication
 from tlt.cluster.remote import ClusterRollout, join
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft import buffer
+from tlt.draft import gate as gates
 from tlt.draft.gate import TrainingGate
 from tlt.draft.saving import load_latest
-from tlt.draft.spot import Judgement, SpotTrainer
+from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 
@@ -50,7 +51,12 @@ def config_of(home: Path, drafter: str) -> Config:
     )
 
 
-def train(config: Config, loses: Any = lambda i, m: "") -> tuple[str, Publication, TestPool]:
+def thresholds(**changed: Any) -> Any:
+    return patch.object(gates, "THRESHOLDS", replace(gates.THRESHOLDS, **changed))
+
+
+def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, Publication, TestPool]:
+    """With what publishes if it worked to the end; the pool's `guard` is what stood around that."""
     found: list[Any] = []
 
     def many_workers(config: Config, folder: str | Path) -> Any:
@@ -58,14 +64,15 @@ def train(config: Config, loses: Any = lambda i, m: "") -> tuple[str, Publicatio
         pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(turns), loses)
         rollout, policy = join(pool, config)
         assert isinstance(rollout, ClusterRollout)
-        found.extend([rollout.coordinator.publication, pool])
+        pool.guard = rollout.coordinator.drafter  # pyright: ignore
+        found.extend([rollout.coordinator.drafter.inside, pool])
         return rollout, policy
 
     learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
     with (
         patch("tlt.parts._many_workers", many_workers),
         patch("tlt.build.make_tuner", lambda *arguments: Fixed(learned)),
-        patch.object(publication, "STRETCH", 2),
+        thresholds(**{"stretch": 2} | changed),
         patch.object(buffer, "_HELD_BACK", 2),  # of six prompts
     ):
         summary = run_module.train(config, False, Display(Console(quiet=True)))
@@ -80,9 +87,9 @@ def plain(home: Path) -> str:
 def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
     digest, published, pool = train(config_of(home, "adaptive"))
     assert digest == plain
-    assert published.version > 0
-    assert load_latest(published.folder, published.options).number == published.version
-    assert published.in_use is not None
+    assert published.life.version > 0
+    assert load_latest(published.folder, published.options).number == published.life.version
+    assert published.life.in_use is not None
     for worker in pool.workers:
         drafter = worker.engine.drafters.usable["eagle"]
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
@@ -94,10 +101,9 @@ def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str
         raise ZeroDivisionError("at the gate")
 
     with patch.object(TrainingGate, method, fails):
-        digest, published, _ = train(config_of(home, "adaptive"))
+        digest, _, pool = train(config_of(home, "adaptive"))
     assert digest == plain
-    assert published.failed
-    assert published.should_train() is False
+    assert pool.guard.inside is None
 
 
 def test_a_cluster_that_fails_amid_it_is_no_failure_of_the_training(home: Path) -> None:
@@ -149,39 +155,15 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
     gate = TrainingGate(config.speculation.training.unroll, trained=True)
     with (
         patch.object(ThreadWorker, "judge", looking),
-        patch.object(publication, "TrainingGate", lambda *arguments, **named: gate),
-        patch.object(publication, "_LOOKS", 1e6),
+        patch("tlt.cluster.publication.TrainingGate", lambda *arguments, **named: gate),
+        patch.object(gate, "thresholds", replace(gate.thresholds, looks=1e6)),
         patch.object(gate, "fresh", learned.append),
     ):
         _, published, pool = train(config)
-    assert published.tokens == published.version == 0
+    assert published.life.tokens == published.life.version == 0
     assert set(looks) == {(True, True), (False, False)}
     assert 0 < len(learned) <= sum(not broken for _, broken in looks)
     assert not any(method in ("spot", "replica") for _, method in pool.log)
-
-
-def test_looks_at_a_drafter_at_rest_take_a_fiftieth_of_the_workers_time(home: Path) -> None:
-    """Each takes 4 s here, and a rollout 100 s of the workers: one in two has a look, and no more than that after
-    some in which nobody was idle."""
-    clock = [0.0]
-    pool = TestPool(1, lambda index: None)
-    published = Publication(Crew(pool), config_of(home, "adaptive"))
-    looks: list[bool] = []
-    with patch.object(published.gate, "should_train", lambda: False), patch.object(published.gate, "fresh"):
-        for _ in range(5):
-            published.next_rollout(100.0)
-        for _ in range(9):
-            published.next_rollout(100.0)
-            with patch.object(publication.time, "monotonic", lambda: clock[0]):
-                published.go_on([0])
-                looks.append(bool(pool.calls))
-                if pool.calls:
-                    clock[0] += 4.0
-                    pool.calls.clear()
-                    published.crew._calls.clear()
-                    published.answered(Done(0, "judge", Judgement(10, 20.0)))
-                    published.go_on([0])
-    assert looks == [True, False] * 4 + [True]
 
 
 def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:
@@ -201,10 +183,7 @@ def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "when"), [("spot", "before"), ("replica", "after"), ("judge", "before"), ("take_drafter", "after")]
 )
-def test_a_worker_lost_amid_training_or_publication(
-    home: Path, plain: str, method: str, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tlt.draft.spot._BETTER", 1.0)  # much is published
+def test_a_worker_lost_amid_training_or_publication(home: Path, plain: str, method: str, when: str) -> None:
     counts = 0
 
     def loses(worker: int, called: str) -> str:
@@ -212,7 +191,7 @@ def test_a_worker_lost_amid_training_or_publication(
         counts += called == method
         return when if called == method and counts == 2 else ""
 
-    digest, _, pool = train(config_of(home, "adaptive"), loses)
+    digest, _, pool = train(config_of(home, "adaptive"), loses, better=1.0)  # much is published
     assert digest == plain
     assert counts > 2
     assert sum(m == "take_state" for _, m in pool.log) == 1
@@ -226,7 +205,7 @@ def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: 
     with patch.object(SpotTrainer, method, fail):
         digest, published, _ = train(config_of(home, "adaptive"))
     assert digest == plain
-    assert published.version == (method == "publish"), "that is the last one"
+    assert published.life.version == (method == "publish"), "that is the last one"
 
 
 def test_a_drafter_that_turns_nan_is_never_published(home: Path, plain: str) -> None:
@@ -241,10 +220,10 @@ def test_a_drafter_that_turns_nan_is_never_published(home: Path, plain: str) -> 
     with patch.object(SpotTrainer, "train", spoil):
         digest, published, pool = train(config_of(home, "adaptive"))
     assert digest == plain
-    assert published.version == 0
-    assert published.tokens > 0
+    assert published.life.version == 0
+    assert published.life.tokens > 0
     assert sum(method == "replica" for _, method in pool.log) > 1, "training goes on"
-    assert all(worker.spot_trainer for worker in pool.workers)
+    assert all(worker.trainer.inside for worker in pool.workers)
 
 
 def test_what_is_held_back_by_those_who_decode_is_lent(home: Path, plain: str) -> None:
@@ -264,22 +243,21 @@ def test_what_is_held_back_by_those_who_decode_is_lent(home: Path, plain: str) -
 
     def begin(self: ThreadWorker, config: Config, index: int, folder: str | Path) -> None:
         start(self, config, index, folder)
-        if index == 1 and self.spot_trainer:
-            seconds.add(self.spot_trainer)
+        if index == 1 and self.trainer.inside:
+            seconds.add(self.trainer.inside)
 
     with (
         patch.object(ThreadWorker, "__init__", begin),
         patch.object(SpotTrainer, "evidence", of_the_second),
         patch.object(ThreadWorker, "judge", judging),
-        patch("tlt.draft.spot._BETTER", 1.0),  # much is published
     ):
-        digest, published, pool = train(config_of(home, "adaptive"))
+        digest, published, pool = train(config_of(home, "adaptive"), better=1.0)  # much is published
     assert digest == plain
     assert any(lent)
     assert not all(lent)
-    assert published.version > 0
+    assert published.life.version > 0
     taken = [worker for worker, method in pool.log if method == "take_drafter"]
-    assert taken.count(0) == published.version
+    assert taken.count(0) == published.life.version
     assert abs(taken.count(1) - taken.count(0)) <= 1, "the last one may be on its way"
 
 
@@ -304,10 +282,9 @@ def test_a_judgement_that_is_broken_off_is_gone_on_with(home: Path, plain: str) 
     with (
         patch.object(ThreadWorker, "judge", impatient),
         patch.object(ThreadWorker, "replica", asked),
-        patch("tlt.draft.spot._BETTER", 1.0),
     ):
-        digest, published, _ = train(config_of(home, "adaptive"))
+        digest, published, _ = train(config_of(home, "adaptive"), better=1.0)
     assert digest == plain
-    assert published.version > 0
+    assert published.life.version > 0
     assert {*broken} == {True, False}
     assert ("broken off", "replica") not in itertools.pairwise(order), "of the same candidate"

@@ -15,7 +15,8 @@ from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.draft.spot import Judgement, SpotTrainer, summed
+from tlt.draft.gate import Judgement, summed
+from tlt.draft.spot import SpotTrainer
 from tlt.draft.trainer import DrafterTrainer, total_variation
 from tlt.draft.unroll import pack
 from tlt.engine.engine import Engine

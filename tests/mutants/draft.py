@@ -260,8 +260,8 @@ MUTANTS = [
     Mutant(
         "a fall within the noise is enough to train",
         "draft/gate.py",
-        "max(_STALE * level, _SURE * error)",
-        "min(_STALE * level, _SURE * error)",
+        "max(self.thresholds.stale * level, self.thresholds.sure * error)",
+        "min(self.thresholds.stale * level, self.thresholds.sure * error)",
         "draft/test_gate.py",
     ),
     Mutant(
@@ -277,6 +277,49 @@ MUTANTS = [
         "statistics.fmean(gains) + statistics.stdev(gains)",
         "statistics.fmean(gains) - statistics.stdev(gains)",
         "draft/test_gate.py",
+    ),
+    # -- from training to publication
+    Mutant(
+        "a judgement that was broken off counts as a whole one",
+        "draft/lifecycle.py",
+        "if now.broken_off and trial",
+        "if False and trial",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "who trained a candidate alone is set back to it",
+        "draft/lifecycle.py",
+        "(set(of) if len(of) == 1 else set())",
+        "set()",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "several trainers go on from their own replicas, not from the mean",
+        "draft/lifecycle.py",
+        "(set(of) if len(of) == 1 else set())",
+        "set(of)",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "a candidate survives the loss of a worker",
+        "draft/lifecycle.py",
+        "        self.stage = Stage.TRAINING\n        self._awaited.discard(worker)\n",
+        "        self._awaited.discard(worker)\n",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "a new worker drafts with what the run began with",
+        "draft/lifecycle.py",
+        "return [Take([worker], *self.in_use)] if self.in_use else []",
+        "return []",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "training counts in the next candidate too",
+        "draft/lifecycle.py",
+        "self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()",
+        "self._ahead = set()",
+        "draft/test_lifecycle.py",
     ),
     # -- spot training
     Mutant(
@@ -295,8 +338,8 @@ MUTANTS = [
     ),
     Mutant(
         "a candidate within the error of a judgement goes live",
-        "draft/spot.py",
-        "self.candidate > _BETTER * self.in_use",
+        "draft/gate.py",
+        "self.candidate > THRESHOLDS.better * self.in_use",
         "self.candidate > self.in_use",
         "draft/test_spot.py",
     ),

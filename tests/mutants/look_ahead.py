@@ -372,10 +372,10 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter at rest is looked at in every rollout, however long that takes",
-        "cluster/publication.py",
+        "draft/lifecycle.py",
         "self._looking < 0.0 and",
         "True and",
-        "cluster/test_publication.py",
+        "draft/test_lifecycle.py",
     ),
     Mutant(
         "two workers decode the same request ahead",

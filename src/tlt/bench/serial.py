@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.remote import ClusterRollout
-from tlt.draft.average import average
-from tlt.draft.spot import summed
 from tlt.loop import Rollout
 from tlt.trace import IDLE, SPOT
+
+_PATIENCE = 300.0  # seconds for what is judged
 
 
 def serially(tokens: Sequence[int]) -> Callable[[Rollout], Rollout]:
@@ -29,33 +31,36 @@ class SerialRollout(ClusterRollout):
         super().__init__(coordinator)
         self.tokens = tokens
         coordinator.trains_when_idle = False
+        coordinator.drafter.tell(_judges_after_every_step)
 
     def sync(self, policy: Any, version: int) -> None:
         super().sync(policy, version)
         for tracer in self.coordinator.tracers:
             tracer.enter(SPOT)
-        if self._train(self.tokens[version - 1]):
-            self._publish()
+        self.coordinator.drafter.tell(lambda drafter: self._train(drafter, self.tokens[version - 1]))
         for tracer in self.coordinator.tracers:
             tracer.enter(IDLE)
 
-    def _train(self, tokens: int) -> int:
-        """Returns how many were trained on: none where there is too little harvest."""
-        done = 0
-        while done < tokens:
-            reports = [report for report in self.crew.everyone("spot", 0.0) if report]
-            if not reports:
+    def _train(self, drafter: Publication, tokens: int) -> None:
+        """As long as there is enough harvest; then what was made of it is judged."""
+        workers = range(self.crew.size)
+        for worker in workers:
+            drafter.do(drafter.life.about_to_train(worker))
+        wanted = drafter.life.tokens + tokens
+        while drafter.life.tokens < wanted:
+            reports = self.crew.everyone("spot", 0.0)
+            for worker, report in enumerate(reports):
+                if report:
+                    drafter.life.trained(worker, report)
+            if not any(reports):
                 break
-            done += sum(report.tokens for report in reports)
-        return done
+        while actions := drafter.life.idle(workers):
+            drafter.do(actions)
+            self.crew.call_back(METHODS, _PATIENCE)
+            self.coordinator.hear()
 
-    def _publish(self) -> None:
-        """The average of all replicas, if it is better than the drafter in use."""
-        replicas = [replica for replica in self.crew.everyone("replica") if replica]
-        if not replicas:
-            return
-        common = self.crew.pool.put(average(replicas))
-        judged = summed(judgement for judgement in self.crew.everyone("judge", common) if judgement)
-        if judged.is_better:
-            self.crew.everyone("take_drafter", common, judged.first / judged.entries)
-        self.crew.everyone("adopt", common)
+
+def _judges_after_every_step(drafter: Publication) -> None:
+    """However little was trained; and it never looks at a drafter at rest."""
+    gate = drafter.life.gate
+    gate.thresholds = replace(gate.thresholds, stretch=1, looks=0.0)

@@ -1,136 +1,109 @@
-"""One worker is never idle: its drafter is trained between rollouts instead, for a share of their seconds, while that
-pays back. Nothing that goes wrong here costs more than speed."""
+"""The drafter's life with one worker. It is never idle, so it trains between rollouts, for a share of their seconds, as
+long as that pays back; or, as one of several processes of another trainer, while it waits for the others."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tlt.config import Config
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, Transcript
-from tlt.draft.gate import STRETCH, TrainingGate
+from tlt.draft.gate import SpotReport, TrainingGate
+from tlt.draft.guard import Guard
+from tlt.draft.lifecycle import Action, Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotTrainer
 from tlt.engine.protocol import RolloutEngine
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
 _SLICE = 0.5  # seconds of idle time, after which there may be enough to judge by
 
 
+def harvest_to(budget: Guard[Budget]) -> Callable[[Harvest | Transcript], None]:
+    """For the engine's `on_harvest`."""
+    return lambda item: budget.tell(lambda it: it.trainer.harvest(item))
+
+
+def never() -> bool:
+    return False
+
+
 class Budget:
-    """Trains the drafter which the engine begins with; saves what is published in the run's folder. The engine gives
-    its harvest to `harvest`."""
+    """Trains the drafter which the engine begins with; saves what is published in the run's folder. To be had through
+    a `Guard` alone."""
 
     def __init__(self, trainer: SpotTrainer, config: Config) -> None:
         training, layer = config.speculation.training, trainer.in_use
-        self.trainer: SpotTrainer | None = trainer
-        self.share, self.version = training.budget, 0
-        self.gate = TrainingGate(training.unroll, trained=layer.trained)
+        self.trainer, self.share = trainer, training.budget
+        self.life = Lifecycle(TrainingGate(training.unroll, layer.trained), 1, training.micro_batch_tokens)
         self.folder = Path(config.run.folder) / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options)
-        self.micro_batches, self.seconds = 0, 0.0  # of training that was not judged yet
-
-    def harvest(self, item: Harvest | Transcript) -> None:
-        self._guarded(lambda trainer: trainer.harvest(item))
 
     def spend(self, engine: RolloutEngine) -> None:
         """After a rollout of the engine: what was done is written in its stats."""
         began, stats = time.perf_counter(), engine.stats
-        if self.trainer:
-            stats.spot = self._guarded(lambda trainer: self._train(trainer, engine)) or {}
-            stats.seconds["spot"] = time.perf_counter() - began
+        rollout_seconds = sum(stats.seconds.values())
+        self.life.rollout_begins(rollout_seconds)
+        if self.life.gate.pays_back(rollout_seconds):
+            stats.drafter_tokens = self._train(self.share * rollout_seconds, never).tokens
+        self._go_on(engine, never)
+        stats.spot = self.life.report.numbers()
+        stats.seconds["spot"] = time.perf_counter() - began
 
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
         """Train and judge until it is over; what was done is added to the engine's stats."""
-        if self.trainer:
-            began = time.perf_counter()
-            self._guarded(lambda trainer: self._train_idly(trainer, engine, is_over))
-            engine.stats.seconds["spot"] = time.perf_counter() - began
+        began, stats, report = time.perf_counter(), engine.stats, SpotReport(1)
+        self.life.rollout_begins(sum(stats.seconds.values()))
+        self._go_on(engine, is_over)
+        while self.life.gate.should_train() and report.micro_batches and not is_over():
+            report = self._train(_SLICE, is_over)
+            stats.drafter_tokens += report.tokens
+            self._go_on(engine, is_over)
+        stats.seconds["spot"] = time.perf_counter() - began
 
-    def _train_idly(self, trainer: SpotTrainer, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
-        if not self.gate.should_train():
-            self._settle(trainer, engine, is_over)  # it may have gone stale
-        while self.gate.should_train() and not is_over():
-            report = trainer.train(_SLICE, is_over)
-            if not report.micro_batches:
-                return
-            engine.stats.drafter_tokens += report.tokens
-            self.micro_batches += report.micro_batches
-            self.seconds += report.seconds
-            if self.micro_batches >= STRETCH:
-                self._settle(trainer, engine, is_over)
+    def _train(self, seconds: float, is_over: Callable[[], bool]) -> SpotReport:
+        report = self.trainer.train(seconds, is_over)
+        self.life.trained(0, report)
+        return report
 
-    def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
-        if self.trainer is None:
-            return None
-        try:
-            return act(self.trainer)
-        except Exception:
-            log.exception("the drafter's training failed; going on without")
-            self.trainer = None
-            return None
+    def _go_on(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
+        """Whatever is due."""
+        while not is_over() and (actions := self.life.idle([0])):
+            for action in actions:
+                self._do(action, engine, is_over)
 
-    def _train(self, trainer: SpotTrainer, engine: RolloutEngine) -> dict[str, float]:
-        stats = engine.stats
-        rollout_seconds = sum(stats.seconds.values())
-        facts = {"version": float(self.version)}
-        if self.gate.pays_back(rollout_seconds):
-            report = trainer.train(self.share * rollout_seconds)
-            stats.drafter_tokens = report.tokens
-            self.micro_batches += report.micro_batches
-            self.seconds += report.seconds
-            if self.micro_batches < STRETCH:
-                return facts
-        return facts | self._settle(trainer, engine)
+    def _do(self, action: Action, engine: RolloutEngine, is_over: Callable[[], bool] = never) -> None:
+        match action:
+            case Collect():
+                self.life.answered(0, self.trainer.replica())
+            case Combine(replicas):
+                self.life.combined(replicas[0])
+            case Judge(candidate=candidate):
+                began = time.perf_counter()
+                judged = self.trainer.judge(candidate.tensors if candidate else None, stop=is_over)
+                self.life.answered(0, judged._replace(seconds=time.perf_counter() - began))
+            case Publish(version, candidate, agreement):
+                self._draft_with(candidate, agreement, engine)
+                self.saver.save(version, candidate, agreement)
+            case Take(_, candidate, agreement):
+                self._draft_with(candidate, agreement, engine)
+            case Adopt(_, start):
+                self.trainer.adopt(start)
+            case Borrow():
+                raise AssertionError("there is nobody to borrow from")
 
-    def _settle(
-        self, trainer: SpotTrainer, engine: RolloutEngine, is_over: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
-        """Judge what was trained, and publish it where it is better; unless that is over before it is judged."""
-        facts: dict[str, float] = {}
-        replica = trainer.replica() if self.micro_batches else None
-        judged = trainer.judge(replica.tensors if replica else None, stop=is_over)
-        if judged.broken_off:
-            return facts
-        if judged.entries:
-            facts["accept_length"] = judged.in_use / judged.entries
-            self.gate.fresh(facts["accept_length"])
-        if judged.entries and replica:
-            facts["candidate"] = judged.candidate / judged.entries
-            self.gate.gained(facts["accept_length"], facts["candidate"], self.seconds)
-            self.micro_batches, self.seconds = 0, 0.0
-            if judged.is_better:
-                self._publish(engine, trainer, replica, judged.first / judged.entries)
-                facts["version"] = float(self.version)
-        return facts
+    def _draft_with(self, replica: Replica, agreement: float | None, engine: RolloutEngine) -> None:
+        engine.draft_with(self.trainer.publish(replica.tensors, agreement))
 
-    def _publish(self, engine: RolloutEngine, trainer: SpotTrainer, replica: Replica, agreement: float) -> None:
-        layer = trainer.publish(replica.tensors, agreement)
-        engine.draft_with(layer)
-        self.version += 1
-        self.saver.save(self.version, replica, agreement)
-
-    def target_moved(self) -> None:
-        self._guarded(lambda trainer: trainer.target_moved())
-
-    def state(self) -> dict[str, Any]:
-        """Plain data, for a checkpoint; the drafter itself lies in `folder`."""
-        return {"gate": self.gate.state(), "version": self.version}
+    # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def load_state(self, state: Mapping[str, Any], engine: RolloutEngine) -> None:
         """Go on with the drafter that was published last, in the engine too."""
-        self._guarded(lambda trainer: self._take_up(trainer, state, engine))
-
-    def _take_up(self, trainer: SpotTrainer, state: Mapping[str, Any], engine: RolloutEngine) -> None:
-        self.gate.load_state(state["gate"])
-        if saved := load_latest(self.folder, trainer.target.options):
-            self.version = saved.number
-            trainer.adopt(saved.replica)
-            layer = trainer.publish(saved.replica.tensors, saved.layer.agreement)
-            engine.draft_with(layer)
+        self.life.load_state(state)
+        if saved := load_latest(self.folder, self.trainer.target.options):
+            for action in self.life.restored(saved.number, saved.replica, saved.layer.agreement):
+                self._do(action, engine)
+            for action in self.life.about_to_train(0):
+                self._do(action, engine)

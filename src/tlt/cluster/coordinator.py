@@ -21,6 +21,7 @@ from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
+from tlt.draft.guard import Guard
 from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
@@ -70,7 +71,7 @@ class Coordinator:
         self._number = 0  # of the last rollout
         self._rollout_seconds = 0.0  # of the one before
         self._rendezvous: tuple[str, int] | None = None
-        self.publication = Publication(crew, config)
+        self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
         self.trains_when_idle = config.speculation.training.idle
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
@@ -103,8 +104,9 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self.publication.next_rollout(self._rollout_seconds * self.crew.size)
-        self._trained = self.publication.tokens
+        worker_seconds = self._rollout_seconds * self.crew.size
+        self.drafter.tell(lambda it: it.life.rollout_begins(worker_seconds))
+        self._trained = self.drafter(lambda it: it.life.tokens, 0)
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
         self.queue = self.ahead.deal([Row(request) for request in requests], self.crew.size)
@@ -148,8 +150,7 @@ class Coordinator:
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
-        for done in self.crew.kept():
-            self._heard(done)
+        self.hear()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
         """Until nothing is missing."""
@@ -169,22 +170,27 @@ class Coordinator:
                 self._heard(done)
         return responses
 
+    def hear(self) -> None:
+        """What came back while another call was waited for."""
+        for done in self.crew.kept():
+            self._heard(done)
+
     def _heard(self, done: Done) -> None:
         """What was done in idle time."""
         if done.lost:
-            self.publication.lost(done.worker)
+            self.drafter.tell(lambda it: it.life.lost(done.worker))
             self.ahead.lost(done.worker)
         elif done.method == "look_ahead":
             self.ahead.heard(done.worker, done.result)
         elif done.method == "take_state":
-            self.publication.replaced(done.worker)
+            self.drafter.tell(lambda it: it.do(it.life.replaced(done.worker)))
         elif done.method == "spot":
             if done.result:
-                self.publication.trained(done.worker, done.result)
+                self.drafter.tell(lambda it: it.life.trained(done.worker, done.result))
             else:
                 self.shares[done.worker].trains = False
         elif done.method in METHODS:
-            self.publication.answered(done)
+            self.drafter.tell(lambda it: it.life.answered(done.worker, done.result))
 
     def _next(self, index: int) -> None:
         """The worker has nothing to do: more of its share, what waits, or what an idle one does."""
@@ -221,8 +227,10 @@ class Coordinator:
             return
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
         if self.trains_when_idle:
-            self.publication.go_on(idle)
-            if self.crew.pending(index) or self.publication.catch_up(index):
+            self.drafter.tell(lambda it: it.go_on(idle))
+            if not self.crew.pending(index):
+                self.drafter.tell(lambda it: it.do(it.life.about_to_train(index)))
+            if self.crew.pending(index):
                 return
         rather_trains = self._may_train(index) and self._would_rather_train()
         if rather_trains or not self._decode_ahead(index):
@@ -243,20 +251,24 @@ class Coordinator:
             self.crew.call_idle(index, "spot", self.config.cluster.slice_seconds)
 
     def _may_train(self, index: int) -> bool:
-        return self.trains_when_idle and self.shares[index].trains and self.publication.should_train()
+        may = self.trains_when_idle and self.shares[index].trains
+        return may and self.drafter(lambda it: it.life.gate.should_train(), False)
 
     def _would_rather_train(self) -> bool:
         """By the seconds that each is predicted to save in the rollouts to come; as long as that of training is not
         known, it gets every second slice."""
-        if self.looks_ahead and not self.publication.gate.is_known:
+        if self.looks_ahead and not self.drafter(lambda it: it.life.gate.is_known, True):
             self._in_turn = not self._in_turn
             return self._in_turn
         return self._training_saves_more()
 
     def _training_saves_more(self) -> bool:
         second = 1.0
-        training = self.publication.saves(second, self._rollout_seconds)
+        training = self._training_saves(second)
         return not self.looks_ahead or training > self.ahead.value.saves(second, self.crew.size)
+
+    def _training_saves(self, seconds: float) -> float:
+        return self.drafter(lambda it: it.life.gate.saves(seconds, self._rollout_seconds), 0.0)
 
     def _asks_for_work(self, index: int) -> bool:
         """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. What
@@ -274,7 +286,7 @@ class Coordinator:
             wanted = half_of(live)
             seconds = self.forecast.seconds_left(live, accept_length)
             trains = self._may_train(index) and self._training_saves_more()
-            training = self.publication.saves(seconds, self._rollout_seconds) if trains else 0.0
+            training = self._training_saves(seconds) if trains else 0.0
             if not self.forecast.is_worth_helping(live, wanted, accept_length, training):
                 return False
         most.asked, most.helper = list(wanted), index
@@ -338,11 +350,11 @@ class Coordinator:
         names = {name for one in found for name in one.agreement}
         stats.agreement = {n: fmean(one.agreement[n] for one in found if n in one.agreement) for n in sorted(names)}
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
-        stats.spot = self.publication.facts
+        stats.spot = self.drafter(lambda it: it.life.report.numbers(), {})
         stats.tokens = sum(len(response.token_ids) for response in responses)
         for name in vars(Passes()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
-        stats.drafter_tokens = self.publication.tokens - self._trained
+        stats.drafter_tokens = self.drafter(lambda it: it.life.tokens, self._trained) - self._trained
         stats.ahead_tokens = self.ahead.since_last()
         return stats
 

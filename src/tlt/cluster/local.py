@@ -9,6 +9,7 @@ from typing import Any
 from tlt.cluster.ahead import in_order
 from tlt.cluster.budget import Budget
 from tlt.draft.ahead import Ahead
+from tlt.draft.guard import Guard
 from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
 from tlt.rl.parity import take_weights
@@ -18,9 +19,10 @@ from tlt.types import Request, Response, RolloutStats, WorkerNow
 
 
 class LocalRollout:
-    def __init__(self, engine: RolloutEngine, budget: Budget | None = None, look_ahead: int = 0) -> None:
+    def __init__(self, engine: RolloutEngine, budget: Guard[Budget] | None = None, look_ahead: int = 0) -> None:
         """Where a few rows more are free, requests of `look_ahead` steps to come are decoded beside a long tail."""
-        self.engine, self.budget, self.look_ahead = engine, budget, look_ahead
+        self.engine, self.look_ahead = engine, look_ahead
+        self.budget = budget or Guard[Budget](None)
         self.plain = engine.plain_beside()
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
@@ -29,8 +31,7 @@ class LocalRollout:
     def sync(self, policy: Trainable, version: int) -> None:
         assert isinstance(policy, Policy), "the one in this process"
         take_weights(self.engine.target, policy, version)
-        if self.budget:
-            self.budget.target_moved()
+        self.budget.tell(lambda budget: budget.trainer.target_moved())
         self.tracer.enter(IDLE)
 
     def generate(
@@ -53,9 +54,9 @@ class LocalRollout:
                 responses.append(response)
                 on_response(response)
         self.engine.look_ahead(())
-        if self.budget:
+        if self.budget.inside:
             self.tracer.enter(SPOT)
-            self.budget.spend(self.engine)
+            self.budget.tell(lambda budget: budget.spend(self.engine))
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
@@ -75,12 +76,13 @@ class LocalRollout:
         self.engine.store.put(drafts)
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.engine.tuner.state(), "drafter": self.budget.state() if self.budget else {}}
+        drafter: dict[str, Any] = self.budget(lambda budget: budget.life.state(), {})
+        return {"tuner": self.engine.tuner.state(), "drafter": drafter}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
-        if self.budget and state.get("drafter"):
-            self.budget.load_state(state["drafter"], self.engine)
+        if drafter := state.get("drafter"):
+            self.budget.tell(lambda budget: budget.load_state(drafter, self.engine))
 
     def now(self) -> list[WorkerNow]:
         return [WorkerNow(self.tracer.state, self._live)]

@@ -40,12 +40,13 @@ class ClusterRollout:
         return self.coordinator.plainly(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.publication.state()}
+        drafter: dict[str, Any] = self.coordinator.drafter(lambda it: it.life.state(), {})
+        return {"tuner": self.crew.someone("tuner_state"), "drafter": drafter}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.crew.everyone("load_tuner_state", state["tuner"])
-        if state.get("drafter"):
-            self.coordinator.publication.load_state(state["drafter"])
+        if drafter := state.get("drafter"):
+            self.coordinator.drafter.tell(lambda it: it.load_state(drafter))
 
     def release(self) -> None:
         """Each worker does so before its part of the update."""
@@ -58,7 +59,7 @@ class ClusterRollout:
         return [state + work for state, work in zip(states, self.crew.everyone("trace"), strict=True)]
 
     def close(self) -> None:
-        self.coordinator.publication.close()
+        self.coordinator.drafter.tell(lambda it: it.close())
         self.crew.pool.close()
 
 

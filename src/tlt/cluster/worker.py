@@ -8,12 +8,11 @@ Only `interrupt` is called beside another call.
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, Transcript
-from tlt.draft.spot import Judgement, SpotReport, SpotTrainer
+from tlt.draft.gate import Judgement, SpotReport
+from tlt.draft.guard import Guard
 from tlt.engine.protocol import RolloutEngine
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
@@ -38,8 +38,6 @@ from tlt.rl.teacher import spot_trainer
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 Join = Callable[[Any, int, int, torch.device], ProcessGroup]
 """(where the members meet, rank, size, device) -> their group"""
 
@@ -115,7 +113,7 @@ class Worker:
         self.target = open_target(config, weights_folder(config, folder), trains=True)
         layer = starting_drafter(config, self.target.options)
         self.policy = make_policy(config, folder)
-        self.spot_trainer = spot_trainer(layer, self.target, self.policy, config, index) if layer else None
+        self.trainer = Guard(spot_trainer(layer, self.target, self.policy, config, index) if layer else None)
         self.tracer = Tracer()
         self.engine = open_engine(config, self.target, layer, self._harvest if layer else None, self.tracer)
         self.store = self.engine.store
@@ -186,10 +184,10 @@ class Worker:
     def spot(self, seconds: float, number: float = math.inf) -> SpotReport | None:
         """Train it until the micro-batch under way when the time is up is done; None where it cannot be. Calls that may
         be broken off have a number above 0 and above those before."""
-        if self.spot_trainer is None or not self.spot_trainer.ready:
+        if not self.trainer(lambda trainer: trainer.ready, False):
             return None
         with self.tracer.span("spot"):
-            return self._guarded(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number))
+            return self.trainer(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number), None)
 
     def interrupt(self, number: float) -> None:
         """From another thread: a `spot` or `judge` of this number or one before ends amid its micro-batch, a
@@ -197,42 +195,32 @@ class Worker:
         self._wanted = number
 
     def replica(self) -> Replica | None:
-        return self._guarded(lambda trainer: trainer.replica())
+        return self.trainer(lambda trainer: trainer.replica(), None)
 
     def judge(
         self, candidate: Replica | None, lent: Sequence[Harvest | Transcript] = (), number: float = math.inf
     ) -> Judgement | None:
         """Of the candidate, if there is one, and of the drafter in use; on what this worker held back, and on what
         others did and lent. None where it cannot be."""
-        tensors = candidate.tensors if candidate else None
+        tensors, began = candidate.tensors if candidate else None, time.perf_counter()
         with self.tracer.span("judge"):
-            return self._guarded(lambda trainer: trainer.judge(tensors, lent, lambda: self._wanted >= number))
+            judged = self.trainer(lambda it: it.judge(tensors, lent, lambda: self._wanted >= number), None)
+        return judged and judged._replace(seconds=time.perf_counter() - began)
 
     def evidence(self) -> list[Harvest | Transcript] | None:
         """What is held back here, to be lent."""
-        return self._guarded(lambda trainer: trainer.lend())
+        return self.trainer(lambda trainer: trainer.lend(), None)
 
     def adopt(self, common: Replica) -> None:
         """Train on from there."""
-        self._guarded(lambda trainer: trainer.adopt(common))
+        self.trainer.tell(lambda trainer: trainer.adopt(common))
 
     def take_drafter(self, common: Replica, agreement: float | None) -> None:
         """Draft with what was published, from the next round on."""
-
-        self._guarded(lambda trainer: self.engine.draft_with(trainer.publish(common.tensors, agreement)))
+        self.trainer.tell(lambda trainer: self.engine.draft_with(trainer.publish(common.tensors, agreement)))
 
     def _harvest(self, item: Harvest | Transcript) -> None:
-        self._guarded(lambda trainer: trainer.harvest(item))
-
-    def _guarded(self, act: Callable[[SpotTrainer], T]) -> T | None:
-        if self.spot_trainer is None:
-            return None
-        try:
-            return act(self.spot_trainer)
-        except Exception:
-            log.exception("the drafter's training failed on worker %d; it goes on without", self.index)
-            self.spot_trainer = None
-            return None
+        self.trainer.tell(lambda trainer: trainer.harvest(item))
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -289,7 +277,7 @@ class Worker:
         self._before = None
         with self.tracer.span("sync"):
             take_weights(self.target, self.policy, version)
-            self._guarded(lambda trainer: trainer.target_moved())
+            self.trainer.tell(lambda trainer: trainer.target_moved())
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -307,7 +295,7 @@ class Worker:
         self._restore(state)
         take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
-        self._guarded(lambda trainer: trainer.target_moved())
+        self.trainer.tell(lambda trainer: trainer.target_moved())
 
     def _restore(self, state: State) -> None:
         self.policy.optimizer.zero_grad(set_to_none=True)

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Guarded:
-    """Whose methods marked `guarded` fail once at most: from then on none of them does anything."""
+class Guard(Generic[T]):
+    """The only way to something that may fail, and no harm done: once it has raised, it is let go, and whatever is
+    asked of it has the answer that it would have if it were not there."""
 
-    failed = False
-    passes_on: tuple[type[Exception], ...] = ()
-    """errors that are not its own, and go through"""
+    def __init__(self, inside: T | None, passes_on: tuple[type[Exception], ...] = ()) -> None:
+        """`passes_on`: errors that are not its own, and go through."""
+        self.inside, self.passes_on = inside, passes_on
 
+    def __call__(self, act: Callable[[T], R], otherwise: R) -> R:
+        if self.inside is None:
+            return otherwise
+        try:
+            return act(self.inside)
+        except self.passes_on:
+            raise
+        except Exception:
+            log.exception("the drafter's training failed; going on without")
+            self.inside = None
+            return otherwise
 
-def guarded(otherwise: T) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """A method that returns `otherwise` where it, or another one of the same object, has failed."""
-
-    def mark(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        @functools.wraps(method)
-        def call(self: Any, *args: P.args, **options: P.kwargs) -> T:
-            if self.failed:
-                return otherwise
-            try:
-                return method(self, *args, **options)
-            except self.passes_on:
-                raise
-            except Exception:
-                log.exception("the drafter's training failed; going on without")
-                self.failed = True
-                return otherwise
-
-        return call
-
-    return mark
+    def tell(self, act: Callable[[T], object]) -> None:
+        """Whatever it returns."""
+        self(act, None)

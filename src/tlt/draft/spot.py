@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from tlt.config import DrafterTrainConfig
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, HarvestBuffer, Transcript
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.gate import THRESHOLDS, Judgement, SpotReport, summed
 from tlt.draft.recompute import Recompute
 from tlt.draft.teacher import Teacher
 from tlt.draft.trainer import DrafterTrainer, Interrupted
@@ -27,9 +26,8 @@ from tlt.draft.unroll import bundles, pack
 
 log = logging.getLogger(__name__)
 
-_HELD = 32  # micro-batches of harvest held back ...
+_HELD = 32  # micro-batches of harvest held back
 _LENT = 4  # responses whose harvest is still to be computed
-JUDGED = 4  # ... so many of which are judged by: that takes about as long as three of training
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
@@ -38,39 +36,6 @@ _ENOUGH = 32  # likewise of a drafter that was trained before, which a few respo
 _MEMORY = 50  # micro-batches that the published weights are a mean of
 _COOLING = 1000  # micro-batches after which a drafter that began at random trains at half the rate
 _LEAST_RATE = 0.1  # of the configured one: what it falls to, and what a drafter that was trained before begins with
-_BETTER = 1.02  # a judgement errs by about that, and a swap costs a pass over the windows of all live rows
-
-
-class SpotReport(NamedTuple):
-    micro_batches: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-class Judgement(NamedTuple):
-    """A candidate and the drafter in use on the same held-back harvest; sums over its entries."""
-
-    entries: int = 0
-    in_use: float = 0.0
-    """what a chain of `unroll` guesses of the drafter in use would commit per pass"""
-    candidate: float = 0.0
-    """likewise of the candidate, if there is one"""
-    first: float = 0.0
-    """how often the candidate's first guess is right"""
-    broken_off: bool = False
-    """these are the parts that were done by then"""
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the candidate is to go live: never one that is NaN, or was not judged."""
-        return math.isfinite(self.candidate) and self.candidate > _BETTER * self.in_use
-
-
-def summed(judgements: Iterable[Judgement]) -> Judgement:
-    """Of several parts, or workers."""
-    columns = list(zip(*judgements, strict=True)) or [()] * 5
-    entries, in_use, candidate, first = (sum(column) for column in columns[:4])
-    return Judgement(int(entries), in_use, candidate, first, any(columns[4]))
 
 
 class SpotTrainer:
@@ -96,6 +61,7 @@ class SpotTrainer:
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes)))
         self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens, self.buffer.before.maxlen or 1)
         self.rng = random.Random(seed)
+        self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # since the last replica
         self.cold = not layer.trained
         wanted = (_READY if self.cold else _ENOUGH) * config.micro_batch_tokens
@@ -203,7 +169,7 @@ class SpotTrainer:
         off amid a micro-batch where `stop` says so."""
         layer = None if candidate is None else _put(candidate, self.judged)
         try:
-            while self._fresh_evidence() < JUDGED * self.config.micro_batch_tokens and self._recompute_one(stop, True):
+            while self._fresh_evidence() < self.judged_tokens and self._recompute_one(stop, True):
                 pass
             items = [*self.evidence(), *(item for lot in lent for item in self._harvest_of(lot, stop))]
         except Interrupted:
@@ -237,7 +203,7 @@ class SpotTrainer:
     def evidence(self) -> list[Harvest]:
         """Of what is held back; another part at every step."""
         rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
-        return self.held_back.pieces(JUDGED * self.config.micro_batch_tokens, _PIECE, rng)
+        return self.held_back.pieces(self.judged_tokens, _PIECE, rng)
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer

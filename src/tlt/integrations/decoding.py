@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt.build import make_engine, starting_drafter
-from tlt.cluster.budget import Budget
+from tlt.cluster.budget import Budget, harvest_to
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.draft.ahead import AheadStore
+from tlt.draft.guard import Guard
 from tlt.draft.spot import SpotTrainer
 from tlt.engine.engine import Engine
 from tlt.models.decoder import Decoder
@@ -31,14 +32,13 @@ def recipe_of(
     return parse_config(tree).model_copy(update={"speculation": speculation, "engine": engine})
 
 
-def adaptive_engine(config: Config, target: Decoder, tokenizer: Any) -> tuple[Engine, Budget | None]:
+def adaptive_engine(config: Config, target: Decoder, tokenizer: Any) -> tuple[Engine, Guard[Budget]]:
     """An engine on this target, which holds weights, and what trains its drafter, if anything does."""
-    speculation, budget = config.speculation, None
+    speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)
-    if layer:
-        budget = Budget(SpotTrainer(layer, target, speculation.training, config.run.seed), config)
+    budget = Guard(Budget(SpotTrainer(layer, target, speculation.training, seed), config) if layer else None)
     store = AheadStore(speculation.look_ahead_tokens)
-    harvest = budget.harvest if budget else None
+    harvest = harvest_to(budget) if layer else None
     return make_engine(config.engine, speculation, target, tokenizer, layer, harvest, Tracer(), store), budget
 
 

@@ -19,6 +19,7 @@ from tlt.cluster.budget import Budget
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
+from tlt.draft.guard import Guard
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_version
 from tlt.integrations.trl_weights import Trained
@@ -65,7 +66,7 @@ class _Process:
         self.trained = Trained(trainer)
         options = known_options(self.trained.model.config)
         self.target = Decoder(options, self.trained.dtype, trainer.accelerator.device)
-        self.budget: Budget | None = None
+        self.budget = Guard[Budget](None)
         self.place, self.updates = _Place(), 0
         self._sync(trainer)
         made, self.budget = adaptive_engine(config, self.target, trainer.processing_class)
@@ -94,8 +95,7 @@ class _Process:
         if self.trained.has_changed(trainer):
             take_weights(self.target, self.trained, self.updates)
             self.updates += 1
-            if self.budget:
-                self.budget.target_moved()
+            self.budget.tell(lambda budget: budget.trainer.target_moved())
 
     def _requests(self, prompts: Sequence[Any], trainer: Any) -> list[Request]:
         domain, step, time_ = self.place.of(trainer)
@@ -108,8 +108,7 @@ class _Process:
         return requests
 
     def _use_idle_time(self, is_over: Callable[[], bool]) -> None:
-        if self.budget:
-            self.budget.spend_idle(self.rollout.engine, is_over)
+        self.budget.tell(lambda budget: budget.spend_idle(self.rollout.engine, is_over))
 
 
 class _Place:
@@ -163,13 +162,14 @@ def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> 
     }
 
 
-def _metrics(stats: RolloutStats, seconds: Mapping[str, float], budget: Budget | None) -> dict[str, float]:
+def _metrics(stats: RolloutStats, seconds: Mapping[str, float], budget: Guard[Budget]) -> dict[str, float]:
     found = {f"seconds/{name}": value for name, value in seconds.items()}
     found |= {
         "accept_length": stats.accept_length,
         "tokens_per_second": stats.tokens / max(seconds["rollout"], 1e-9),
         "seen_ahead": stats.seen_ahead / max(1, stats.tokens),
     }
-    if budget:
-        found |= {"drafter_version": float(budget.version), "drafter_tokens": float(stats.drafter_tokens)}
+    version = budget(lambda it: it.life.version, None)
+    if version is not None:
+        found |= {"drafter_version": float(version), "drafter_tokens": float(stats.drafter_tokens)}
     return found

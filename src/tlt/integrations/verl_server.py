@@ -115,8 +115,7 @@ class Server:
             raise RuntimeError("new weights while requests are decoded: abort them, or wait for them, first")
         engine.target.load(weights, engine.target.version + 1)
         engine.start(())
-        if self.budget:
-            self.budget.target_moved()
+        self.budget.tell(lambda budget: budget.trainer.target_moved())
 
     async def set_global_steps(self, step: int) -> None:
         self.step = step
@@ -146,8 +145,8 @@ class Server:
 
     def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
         """While the other replicas still decode."""
-        if self.budget and self.awake:
-            self.budget.spend_idle(engine, is_over)
+        if self.awake:
+            self.budget.tell(lambda budget: budget.spend_idle(engine, is_over))
 
 
 def _release(engine: RolloutEngine) -> None:

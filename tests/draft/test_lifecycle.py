@@ -1,0 +1,277 @@
+"""The drafter's life as a table: what happens, a line at a time, and what it asks for then. No trainer, no worker."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tlt.draft.gate import Judgement, SpotReport, Thresholds, TrainingGate
+from tlt.draft.guard import Guard
+from tlt.draft.lifecycle import Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
+
+ENTRIES = 40  # of a judgement: 4 micro-batches of 10
+BETTER = Judgement(ENTRIES, 2.0 * ENTRIES, 2.5 * ENTRIES, 0.5 * ENTRIES)
+NO_BETTER = Judgement(ENTRIES, 2.0 * ENTRIES, 2.02 * ENTRIES, 0.5 * ENTRIES)
+NOT_FINITE = Judgement(ENTRIES, 2.0 * ENTRIES, float("nan"), 0.5 * ENTRIES)
+NOTHING = Judgement()
+CUT_SHORT = Judgement(broken_off=True)
+HALF = Judgement(ENTRIES // 2, float(ENTRIES), 1.25 * ENTRIES, 0.25 * ENTRIES, broken_off=True)
+
+
+class Gate(TrainingGate):
+    """What it was told; it trains unless it is at rest."""
+
+    def __init__(self, resting: bool = False) -> None:
+        super().__init__(unroll=2, thresholds=Thresholds(stretch=4, judged=4, looks=0.02))
+        self.rests, self.told = resting, list[Any]()
+
+    def should_train(self) -> bool:
+        return not self.rests
+
+    def fresh(self, accept_length: float) -> None:
+        self.told.append(accept_length)
+
+    def gained(self, in_use: float, candidate: float, seconds: float) -> None:
+        self.told.append((in_use, candidate, seconds))
+
+
+def life_of(workers: int = 3, resting: bool = False) -> Lifecycle:
+    return Lifecycle(Gate(resting), workers, micro_batch_tokens=10)
+
+
+Line = tuple[Any, list[Any]]
+BY_0 = [
+    (("trained", 0, SpotReport(3, 30, 1.0)), []),
+    (("idle", [0]), []),  # too little
+    (("trained", 0, SpotReport(1, 10, 0.5)), []),
+    (("idle", [0]), [Collect([0])]),
+    (("idle", [0, 1]), []),  # it is awaited
+    (("answered", 0, "replica"), []),
+    (("idle", [0, 1]), [Combine(["replica"])]),
+    (("combined", "mean"), []),
+]
+BY_0_AND_2 = [
+    (("trained", 0, SpotReport(2, 20, 1.0)), []),
+    (("trained", 2, SpotReport(2, 20, 1.0)), []),
+    (("idle", [0, 2]), [Collect([0, 2])]),
+    (("answered", 0, "a"), []),
+    (("idle", [0, 2]), []),
+    (("answered", 2, "b"), []),
+    (("idle", [0, 2]), [Combine(["a", "b"])]),
+    (("combined", "mean"), []),
+]
+TABLES: dict[str, list[Line]] = {
+    "what is better is published": [
+        *BY_0,
+        (("idle", [0, 1]), [Judge([0, 1], "mean", [])]),
+        (("answered", 0, BETTER), []),
+        (("answered", 1, None), []),  # its trainer failed
+        (("idle", [0, 1]), [Publish(1, "mean", 0.5)]),
+        (("idle", [0, 1]), []),
+    ],
+    "who trained it alone stands there, the others take it once they are to train": [
+        *BY_0,
+        (("about_to_train", 0), []),
+        (("about_to_train", 2), [Adopt(2, "mean")]),
+        (("about_to_train", 2), []),
+    ],
+    "of several, all take the mean": [
+        *BY_0_AND_2,
+        (("about_to_train", 0), [Adopt(0, "mean")]),
+        (("about_to_train", 1), [Adopt(1, "mean")]),
+    ],
+    "what is not better is not": [
+        *BY_0,
+        (("idle", [1]), [Judge([1], "mean", [])]),
+        (("answered", 1, NO_BETTER), []),
+        (("idle", [1]), []),
+    ],
+    "nor what is not finite": [
+        *BY_0,
+        (("idle", [1]), [Judge([1], "mean", [])]),
+        (("answered", 1, NOT_FINITE), []),
+        (("idle", [1]), []),
+    ],
+    "replicas that are not finite make no candidate": [
+        *BY_0[:4],
+        (("answered", 0, None), []),
+        (("idle", [0]), []),
+        (("about_to_train", 1), []),
+        *BY_0[:4],
+    ],
+    "a judgement that is broken off is gone on with by who is idle then": [
+        *BY_0,
+        (("idle", [1]), [Judge([1], "mean", [])]),
+        (("answered", 1, CUT_SHORT), []),
+        (("idle", [2]), [Judge([2], "mean", [])]),
+        (("answered", 2, HALF), []),
+        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("answered", 0, HALF), []),  # both halves are enough
+        (("idle", [0]), [Publish(1, "mean", 0.5)]),
+    ],
+    "where the idle ones hold nothing back, one of them judges by what others lend": [
+        *BY_0,
+        (("idle", [0, 1]), [Judge([0, 1], "mean", [])]),
+        (("answered", 0, NOTHING), []),
+        (("answered", 1, NOTHING), []),
+        (("idle", [0, 1]), [Borrow([2])]),
+        (("answered", 2, ["item"]), []),
+        (("idle", [0, 1]), [Judge([0], "mean", ["item"])]),
+        (("answered", 0, BETTER), []),
+        (("idle", [0, 1]), [Publish(1, "mean", 0.5)]),
+    ],
+    "and if nobody has anything, nothing is known of it": [
+        *BY_0,
+        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("answered", 0, NOTHING), []),
+        (("idle", [0]), [Borrow([1, 2])]),
+        (("answered", 1, []), []),
+        (("answered", 2, None), []),
+        (("idle", [0]), []),
+    ],
+    "with a worker, its candidate is lost; what was asked of others is waited for": [
+        *BY_0_AND_2,
+        (("idle", [0, 2]), [Judge([0, 2], "mean", [])]),
+        (("lost", 0), []),
+        *BY_0[:1],
+        (("trained", 1, SpotReport(4, 40, 1.0)), []),
+        (("idle", [1]), []),
+        (("answered", 2, BETTER), []),
+        (("idle", [1]), [Collect([0, 1])]),
+    ],
+    "a lost worker's training is in no candidate": [
+        (("trained", 0, SpotReport(4, 40, 1.0)), []),
+        (("lost", 0), []),
+        (("idle", [1]), []),
+        (("replaced", 0), []),
+    ],
+    "a new worker drafts with what is in use, and takes the common start": [
+        *BY_0,
+        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("answered", 0, BETTER), []),
+        (("idle", [0]), [Publish(1, "mean", 0.5)]),
+        (("replaced", 0), [Take([0], "mean", 0.5)]),
+        (("about_to_train", 0), [Adopt(0, "mean")]),
+    ],
+    "a resumed run goes on from what was published": [
+        (("restored", 7, "saved", 0.4), [Take(range(3), "saved", 0.4)]),
+        (("about_to_train", 1), [Adopt(1, "saved")]),
+        (("replaced", 1), [Take([1], "saved", 0.4)]),
+        *BY_0,
+        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("answered", 0, BETTER), []),
+        (("idle", [0]), [Publish(8, "mean", 0.5)]),
+    ],
+}
+
+
+def run(life: Lifecycle, table: list[Line]) -> None:
+    for number, ((event, *arguments), actions) in enumerate(table):
+        assert (getattr(life, event)(*arguments) or []) == actions, f"line {number}: {event}"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_it_asks_for(name: str) -> None:
+    run(life_of(), TABLES[name])
+
+
+def test_what_the_gate_is_told() -> None:
+    life = life_of()
+    life.rollout_begins(100.0)
+    run(life, TABLES["what is better is published"])
+    run(life, TABLES["what is not better is not"])
+    assert life.gate.told == [2.0, (2.0, 2.5, 1.5), (2.0, 2.02, 1.5)]  # pyright: ignore
+    assert life.report.numbers() == {"version": 1.0, "accept_length": 2.0, "candidate": 2.02}
+    assert life.tokens == 80
+    life.rollout_begins(100.0)
+    assert life.report.numbers() == {"version": 1.0}
+
+
+def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
+    """A look takes 4 s of the workers here, and a rollout 100 s: one rollout in two has one, and no more than that
+    after some in which nobody was idle."""
+    life, looks = life_of(workers=1, resting=True), []
+    for _ in range(5):
+        life.rollout_begins(100.0)
+    for _ in range(9):
+        life.rollout_begins(100.0)
+        looks.append(life.idle([0]) == [Judge([0], None, [])])
+        if looks[-1]:
+            life.answered(0, Judgement(10, 20.0, seconds=4.0))
+            assert life.idle([0]) == []
+    assert looks == [True, False] * 4 + [True]
+    assert life.gate.told == [2.0] * 5  # pyright: ignore
+    assert life.version == 0
+
+
+def test_nobody_looks_at_one_that_is_trained() -> None:
+    life = life_of()
+    life.rollout_begins(100.0)
+    assert life.idle([0]) == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed: int) -> None:
+    """Any events in any order, as workers that come and go would send them."""
+    life, chance, busy = life_of(), random.Random(seed), dict[int, Any]()
+    life.rollout_begins(100.0)
+
+    def carry_out(actions: Any, idle: list[int]) -> None:
+        for action in actions:
+            if isinstance(action, Judge):
+                assert set(action.workers) <= set(idle)
+            if isinstance(action, Collect | Judge | Borrow):
+                assert not busy
+                busy.update(dict.fromkeys(action.workers, action))
+            elif isinstance(action, Combine):
+                life.combined("mean")
+
+    for _ in range(300):
+        worker = chance.randrange(3)
+        event = chance.choice(["trained", "idle", "answered", "lost", "about_to_train"])
+        idle = [index for index in range(3) if index not in busy]
+        if event == "trained":
+            life.trained(worker, SpotReport(chance.randrange(3), 10, 0.1))
+        elif event == "idle" and idle:
+            carry_out(life.idle(idle), idle)
+        elif event == "answered" and worker in busy:
+            asked = busy.pop(worker)
+            said = chance.choice([BETTER, NO_BETTER, NOTHING, HALF, CUT_SHORT]) if isinstance(asked, Judge) else ["it"]
+            life.answered(worker, chance.choice([said, said, None]))
+        elif event == "lost" and chance.random() < 0.2:
+            busy.pop(worker, None)
+            life.lost(worker)
+            carry_out(life.replaced(worker), idle)
+        elif event == "about_to_train" and worker not in busy:
+            carry_out(life.about_to_train(worker), idle)
+    for worker in list(busy):
+        life.answered(worker, BETTER if isinstance(busy.pop(worker), Judge) else None)
+    life._micro_batches = 0
+    while actions := life.idle([0, 1, 2]):
+        carry_out(actions, [0, 1, 2])
+        for worker in list(busy):
+            life.answered(worker, BETTER if isinstance(busy.pop(worker), Judge) else None)
+    assert life.stage == Stage.TRAINING
+
+
+def test_a_guard_lets_go_of_what_has_failed_and_passes_on_what_is_not_its_own() -> None:
+    guard = Guard([1], passes_on=(KeyError,))
+    assert guard(lambda it: it[0], 9) == 1
+    with pytest.raises(KeyError):
+        guard.tell(lambda it: {}["no"])
+    assert guard(lambda it: it[0], 9) == 1
+    assert guard(lambda it: it[5], 9) == 9
+    assert guard.inside is None
+    assert guard(lambda it: it[0], 9) == 9
+    assert Guard[int](None)(lambda it: it, 3) == 3
+
+
+def test_the_state_comes_back() -> None:
+    life = life_of()
+    run(life, TABLES["what is better is published"])
+    other = life_of()
+    other.load_state(life.state())
+    assert other.gate.state() == life.gate.state()
+    assert life.state()["version"] == 1
