@@ -146,6 +146,14 @@ def test_bench_of_no_repeats_is_refused(capsys: pytest.CaptureFixture[str], reci
     assert "--repeats" in refusal(capsys, "bench", "rollout", recipe, "--repeats", "0", "--batches", "1")
 
 
+@pytest.mark.parametrize("given", [("--engine.backend", "vllm"), ("--engine.backend=vllm",)])
+def test_a_field_of_a_recipe_is_answered_with_the_option_of_generate(
+    capsys: pytest.CaptureFixture[str], home: Path, given: tuple[str, ...]
+) -> None:
+    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "a", *given)
+    assert "unknown option --engine.backend: did you mean --backend?" in said
+
+
 def test_generate_of_no_samples_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert "--samples" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--samples", "0")
 

@@ -237,6 +237,14 @@ def test_plain_decoding_beside_a_vllm_that_always_drafts_is_refused(speculation:
         load_config(recipe, [*words, *looks_ahead[:2]])
 
 
+def test_arguments_for_vllm_are_refused_where_it_does_not_decode(recipe: Path) -> None:
+    given = ["--engine.vllm.enforce_eager", "true", "--model.dtype", "float32"]
+    assert load_config(recipe, [*given, "--engine.backend", "vllm"]).engine.vllm == {"enforce_eager": True}
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.enforce_eager is for engine\.backend = 'vllm': set that, or"):
+        load_config(recipe, given)
+    assert not load_config(recipe, [*given, "--engine.vllm", "{}"]).engine.vllm
+
+
 def test_an_empty_override_takes_a_field_away_that_may_be_left_out(recipe: Path) -> None:
     named = ["--speculation.drafter", "adaptive", "--speculation.path", "drafter"]
     assert load_config(recipe, named).speculation.path == "drafter"

@@ -107,6 +107,18 @@ def test_a_run_that_failed_to_start_leaves_the_folder_free(home: Path) -> None:
     train(afresh(home))
 
 
+def test_a_folder_made_for_a_run_that_never_began_goes_with_it(home: Path, tmp_path: Path) -> None:
+    nowhere = short(home, model={"path": "nowhere"})
+    new = nowhere.model_copy(update={"run": nowhere.run.model_copy(update={"folder": str(tmp_path / "new")})})
+    with pytest.raises(ModelError):
+        train(new)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    with pytest.raises(ModelError):
+        train(new)
+    assert (tmp_path / "new").is_dir(), "it was there before"
+
+
 # -- what is overwritten -----------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from tlt.config import Config
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Prompt
 
+VLLM_STARTS = "vLLM starts, which takes a minute or two"
+
 
 def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
     tasks = ", ".join(dict.fromkeys(task.name for task in config.data.tasks))
@@ -22,7 +24,8 @@ def about_model(config: Config) -> str:
     model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
     device, workers = torch_device(config.model), config.cluster.workers
     many = f" by each of {workers} workers" if workers > 1 else ""
-    return f"model: {model}, on {device}{many}; speculation: {_about_speculation(config)}"
+    start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
+    return f"model: {model}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
 
 
 def _about_speculation(config: Config) -> str:

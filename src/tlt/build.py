@@ -243,7 +243,7 @@ def settled(config: Config) -> Config:
 
 def without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
     """What `adaptive` stands for in vLLM where no worker is ever idle: the learned drafter that is there, else plain
-    decoding, as vLLM's n-gram lookup can be many times slower."""
+    decoding: vLLM's n-gram lookup drafts as far as it is told, whether that pays or not."""
     if speculation.drafter != "adaptive":
         return speculation
     return speculation.model_copy(update={"drafter": "eagle" if speculation.path else "off"})

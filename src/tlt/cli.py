@@ -243,7 +243,14 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
-        raise ConfigError(f"unknown option {overrides[0]}: see tlt generate --help")
+        flag = overrides[0].partition("=")[0]
+        meant = "--" + flag.rpartition(".")[2].replace("_", "-")  # --engine.backend, as of a recipe
+        hint = (
+            f"did you mean {meant}?"
+            if "." in flag and meant[2:].replace("-", "_") in arguments
+            else "see tlt generate --help"
+        )
+        raise ConfigError(f"unknown option {flag}: {hint}")
     _at_least_one("--samples", arguments.samples)
     model = {"path": arguments.model, "dtype": arguments.dtype, "device": arguments.device}
     fields = ("max_new_tokens", "temperature", "top_k", "top_p")

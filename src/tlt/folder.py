@@ -44,6 +44,7 @@ class RunFolder:
 
     def __init__(self, run: RunConfig, resume: bool) -> None:
         self.path = Path(run.folder)
+        self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / _LOCK)
@@ -64,6 +65,10 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
+        """A folder that was made for a run that never began goes with it."""
+        if self._made and os.listdir(self.path) == [_LOCK]:
+            (self.path / _LOCK).unlink()
+            self.path.rmdir()
         os.close(self._lock)
 
     def _refuse_what_is_there(self, overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from tlt.about import VLLM_STARTS
 from tlt.build import load_engine, load_tokenizer, sampling_params
 from tlt.checkpoint import policy_in
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
@@ -55,6 +56,8 @@ def generate(
     prompts = _prompts(asked, tokenizer)
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
     params = sampling_params(rollout, model.path, tokenizer)
+    if backend.backend == "vllm":
+        console.print(VLLM_STARTS, style="dim")
     longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
     engine = load_engine(model, speculation, backend, longest)
     requests = make_requests(prompts, samples, params, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,9 @@ def make(
     )
 
 
-def run(folder: Path, rollout: Any = None, **changes: Any) -> Result:
+def run(
+    folder: Path, rollout: Any = None, prepare: Callable[[GRPOTrainer], None] | None = None, **changes: Any
+) -> Result:
     completions: list[list[int]] = []
 
     def kept(prompts: Any, trainer: GRPOTrainer) -> dict[str, Any]:
@@ -82,5 +85,7 @@ def run(folder: Path, rollout: Any = None, **changes: Any) -> Result:
         return found
 
     trainer = make(folder, kept if rollout else None, **changes)
+    if prepare:
+        prepare(trainer)
     trainer.train()
     return Result(completions, sha256(trainer.model.state_dict()), trainer.state.log_history, trainer)

@@ -288,6 +288,13 @@ def test_two_processes_decode_what_one_does(home: Path) -> None:
     assert together == alone.completions
 
 
+def test_a_run_in_shards_of_fsdp2_ends_as_one_of_ddp(home: Path) -> None:
+    for said in two_processes(home, "sharded"):
+        assert said["plain"] == said["adaptive"], "whatever drafts"
+        assert said["plain"]["completions"] == said["ddp"]["completions"]
+        assert said["plain"]["weights"] == pytest.approx(said["ddp"]["weights"], rel=1e-9)
+
+
 def test_shards_of_fsdp2_are_gathered(home: Path) -> None:
     for said in two_processes(home, "shards"):
         assert said["same"], "the state dict is the whole model's"

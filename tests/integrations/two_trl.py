@@ -46,18 +46,40 @@ def still(folder: Path) -> dict[str, Any]:
     return {"off": {"completions": result.completions}}
 
 
-def shards(folder: Path) -> dict[str, Any]:
-    """The model in shards of FSDP2, as a trainer would have it."""
+def shard(trainer: Any) -> None:
+    """The model in shards of FSDP2, as accelerate would have it on GPUs; on CPUs it has none."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in trainer.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trainer.model, mesh=mesh)
+    trainer.accelerator.prepare_model = lambda model, **named: model
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """The same run by DDP and in shards, speculating and not."""
+    found = {}
+    for name, drafter, prepare in (
+        ("ddp", "off", None),
+        ("plain", "off", shard),
+        ("adaptive", "adaptive", shard),
+    ):
+        path = str(folder / "drafter") if drafter == "adaptive" else None
+        rollout = Rollout(speculation={"drafter": drafter, "path": path})
+        result = run(folder, rollout, prepare=prepare, **PARTS, max_steps=3)
+        whole = Trained(result.trainer).state_dict()
+        found[name] = {"completions": result.completions, "weights": whole["model.norm.weight"].tolist()}
+    return found
+
+
+def shards(folder: Path) -> dict[str, Any]:
+    """What is read of a model in shards."""
     trainer = make(folder, Rollout(speculation={"drafter": "off"}), **PARTS)
     model = trainer.model
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(trainer)
     trainer.model_wrapped = model
     trained = Trained(trainer)
     state = trained.state_dict()
@@ -71,4 +93,5 @@ def shards(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"modes": modes, "still": still, "shards": shards}[sys.argv[1]](Path(sys.argv[2]))))
+    what = {"modes": modes, "still": still, "shards": shards, "sharded": sharded}[sys.argv[1]]
+    print(json.dumps(what(Path(sys.argv[2]))))

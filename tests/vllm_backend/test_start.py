@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from pydantic import BaseModel, ValidationError
 
 from tlt.config import EngineConfig, ModelConfig
 from tlt.vllm import target
-from tlt.vllm.settings import PROCESSOR, engine_arguments
+from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment
 from tlt.vllm.versions import VllmError
 
 
@@ -61,3 +65,21 @@ def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch: pytest.Monkey
         vars(sys.modules[name]).update(contents.get(name, {}))
     with pytest.raises(VllmError, match=r"engine\.vllm\.enforce_eagre"):
         target._start({"model": "folder", "enforce_eagre": True})
+
+
+def test_a_value_that_vllm_does_not_take_is_said_with_its_name() -> None:
+    class Parallel(BaseModel):
+        tensor_parallel_size: int
+
+    with pytest.raises(ValidationError) as wrong:
+        Parallel.model_validate({"tensor_parallel_size": "two"})
+    assert re.match(r"tensor_parallel_size: .*valid integer", target._reason(wrong.value))
+
+
+def test_numba_leaves_torch_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", environment := {})
+    set_environment()
+    assert environment["NUMBA_NUM_THREADS"] == str(torch.get_num_threads())
+    environment["NUMBA_NUM_THREADS"] = "7"
+    set_environment()
+    assert environment["NUMBA_NUM_THREADS"] == "7", "what the user has set stays"

@@ -36,7 +36,7 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
     changes = {
         "speculation": config.speculation.model_copy(update={"drafter": "off"}),
         "cluster": config.cluster.model_copy(update={"workers": 1}),
-        "engine": config.engine.model_copy(update={"backend": "tlt"}),
+        "engine": config.engine.ours,
     }
     config = config.model_copy(update=changes)
     parts, policy = make_parts(config, load_tokenizer(config.model.path))

@@ -112,6 +112,11 @@ class EngineConfig(Section):
     vllm: dict[str, Any] = {}
     """more arguments for vLLM, by its own names, such as `tensor_parallel_size` or `enforce_eager`"""
 
+    @property
+    def ours(self) -> EngineConfig:
+        """The same by our own engine."""
+        return self.model_copy(update={"backend": "tlt", "vllm": {}})
+
 
 class TrainConfig(Section):
     steps: int = Field(default=100, gt=0)
@@ -269,6 +274,11 @@ class Config(Section):
             raise ValueError("model.dtype = 'float64' runs on the CPU: set model.device = 'cpu'")
         if self.engine.backend == "vllm":
             _for_vllm(self)
+        elif self.engine.vllm:
+            raise ValueError(
+                f"engine.vllm.{min(self.engine.vllm)} is for engine.backend = 'vllm': set that, or leave it out "
+                "(--engine.vllm '{}' where the recipe has it)"
+            )
         if self.train.shard and self.cluster.workers == 1:
             raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
         if self.train.shard and self.train.lora.rank:

@@ -115,7 +115,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
 
 
 def _by_our_engine(config: Config) -> Config:
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"backend": "tlt"})})
+    return config.model_copy(update={"engine": config.engine.ours})
 
 
 def _modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:

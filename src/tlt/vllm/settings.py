@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.vllm.versions import VllmError
@@ -24,8 +27,10 @@ _ENVIRONMENT = {
 
 def set_environment() -> None:
     """Before vLLM is imported; what the user has set stays."""
-    for name, value in _ENVIRONMENT.items():
+    # numba, which the n-gram lookup loads, takes all cores, and torch's kernels with it: ten times slower on busy ones
+    for name, value in (_ENVIRONMENT | {"NUMBA_NUM_THREADS": str(torch.get_num_threads())}).items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # what it says before it has read that
 
 
 def engine_arguments(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ class VllmTarget:
         self.version = 0
         self.longest = min(longest, options.max_positions)
         self.looks_ahead = speculation.drafter == "adaptive"
-        self.parallel = int(engine.vllm.get("tensor_parallel_size", 1)) > 1
+        self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
         self._keys = itertools.count()
         self._sleeps, self._asleep = sleeps and device.type == "cuda", False
         self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # of the learned drafter, where there is one
@@ -54,7 +55,8 @@ class VllmTarget:
 
         speculative = speculative_arguments(speculation, export)
         arguments = engine_arguments(model, engine, speculative, self.longest, self._sleeps)
-        with _threads_kept():
+        with _threads_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what vLLM and torch have to say to each other
             self.llm: Any = _start(arguments)
         self.llm.collective_rpc("tlt_begin")
 
@@ -158,7 +160,7 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     errors = getattr(error, "errors", None)  # pydantic's
     found: Any = errors() if callable(errors) else None
-    text = str(found[0]["msg"]) if found else str(error)
+    text = ": ".join([*map(str, found[0]["loc"]), found[0]["msg"]]) if found else str(error)
     return " ".join(text.split()) or type(error).__name__
 
 
