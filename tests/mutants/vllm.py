@@ -343,4 +343,40 @@ MUTANTS = [
         "if held_back in (True, False)",
         TEACHER,
     ),
+    # -- its start
+    Mutant(
+        "numba takes all cores, and torch with it",
+        "vllm/settings.py",
+        '(_ENVIRONMENT | {"NUMBA_NUM_THREADS": str(torch.get_num_threads())}).items()',
+        "_ENVIRONMENT.items()",
+        START,
+    ),
+    Mutant(
+        "a value that vLLM does not take is said without its name",
+        "vllm/target.py",
+        '": ".join([*map(str, found[0]["loc"]), found[0]["msg"]]) if found',
+        'str(found[0]["msg"]) if found',
+        START,
+    ),
+    Mutant(
+        "arguments for vLLM are passed over where our engine decodes",
+        "config/sections.py",
+        "elif self.engine.vllm:",
+        "elif self.engine.vllm is None:",
+        "test_config.py",
+    ),
+    Mutant(
+        "a folder that was made for nothing stays",
+        "folder.py",
+        "if self._made and os.listdir(self.path) == [_LOCK]:",
+        "if self._made and not os.listdir(self.path):",
+        "test_folder.py",
+    ),
+    Mutant(
+        "a folder that was there before goes with a run that never began",
+        "folder.py",
+        "if self._made and os.listdir",
+        "if os.listdir",
+        "test_folder.py",
+    ),
 ]
