@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset
 from tiny import QUESTIONS, tiny_model
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -88,4 +89,5 @@ def run(
     if prepare:
         prepare(trainer)
     trainer.train()
-    return Result(completions, sha256(trainer.model.state_dict()), trainer.state.log_history, trainer)
+    weights = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in trainer.model.state_dict().items()}
+    return Result(completions, sha256(weights), trainer.state.log_history, trainer)

@@ -201,6 +201,31 @@ def test_a_tied_head_is_the_embedding_and_takes_no_memory(stored: str) -> None:
     torch.testing.assert_close(logits(decoder), expected, rtol=0, atol=0)
 
 
+class Gathers(dict[str, Tensor]):
+    """Each tensor is put together as it is read, so that one which nobody holds makes room for the next."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read = [*getattr(self, "read", ()), name]
+        return super().__getitem__(name).clone()
+
+
+@pytest.mark.parametrize("repeat", range(4))
+def test_weights_that_are_put_together_as_they_are_read_keep_their_head(repeat: int) -> None:
+    state = policy_state()
+    decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
+    decoder.load(Gathers(state), version=0)
+    torch.testing.assert_close(decoder.head, state["lm_head.weight"], rtol=0, atol=0)
+    gathers = Gathers(state | {"lm_head.weight": embedding(state)})
+    decoder.load(gathers, version=0)
+    assert decoder.head is decoder.embedding
+    assert gathers.read.count("lm_head.weight") == 2, "whoever else gathers it reads it as often"
+
+
+def test_the_digest_of_weights_that_are_put_together_as_they_are_read_has_all_of_them() -> None:
+    state = {str(i): torch.full((1000,), float(i)) for i in range(8)}
+    assert sha256(Gathers(state)) == sha256(state)
+
+
 def test_a_tied_head_of_another_shape_is_refused() -> None:
     decoder = RecordingDecoder(replace(OPTIONS, tied=True), torch.float64, CPU)
     with pytest.raises(ModelError, match=r"lm_head\.weight.*\[7, 8\].*\[11, 8\]"):

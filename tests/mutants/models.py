@@ -129,4 +129,18 @@ MUTANTS = [
         "tensor.shape)",
         NAMES,
     ),
+    Mutant(
+        "a head that is put together as it is read is taken for the embedding, in whose place it was",
+        "models/decoder.py",
+        "both[0].data_ptr() == both[-1].data_ptr()",
+        "self.state[_HEAD if _HEAD in self.state else _EMBEDDING].data_ptr() == self.state[_EMBEDDING].data_ptr()",
+        "models/test_weights.py",
+    ),
+    Mutant(
+        "the digest passes over a tensor that came to the place of another",
+        "models/weights.py",
+        "seen[place] = tensor",
+        "seen[place] = torch.empty(0)",
+        "models/test_weights.py",
+    ),
 ]

@@ -182,8 +182,9 @@ class _Loader:
     def head(self, embedding: Tensor) -> Tensor:
         """A head among the weights counts even where config.json says that it is tied, as in transformers; one that
         equals the embedding is not kept twice."""
-        tied, state = self.options.tied, self.state
-        if tied and (_HEAD not in state or state[_HEAD].data_ptr() == state[_EMBEDDING].data_ptr()):
+        tied = self.options.tied
+        both = [self.state[name] for name in (_HEAD, _EMBEDDING) if name in self.state] if tied else []
+        if tied and both[0].data_ptr() == both[-1].data_ptr():  # both held: what is let go makes room at its place
             self.taken.add(_HEAD)
             return embedding
         head = self.take(_HEAD, tuple(embedding.shape))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,13 +61,13 @@ def folder_sha256(folder: str | Path) -> str:
 def sha256(state: Mapping[str, Tensor]) -> str:
     """Digest over name, dtype, shape and little-endian bytes, sorted by name; tensors that share memory count once."""
     digest = hashlib.sha256()
-    seen = set()
+    seen: dict[tuple[Any, ...], Tensor] = {}  # held, as what is let go makes room at its place
     for name in sorted(state):
         tensor = state[name].detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place in seen:
             continue
-        seen.add(place)
+        seen[place] = tensor
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
