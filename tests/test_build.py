@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tiny import tiny_config
 
 from tlt.about import about_model
-from tlt.build import load_tokenizer, open_workplace, settled
+from tlt.build import load_tokenizer, open_workplace, settled, steps_ahead
 from tlt.config import Config
 from tlt.data import DataError
 from tlt.parts import make_parts
@@ -50,3 +51,13 @@ def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Pa
     config = by_vllm(tmp_path, 2, path="folder")
     assert "look-ahead, by vLLM, which leaves out folder" in about_model(config)
     assert "leaves out" not in about_model(by_vllm(tmp_path, 2))
+
+
+@pytest.mark.parametrize(("workers", "cores", "steps"), [(2, 2, 4), (3, 2, 0), (1, 1, 4)])
+def test_workers_that_share_cores_do_not_look_ahead(
+    workers: int, cores: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
+    assert steps_ahead(config.speculation) == steps
+    assert ("as workers share cores" in about_model(config)) == (steps == 0)

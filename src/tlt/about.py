@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlt.build import torch_device
+from tlt.build import share_cores, torch_device
 from tlt.config import Config
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Prompt
@@ -31,9 +31,10 @@ def about_model(config: Config) -> str:
 def _about_speculation(config: Config) -> str:
     speculation = config.speculation
     adaptive, by_vllm = speculation.drafter == "adaptive", config.engine.backend == "vllm"
+    shared = ", without look-ahead, as workers share cores" if adaptive and share_cores(config) else ""
     if adaptive and by_vllm:
         unused = f", which leaves out {speculation.path}: speculation.drafter = 'eagle' takes it instead"
         return f"look-ahead, by vLLM{unused if speculation.path else ''}"
     learned = f" with {speculation.path}" if speculation.path else ""
     slow = ", which first measures what rounds take" if adaptive else ""
-    return f"{speculation.drafter}{learned}{', by vLLM' if by_vllm else ''}{slow}"
+    return f"{speculation.drafter}{learned}{', by vLLM' if by_vllm else ''}{shared}{slow}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -231,14 +232,22 @@ def refuse_misfits(config: Config, prompts: Sequence[Prompt], held_out: bool = F
 
 
 def settled(config: Config) -> Config:
-    """With the dtype that `auto` stands for on this machine, and the drafter that `adaptive` does in vLLM: what is
-    recorded of a run must say it."""
+    """With the dtype that `auto` stands for on this machine, the drafter that `adaptive` does in vLLM, and without
+    look-ahead where workers share cores: what is recorded of a run must say it."""
     dtype = str(torch_dtype(config.model)).removeprefix("torch.")
-    speculation = config.speculation
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    if share_cores(config):
+        speculation = config.speculation.model_copy(update={"look_ahead": 0})
+        config = config.model_copy(update={"speculation": speculation})
     if config.engine.backend == "vllm" and not config.looks_ahead_in_vllm:
-        speculation = without_look_ahead(speculation)
-    model = config.model.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"model": model, "speculation": speculation})
+        config = config.model_copy(update={"speculation": without_look_ahead(config.speculation)})
+    return config
+
+
+def share_cores(config: Config) -> bool:
+    """Whether workers have no core to themselves: then one that is idle leaves its time to those that decode."""
+    alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
+    return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))
 
 
 def without_look_ahead(speculation: SpeculationConfig) -> SpeculationConfig:

@@ -255,11 +255,13 @@ for line in (found[:-1], found[-1], refusals):
 """
 
 
+BY_VLLM = ("--engine.backend", "vllm", "--engine.vllm.enforce_eager", "true")
+
+
 def trained(folder: Path, *options: str) -> str:
     """sha256 of the policy after two steps of two workers on Ray."""
     words = ["--train.steps", "2", "--rollout.max_new_tokens", "160", "--workers", "2", "--run.folder", str(folder)]
-    words += ["--engine.vllm.enforce_eager", "true", *options]
-    command = [sys.executable, "-m", "tlt", "train", str(ROOT / "recipes/longtail.toml"), *words]
+    command = [sys.executable, "-m", "tlt", "train", str(ROOT / "recipes/longtail.toml"), *words, *options]
     subprocess.run(command, check=True)
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))["policy_sha256"]
 
@@ -267,12 +269,12 @@ def trained(folder: Path, *options: str) -> str:
 @pytest.fixture(scope="module")
 def by_our_engine(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest.importorskip("ray")
-    return trained(tmp_path_factory.mktemp("ours") / "run", "--engine.backend", "tlt")
+    return trained(tmp_path_factory.mktemp("ours") / "run")
 
 
 def test_two_steps_of_training_end_in_the_same_policy(by_our_engine: str, tmp_path: Path) -> None:
     """Each worker with its own vLLM, looking ahead."""
-    assert trained(tmp_path / "run", "--engine.backend", "vllm") == by_our_engine
+    assert trained(tmp_path / "run", *BY_VLLM) == by_our_engine
 
 
 def test_a_worker_that_is_killed_amid_its_rollout_changes_nothing(by_our_engine: str, tmp_path: Path) -> None:
@@ -308,7 +310,7 @@ def test_idle_workers_train_the_learned_drafter(by_our_engine: str, tmp_path: Pa
     options = load_drafter(str(recipe().speculation.path), decoder_options(read_config(recipe().model.path))).options
     save_drafter(EagleLayer(options), drafter)  # knows nothing: the first candidate is better
     learned = ("--speculation.drafter", "eagle", "--speculation.path", str(drafter), "--speculation.depth", "4")
-    assert trained(tmp_path / "run", "--engine.backend", "vllm", *learned) == by_our_engine
+    assert trained(tmp_path / "run", *BY_VLLM, *learned) == by_our_engine
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert sum(json.loads(line)["rollout"]["drafter_tokens"] for line in lines) > 0
 
