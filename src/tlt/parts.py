@@ -65,7 +65,7 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     target = open_target(config, weights_folder(config, folder), trains=True)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
-    budget = Guard(Budget(spot_trainer(layer, target, policy, config), config) if layer else None)
+    budget = Guard(Budget(spot_trainer(layer, target, policy, config), config, config.train.steps) if layer else None)
     engine = open_engine(config, target, layer, harvest_to(budget) if layer else None)
     take_weights(target, policy, version=0)
     return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy

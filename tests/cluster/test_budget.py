@@ -61,7 +61,7 @@ def config_of(folder: Path, **training: Any) -> Config:
 
 def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a random drafter; held-back prompts are there, and what is published is what the engine drafts with."""
-    monkeypatch.setattr(TrainingGate, "pays_back", lambda self, seconds: True)
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: True)
     plain = make(tiny_config(tmp_path))
     trained = make(config_of(tmp_path, budget=1.0))
     assert plain.budget.inside is None
@@ -95,10 +95,10 @@ def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert rollout.budget.inside is None
 
 
-def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:
+def test_one_that_rests_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = make(config_of(tmp_path))
     assert rollout.budget.inside
-    rollout.budget.inside.life.gate.resting = True
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: False)
     _, stats = decode(rollout, 0)
     assert stats.drafter_tokens == 0
     assert stats.spot["accept_length"] >= 1, "but watched"
@@ -106,6 +106,7 @@ def test_one_that_rests_is_not_trained(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, stretch=1))
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: True)
     config = config_of(tmp_path, budget=1.0)
     first = make(config)
     for step in range(3):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadSlice, AheadWork, Slice, Work
 from tlt.draft.ahead import Ahead
-from tlt.draft.gate import Thresholds
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -407,10 +405,12 @@ def test_an_idle_worker_does_what_saves_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: float, ahead: float, first: str
 ) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
-    gate: Any = SimpleNamespace(is_known=True, should_train=lambda: True, saves=lambda *arguments: training)
-    gate.thresholds = Thresholds()
     assert coordinator.drafter.inside
-    monkeypatch.setattr(coordinator.drafter.inside.life, "gate", gate)
+    gate = coordinator.drafter.inside.life.gate
+    monkeypatch.setattr(gate, "should_train", lambda: True)
+    monkeypatch.setattr(gate, "saves", lambda seconds: training)
+    monkeypatch.setattr(gate, "decision", "known")
+    monkeypatch.setattr("tlt.cluster.ahead.Value.is_known", True)
     monkeypatch.setattr(coordinator.ahead.value, "saves", lambda *arguments: ahead)
     rolled_out(coordinator, requests(0), requests(20, 21))
     assert next(method for _, method, _ in trace if method in ("spot", "look_ahead")) == first

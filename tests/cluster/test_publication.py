@@ -55,7 +55,13 @@ def thresholds(**changed: Any) -> Any:
     return patch.object(gates, "THRESHOLDS", replace(gates.THRESHOLDS, **changed))
 
 
-def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, Publication, TestPool]:
+def always(gate: TrainingGate) -> bool:
+    return True
+
+
+def train(
+    config: Config, loses: Any = lambda i, m: "", should_train: Any = always, **changed: Any
+) -> tuple[str, Publication, TestPool]:
     """With what publishes if it worked to the end; the pool's `guard` is what stood around that."""
     found: list[Any] = []
 
@@ -73,6 +79,8 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
         patch("tlt.parts._many_workers", many_workers),
         patch("tlt.build.make_tuner", lambda *arguments: Fixed(learned)),
         thresholds(**{"stretch": 2} | changed),
+        patch.object(TrainingGate, "should_train", should_train),
+        patch.object(TrainingGate, "saves", lambda gate, seconds: 1e9 * seconds),
         patch.object(buffer, "_HELD_BACK", 2),  # of six prompts
     ):
         summary = run_module.train(config, False, Display(Console(quiet=True)))
@@ -95,13 +103,13 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
 
 
-@pytest.mark.parametrize("method", ["fresh", "gained", "should_train"])
+@pytest.mark.parametrize("method", ["fresh", "gained", "should_train", "rollout_ended"])
 def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
     def fails(self: TrainingGate, *arguments: Any) -> Any:
         raise ZeroDivisionError("at the gate")
 
     with patch.object(TrainingGate, method, fails):
-        digest, _, pool = train(config_of(home, "adaptive"))
+        digest, _, pool = train(config_of(home, "adaptive"), should_train=fails if method == "should_train" else always)
     assert digest == plain
     assert pool.guard.inside is None
 
@@ -159,7 +167,7 @@ def test_a_look_at_a_drafter_at_rest_is_broken_off_where_its_worker_is_wanted(ho
         patch.object(gate, "thresholds", replace(gate.thresholds, looks=1e6)),
         patch.object(gate, "fresh", learned.append),
     ):
-        _, published, pool = train(config)
+        _, published, pool = train(config, should_train=lambda gate: False)
     assert published.life.tokens == published.life.version == 0
     assert set(looks) == {(True, True), (False, False)}
     assert 0 < len(learned) <= sum(not broken for _, broken in looks)

@@ -9,6 +9,7 @@ import pytest
 
 from tlt.draft.gate import Judgement, SpotReport, Thresholds, TrainingGate
 from tlt.draft.guard import Guard
+from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
 
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
@@ -17,6 +18,7 @@ NO_BETTER = Judgement(ENTRIES, 2.0 * ENTRIES, 2.02 * ENTRIES, 0.5 * ENTRIES)
 NOT_FINITE = Judgement(ENTRIES, 2.0 * ENTRIES, float("nan"), 0.5 * ENTRIES)
 NOTHING = Judgement()
 CUT_SHORT = Judgement(broken_off=True)
+ROLLOUT = Horizon(10, 100.0, 10.0, 0.1)
 HALF = Judgement(ENTRIES // 2, float(ENTRIES), 1.25 * ENTRIES, 0.25 * ENTRIES, broken_off=True)
 
 
@@ -33,8 +35,8 @@ class Gate(TrainingGate):
     def fresh(self, accept_length: float) -> None:
         self.told.append(accept_length)
 
-    def gained(self, in_use: float, candidate: float, seconds: float) -> None:
-        self.told.append((in_use, candidate, seconds))
+    def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
+        self.told.append((in_use, candidate, seconds, published))
 
 
 def life_of(workers: int = 3, resting: bool = False) -> Lifecycle:
@@ -179,13 +181,13 @@ def test_what_it_asks_for(name: str) -> None:
 
 def test_what_the_gate_is_told() -> None:
     life = life_of()
-    life.rollout_begins(100.0)
+    life.rollout_begins()
     run(life, TABLES["what is better is published"])
     run(life, TABLES["what is not better is not"])
-    assert life.gate.told == [2.0, (2.0, 2.5, 1.5), (2.0, 2.02, 1.5)]  # pyright: ignore
+    assert life.gate.told == [2.0, (2.0, 2.5, 1.5, True), (2.0, 2.02, 1.5, False)]  # pyright: ignore
     assert life.report.numbers() == {"version": 1.0, "accept_length": 2.0, "candidate": 2.02}
     assert life.tokens == 80
-    life.rollout_begins(100.0)
+    life.rollout_begins()
     assert life.report.numbers() == {"version": 1.0}
 
 
@@ -194,9 +196,10 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
     after some in which nobody was idle."""
     life, looks = life_of(workers=1, resting=True), []
     for _ in range(5):
-        life.rollout_begins(100.0)
+        life.rollout_ends(ROLLOUT)
     for _ in range(9):
-        life.rollout_begins(100.0)
+        life.rollout_ends(ROLLOUT)
+        life.rollout_begins()
         looks.append(life.idle([0]) == [Judge([0], None, [])])
         if looks[-1]:
             life.answered(0, Judgement(10, 20.0, seconds=4.0))
@@ -208,15 +211,15 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
 
 def test_nobody_looks_at_one_that_is_trained() -> None:
     life = life_of()
-    life.rollout_begins(100.0)
+    life.rollout_ends(ROLLOUT)
+    life.rollout_begins()
     assert life.idle([0]) == []
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed: int) -> None:
     """Any events in any order, as workers that come and go would send them."""
-    life, chance, busy = life_of(), random.Random(seed), dict[int, Any]()
-    life.rollout_begins(100.0)
+    life, chance, busy = life_of(resting=seed % 2 == 1), random.Random(seed), dict[int, Any]()
 
     def carry_out(actions: Any, idle: list[int]) -> None:
         for action in actions:
@@ -230,7 +233,7 @@ def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed:
 
     for _ in range(300):
         worker = chance.randrange(3)
-        event = chance.choice(["trained", "idle", "answered", "lost", "about_to_train"])
+        event = chance.choice(["trained", "idle", "answered", "lost", "rollout", "about_to_train"])
         idle = [index for index in range(3) if index not in busy]
         if event == "trained":
             life.trained(worker, SpotReport(chance.randrange(3), 10, 0.1))
@@ -244,6 +247,9 @@ def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed:
             busy.pop(worker, None)
             life.lost(worker)
             carry_out(life.replaced(worker), idle)
+        elif event == "rollout" and not busy:
+            life.rollout_ends(ROLLOUT)
+            life.rollout_begins()
         elif event == "about_to_train" and worker not in busy:
             carry_out(life.about_to_train(worker), idle)
     for worker in list(busy):

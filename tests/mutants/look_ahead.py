@@ -533,9 +533,9 @@ MUTANTS = [
     ),
     Mutant(
         "an idle worker does what saves less",
-        "cluster/coordinator.py",
-        "training > self.ahead.value.saves(second",
-        "training < self.ahead.value.saves(second",
+        "cluster/idle.py",
+        "return training > ahead",
+        "return training < ahead",
         CREW,
     ),
 ]

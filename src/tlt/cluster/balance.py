@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+from tlt.trace import AHEAD, IDLE, SPOT
+
 T = TypeVar("T")
 
 _DECAY = 0.97  # of what was seen of rounds, a slice
 _LEAST_SAVING = 0.2  # seconds that help must save to be worth the trouble
+_MEASURED_FOR = 5.0  # seconds after which what training costs is believed to be what was measured
 _LENGTHS = 1000  # finished responses remembered
 
 
@@ -71,6 +74,39 @@ class Forecast:
     ) -> bool:
         """`training`: seconds that training for so long instead is predicted to save in the rollouts to come."""
         return self.helping(live, moved, accept_length) > max(training, _LEAST_SAVING)
+
+
+class Beside:
+    """What a second of training takes from those who decode beside it: how much longer their rounds are than beside a
+    worker that rests or decodes ahead. And how long workers decoded, so that the rest of a rollout was idle."""
+
+    def __init__(self, second_costs: float) -> None:
+        """`second_costs`: until it was measured for a while."""
+        self._before, self._decoding = second_costs, 0.0
+        self._seconds = {True: 0.0, False: 0.0}  # of slices, by whether somebody trained meanwhile
+        self._expected = {True: 0.0, False: 0.0}
+
+    def decoded(self, states: Sequence[str], seconds: float, expected: float) -> None:
+        """A slice took so long, `expected` of such rounds whoever is beside them; `states` of all workers."""
+        self._decoding += seconds
+        training = SPOT in states
+        if training or IDLE in states or AHEAD in states:
+            for kept, new in ((self._seconds, seconds), (self._expected, expected)):
+                kept[training] = _DECAY * kept[training] + new
+
+    def idle_seconds(self, worker_seconds: float) -> float:
+        """Of so many seconds of all workers, since this was last asked."""
+        decoding, self._decoding = self._decoding, 0.0
+        return max(0.0, worker_seconds - decoding)
+
+    @property
+    def second_costs(self) -> float:
+        least = min(self._expected.values())
+        if least <= 0:
+            return self._before
+        training, resting = (self._seconds[trains] / self._expected[trains] for trains in (True, False))
+        measured = min(1.0, max(0.0, training / max(resting, 1e-9) - 1))
+        return (least * measured + _MEASURED_FOR * self._before) / (least + _MEASURED_FOR)
 
 
 def half_of(live: Mapping[int, int]) -> list[int]:

@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tlt.cluster.publication import mark_decisions
 from tlt.config import Config
 from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, Transcript
-from tlt.draft.gate import SpotReport, TrainingGate
+from tlt.draft.gate import THRESHOLDS, SpotReport, TrainingGate
 from tlt.draft.guard import Guard
+from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Action, Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.draft.spot import SpotTrainer
+from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
 
 _SLICE = 0.5  # seconds of idle time, after which there may be enough to judge by
@@ -34,8 +37,10 @@ class Budget:
     """Trains the drafter which the engine begins with; saves what is published in the run's folder. To be had through
     a `Guard` alone."""
 
-    def __init__(self, trainer: SpotTrainer, config: Config) -> None:
+    def __init__(self, trainer: SpotTrainer, config: Config, steps: int | None = None) -> None:
+        """`steps` of the run, if that is known."""
         training, layer = config.speculation.training, trainer.in_use
+        self.steps, self.idle = steps, 1.0
         self.trainer, self.share = trainer, training.budget
         self.life = Lifecycle(TrainingGate(training.unroll, layer.trained), 1, training.micro_batch_tokens)
         self.folder = Path(config.run.folder) / "drafter"
@@ -45,8 +50,9 @@ class Budget:
         """After a rollout of the engine: what was done is written in its stats."""
         began, stats = time.perf_counter(), engine.stats
         rollout_seconds = sum(stats.seconds.values())
-        self.life.rollout_begins(rollout_seconds)
-        if self.life.gate.pays_back(rollout_seconds):
+        self.life.rollout_begins()
+        self._rollout_ends(engine, rollout_seconds, self.share * rollout_seconds, second_costs=1.0)
+        if self.life.gate.should_train():
             stats.drafter_tokens = self._train(self.share * rollout_seconds, never).tokens
         self._go_on(engine, never)
         stats.spot = self.life.report.numbers()
@@ -55,13 +61,23 @@ class Budget:
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
         """Train and judge until it is over; what was done is added to the engine's stats."""
         began, stats, report = time.perf_counter(), engine.stats, SpotReport(1)
-        self.life.rollout_begins(sum(stats.seconds.values()))
+        self.life.rollout_begins()
         self._go_on(engine, is_over)
         while self.life.gate.should_train() and report.micro_batches and not is_over():
             report = self._train(_SLICE, is_over)
             stats.drafter_tokens += report.tokens
             self._go_on(engine, is_over)
-        stats.seconds["spot"] = time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.idle = spent if is_over() else max(spent, self.idle)  # one that rests sees nothing of it
+        self._rollout_ends(engine, sum(stats.seconds.values()) + self.idle, self.idle, THRESHOLDS.second_costs)
+        stats.seconds["spot"] = spent
+
+    def _rollout_ends(self, engine: RolloutEngine, seconds: float, idle: float, second_costs: float) -> None:
+        end = self.steps
+        steps = THRESHOLDS.unknown_steps if end is None else max(0, end - self.trainer.target.version - 1)
+        self.life.rollout_ends(Horizon(steps, seconds, idle, second_costs), engine.tuner.costs(LEARNED))
+        if engine.tracer:
+            mark_decisions(self.life.gate, engine.tracer)
 
     def _train(self, seconds: float, is_over: Callable[[], bool]) -> SpotReport:
         report = self.trainer.train(seconds, is_over)

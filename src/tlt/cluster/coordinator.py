@@ -15,12 +15,14 @@ from statistics import fmean
 
 from tlt.build import steps_ahead
 from tlt.cluster.ahead import LookingAhead, by_prompt
-from tlt.cluster.balance import Forecast, half_of, take
+from tlt.cluster.balance import Beside, Forecast, half_of, take
 from tlt.cluster.crew import BREAKABLE, Crew, Done
+from tlt.cluster.idle import IdleTime
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
+from tlt.draft.gate import THRESHOLDS
 from tlt.draft.guard import Guard
 from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
@@ -72,10 +74,11 @@ class Coordinator:
         self._rollout_seconds = 0.0  # of the one before
         self._rendezvous: tuple[str, int] | None = None
         self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
+        self.beside = Beside(THRESHOLDS.second_costs)
         self.trains_when_idle = config.speculation.training.idle
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
-        self._in_turn = False
+        self.idle_time = IdleTime(self.drafter, self.ahead, crew.size)
         self._ended, self._pause = time.monotonic(), 0.0  # the last rollout; and seconds from there to the update
         self._version = 0  # of the target
         self._plain = False  # whether this is a comparison with plain decoding
@@ -104,8 +107,7 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        worker_seconds = self._rollout_seconds * self.crew.size
-        self.drafter.tell(lambda it: it.life.rollout_begins(worker_seconds))
+        self.drafter.tell(lambda it: it.life.rollout_begins())
         self._trained = self.drafter(lambda it: it.life.tokens, 0)
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
@@ -114,6 +116,9 @@ class Coordinator:
         self._enter(IDLE)
         self._rollout_seconds = time.monotonic() - began
         self._ended = time.monotonic()
+        costs = [cost for share in self.shares if share.last for cost in share.last.costs]
+        seconds, beside = self._rollout_seconds, self.beside
+        self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, beside, costs, self.tracers[0]))
         for index in range(self.crew.size):
             if self._pause > self.config.cluster.slice_seconds and not self.crew.pending(index):
                 self._decode_ahead(index)
@@ -232,7 +237,7 @@ class Coordinator:
                 self.drafter.tell(lambda it: it.do(it.life.about_to_train(index)))
             if self.crew.pending(index):
                 return
-        rather_trains = self._may_train(index) and self._would_rather_train()
+        rather_trains = self._may_train(index) and (not self.looks_ahead or self.idle_time.rather_trains())
         if rather_trains or not self._decode_ahead(index):
             self._train(index)
 
@@ -251,24 +256,7 @@ class Coordinator:
             self.crew.call_idle(index, "spot", self.config.cluster.slice_seconds)
 
     def _may_train(self, index: int) -> bool:
-        may = self.trains_when_idle and self.shares[index].trains
-        return may and self.drafter(lambda it: it.life.gate.should_train(), False)
-
-    def _would_rather_train(self) -> bool:
-        """By the seconds that each is predicted to save in the rollouts to come; as long as that of training is not
-        known, it gets every second slice."""
-        if self.looks_ahead and not self.drafter(lambda it: it.life.gate.is_known, True):
-            self._in_turn = not self._in_turn
-            return self._in_turn
-        return self._training_saves_more()
-
-    def _training_saves_more(self) -> bool:
-        second = 1.0
-        training = self._training_saves(second)
-        return not self.looks_ahead or training > self.ahead.value.saves(second, self.crew.size)
-
-    def _training_saves(self, seconds: float) -> float:
-        return self.drafter(lambda it: it.life.gate.saves(seconds, self._rollout_seconds), 0.0)
+        return self.trains_when_idle and self.shares[index].trains and self.idle_time.may_train()
 
     def _asks_for_work(self, index: int) -> bool:
         """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. What
@@ -285,8 +273,8 @@ class Coordinator:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
             seconds = self.forecast.seconds_left(live, accept_length)
-            trains = self._may_train(index) and self._training_saves_more()
-            training = self._training_saves(seconds) if trains else 0.0
+            trains = self._may_train(index) and (not self.looks_ahead or self.idle_time.training_saves_more())
+            training = self.idle_time.training_saves(seconds) if trains else 0.0
             if not self.forecast.is_worth_helping(live, wanted, accept_length, training):
                 return False
         most.asked, most.helper = list(wanted), index
@@ -327,7 +315,10 @@ class Coordinator:
         rounds = has.rounds - had.rounds
         prefill = has.seconds["prefill"] - had.seconds.get("prefill", 0.0)
         if rounds:
-            self.forecast.round_time.add((has.row_passes - had.row_passes) / rounds, (now.seconds - prefill) / rounds)
+            rows = (has.row_passes - had.row_passes) / rounds
+            states = [tracer.state for tracer in self.tracers]
+            self.beside.decoded(states, now.seconds - prefill, rounds * self.forecast.round_time(rows))
+            self.forecast.round_time.add(rows, (now.seconds - prefill) / rounds)
         if has.prefill_tokens > had.prefill_tokens:
             self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)
 

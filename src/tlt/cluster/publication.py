@@ -7,17 +7,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.build import starting_drafter
+from tlt.cluster.balance import Beside
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.gate import TrainingGate
+from tlt.draft.horizon import Horizon, RoundCosts
 from tlt.draft.lifecycle import Action, Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.models.families import decoder_options, read_config
+from tlt.trace import Tracer
 
 METHODS = ("replica", "judge", "evidence")
 """calls of workers that the drafter's life waits for"""
+
+
+def mark_decisions(gate: TrainingGate, tracer: Tracer) -> None:
+    """Each, with its numbers."""
+    for decision in gate.taken_note():
+        tracer.mark("drafter trains" if decision.trains else "drafter rests", **decision.numbers())
 
 
 class Shared(NamedTuple):
@@ -31,7 +40,7 @@ class Publication:
     """What is published is saved in the run's folder. To be had through a `Guard` alone."""
 
     def __init__(self, crew: Crew, config: Config) -> None:
-        self.crew = crew
+        self.crew, self.steps = crew, config.train.steps
         self.options = decoder_options(read_config(config.model.path))
         training, layer = config.speculation.training, starting_drafter(config, self.options)
         gate = TrainingGate(training.unroll, trained=bool(layer and layer.trained))
@@ -43,6 +52,14 @@ class Publication:
         """Whatever is due, with workers that are idle."""
         while actions := self.life.idle(idle):
             self.do(actions)
+
+    def rollout_ends(
+        self, version: int, seconds: float, beside: Beside, costs: Sequence[RoundCosts], tracer: Tracer
+    ) -> None:
+        """By the target of this version; what is decided of training is marked in the trace."""
+        idle, steps = beside.idle_seconds(seconds * self.crew.size), max(0, self.steps - version - 1)
+        self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs), costs)
+        mark_decisions(self.life.gate, tracer)
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -29,6 +29,8 @@ from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.gate import Judgement, SpotReport
 from tlt.draft.guard import Guard
+from tlt.draft.horizon import RoundCosts
+from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
@@ -87,6 +89,8 @@ class Slice(NamedTuple):
     seconds: float
     news: dict[int, list[int]]
     """tokens of those that go on, by seed, since the slice before"""
+    costs: Sequence[RoundCosts] = ()
+    """of this worker's rounds"""
 
 
 class State(NamedTuple):
@@ -148,7 +152,8 @@ class Worker:
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         waiting = [row.request.seed for row in engine.waiting]
         seconds = time.perf_counter() - began
-        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine))
+        costs = engine.tuner.costs(LEARNED) if not work.plain else []
+        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine), costs)
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}

@@ -1,11 +1,9 @@
-"""Whether training the drafter pays: plain arithmetic on what the gate measured.
+"""Whether training the drafter pays: what was measured of it in this run, and `horizon.decide` on that.
 
-Two things are known of a drafter: what each judged stretch of training gained (the candidate against the one in use,
-on the same held-back harvest), and its accept length on fresh harvest, step after step, while the target moves. A round
-takes as long whatever its drafter has learned, so that accepted tokens per second go as accept length does. So it
-trains while that gains; then it rests; and it trains again once its accept length has fallen, by more than it varies
-from step to step by itself. One that was trained before, and is of use, starts at rest: what it could gain from the
-target it was made for it has.
+The drafter in use is looked at on fresh harvest, step after step. Each judged stretch of training says how far that
+much training led. Each rollout says what it took, how long workers were idle in it, and what its rounds cost. A drafter
+that was trained before, and is of use, starts at rest: what it could gain from the target it was made for it has, until
+it is seen to fall.
 """
 
 from __future__ import annotations
@@ -13,40 +11,51 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from tlt.draft.horizon import Curve, Decision, Horizon, Learning, RoundCosts, agreement_of, decide, mean_speed, speeds
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """All that the drafter's life is decided by; accept lengths are means of `SpotTrainer.judge`."""
+    """All that the drafter's life is decided by. What is not measured in the run itself is here."""
 
     stretch: int = 32
     """micro-batches, of all workers, that are judged together: judging takes as long as three"""
     judged: int = 4
     """micro-batches of held-back harvest that a candidate is judged by"""
     better: float = 1.02
-    """times the drafter in use, what a candidate must be to go live: a judgement errs by about that, and a swap costs a
-    pass over the windows of all live rows"""
+    """times the accept length of the drafter in use, what a candidate must have to go live: a judgement errs by about
+    that, and a swap costs a pass over the windows of all live rows"""
     looks: float = 0.02
     """of the workers' time in rollouts, what looks at a drafter at rest may take"""
-    tries: int = 4
-    """judgements that a slope is taken over"""
-    least_gain: float = 0.01
-    """relative, of a judged stretch: training slows those who decode beside it, and less does not repay"""
-    useful: float = 0.4
-    """of a chain's guesses right: a drafter below that learns on, from harvest that is to come"""
-    level: int = 8
-    """steps that the accept length at rest is a mean of"""
+    least_saving: float = 0.005
+    """of the rollouts to come, what training must save beyond its costs"""
+    sure: float = 1.0
+    """standard errors by which measurements are read against training"""
+    sure_of_drift: float = 2.0
+    """and those by which a drift at rest must differ from none"""
     lately: int = 4
-    """and that it is compared with"""
-    stale: float = 0.02
-    """relative fall that is worth training for"""
-    sure: float = 2.0
-    """standard errors that it must be"""
-    horizon: float = 20.0
-    """rollouts that a gain lasts"""
+    """looks, and rollouts, that the present is a mean of"""
+    level: int = 8
+    """looks that the drift at rest, and the level of a drafter that was trained before, are taken over"""
+    fallen: float = 0.2
+    """in ln(1 - agreement): a fall below the curve of training by which the target is seen to have moved away"""
+    slope: float = 0.5
+    """b of the curve of training before anything was judged: 0.44 to 0.66 were measured from random weights"""
+    cold_seconds: float = 3.0
+    """that a random drafter's training counts as so many more, so that the curve begins at no agreement"""
+    measured: int = 8
+    """judgements after which the curve of one that was trained before is known beyond its first level"""
+    second_costs: float = 0.12
+    """seconds that a second of training takes from those who decode beside it, until it was measured in the run; 0.08
+    to 0.17 were, elsewhere"""
+    unknown_steps: int = 50
+    """that a run is taken to go on for whose end is not known"""
+    useful: float = 0.4
+    """agreement of a drafter that is of use, as long as no seconds of rounds are known"""
 
 
 THRESHOLDS = Thresholds()
@@ -91,86 +100,152 @@ class TrainingGate:
     """Accept lengths are means of `SpotTrainer.judge`, of chains of `unroll` guesses."""
 
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
-        self.thresholds = thresholds or THRESHOLDS
-        self.useful = 1 + self.thresholds.useful * unroll
-        self.gains: deque[tuple[float, float]] = deque(
-            maxlen=self.thresholds.tries
-        )  # relative, and the seconds of training
-        self.level: deque[float] = deque(
-            maxlen=self.thresholds.level
-        )  # accept lengths before it came to rest, or the first ones then
-        self.lately: deque[float] = deque(maxlen=self.thresholds.lately)  # since
-        self.resting = trained
+        self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
+        self.curve: Curve | None = None if trained else self._curve(0.0)
+        self.level = 0.0
+        """ln(1 - agreement) that one which was trained before began with"""
+        self.published = 0.0
+        """ln(1 - agreement) of the drafter in use when it was published, on the curve"""
+        self.moved = 0.0
+        """that the target added to it since: the curve is of a target that stands still"""
+        self.looks: deque[tuple[int, float]] = deque(maxlen=self.thresholds.level)
+        """at the drafter in use since it was published: (rollout, ln(1 - agreement))"""
+        self.resting_since = 0  # how many of them are from before the last training
+        self.rollouts = 0
+        self.horizons: deque[Horizon] = deque(maxlen=self.thresholds.lately)
+        self.costs: Sequence[RoundCosts] = ()
+        self.decision: Decision | None = None
+        """the last one; None until a rollout was seen, and the drafter"""
+        self.made: list[Decision] = []
+        """decisions that nobody has taken note of: see `taken_note`"""
+
+    def _curve(self, miss: float) -> Curve:
+        """Of a drafter that stands there, as if it had been trained from random weights."""
+        self.published, self.moved, slope = miss, 0.0, self.thresholds.slope
+        return Curve(self.thresholds.cold_seconds * math.exp(-miss / slope), miss, slope)
+
+    def _miss(self, accept_length: float) -> float:
+        return math.log(1 - agreement_of(accept_length, self.unroll))
+
+    # -- what was measured ---------------------------------------------------------------------------------------------
 
     def fresh(self, accept_length: float) -> None:
-        """Once a step: of the drafter in use, on harvest of the present target."""
-        if not self.resting or len(self.level) < self.thresholds.level:
-            self.level.append(accept_length)
-        else:
-            self.lately.append(accept_length)
-        if self.resting and ((len(self.lately) == self.thresholds.lately and self._fallen()) or not self._is_useful()):
-            self.resting = False
-            self.gains.clear()
-            self.level.clear()
-            self.lately.clear()
+        """Once a rollout: of the drafter in use, on harvest of the present target."""
+        self.looks.append((self.rollouts, self._miss(accept_length)))
+        miss, error = self._present()
+        known = self.published + self.moved + self.thresholds.fallen
+        if self.curve and miss - self.thresholds.sure * error > known:
+            self._fell()
+        elif self.trained and len(self.looks) < self.thresholds.level and not (self.curve and self.curve.judged):
+            self.level, self.curve = miss, self._curve(miss)
+        self._decide()
 
-    def _is_useful(self) -> bool:
-        """Unknown, as it was found stale a moment ago, it is not."""
-        return bool(self.level) and statistics.fmean(self.level) >= self.useful
+    def _fell(self) -> None:
+        """The target moved away at once: what was seen before tells nothing, but for how a drafter learns."""
+        self.looks = deque([self.looks[-1]], self.looks.maxlen)
+        self.resting_since, miss = 0, self.looks[-1][1]
+        assert self.curve, "it was seen before"
+        self.curve.begin_anew(miss - self.moved)
+        self.published = miss - self.moved
 
-    def _fallen(self) -> bool:
-        level, now = statistics.fmean(self.level), statistics.fmean(self.lately)
-        error = statistics.stdev(self.level) * math.sqrt(1 / self.thresholds.level + 1 / self.thresholds.lately)
-        return level - now > max(self.thresholds.stale * level, self.thresholds.sure * error)
+    def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
+        """So many seconds of training led from the candidate before to this one. One that is not finite led nowhere."""
+        before = self._miss(in_use)
+        miss = self._miss(candidate) if math.isfinite(candidate) else before
+        self.curve = self.curve or self._curve(before)
+        self.moved = before - self.published
+        self.curve.add(seconds, miss - self.moved)
+        self.resting_since = len(self.looks)
+        if published:
+            self.published = miss - self.moved
+            self.looks.clear()
+            self.looks.append((self.rollouts, miss))
+        self._decide()
 
-    def gained(self, in_use: float, candidate: float, seconds: float) -> None:
-        """A stretch of training was judged: both accept lengths on the same harvest, and the seconds it took since the
-        judgement before. A candidate that is not finite gained nothing."""
-        gain = candidate / in_use - 1
-        self.gains.append((gain if math.isfinite(gain) else 0.0, seconds))
-        if len(self.gains) == self.thresholds.tries and self._is_useful() and self._gains_nothing():
-            self.resting = True
+    def rollout_ended(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
+        self.rollouts += 1
+        self.horizons.append(horizon)
+        self.costs = costs or self.costs
+        self._decide()
 
-    def _gains_nothing(self) -> bool:
-        """For sure: gains on a few held-back prompts are large and of both signs."""
-        gains = [gain for gain, _ in self.gains]
-        return (
-            statistics.fmean(gains) + statistics.stdev(gains) / math.sqrt(self.thresholds.tries)
-            < self.thresholds.least_gain
+    # -- what is known of it -------------------------------------------------------------------------------------------
+
+    def _present(self) -> tuple[float, float]:
+        """ln(1 - agreement) of the drafter in use, and its error."""
+        lately = [miss for _, miss in self.looks][-self.thresholds.lately :]
+        if len(lately) < 2:
+            return (lately or [0.0])[0], Curve.NOISE
+        return statistics.fmean(lately), max(Curve.NOISE, statistics.stdev(lately)) / math.sqrt(len(lately))
+
+    def _drift(self) -> float:
+        """That a step adds to ln(1 - agreement) of a drafter at rest, as far as it is sure."""
+        looks = list(self.looks)[self.resting_since :]
+        if len(looks) < self.thresholds.lately or len({rollout for rollout, _ in looks}) < self.thresholds.lately:
+            return 0.0
+        rollouts, misses = zip(*looks, strict=True)
+        slope, start = statistics.linear_regression(rollouts, misses)
+        off = [miss - start - slope * rollout for rollout, miss in looks]
+        noise = max(Curve.NOISE, math.sqrt(sum(x * x for x in off) / (len(off) - 2)))
+        square = sum((rollout - statistics.fmean(rollouts)) ** 2 for rollout in rollouts)
+        return max(0.0, slope - self.thresholds.sure_of_drift * noise / math.sqrt(square))
+
+    def _learning(self, curve: Curve) -> Learning:
+        """The pessimistic side of all that is known: it may stand higher already, and learn more slowly."""
+        miss, error = self._present()
+        miss -= self.thresholds.sure * error
+        _, b, doubt = curve.fit()
+        slope = max(0.0, b - self.thresholds.sure * doubt)
+        known = not self.trained or curve.judged >= self.thresholds.measured or not self._is_useful(self.level)
+        best = -math.inf if known else self.level
+        return Learning(miss, curve.position(miss - self.moved), slope, best, self._drift())
+
+    def _is_useful(self, miss: float) -> bool:
+        agreement = 1 - math.exp(miss)
+        if not self.costs:
+            return agreement > self.thresholds.useful
+        return mean_speed(speeds(agreement, self.costs, self.unroll)) > 1.0
+
+    def _decide(self) -> None:
+        if not self.horizons or self.curve is None:
+            return
+        last, count = self.horizons[-1], len(self.horizons)
+        horizon = last._replace(
+            rollout_seconds=sum(one.rollout_seconds for one in self.horizons) / count,
+            idle_seconds=sum(one.idle_seconds for one in self.horizons) / count,
         )
+        least = self.thresholds.least_saving
+        self.decision = decide(self._learning(self.curve), horizon, self.costs, self.unroll, least)
+        self.made.append(self.decision)
+
+    # -- what is asked of it -------------------------------------------------------------------------------------------
 
     def should_train(self) -> bool:
-        """Whether idle time is to be trained in: not by a drafter that no longer gains, but again by one that went
-        stale."""
-        return not self.resting
+        return self.decision.trains if self.decision else not self.trained
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the slope of its gains is."""
-        return len(self.gains) == self.thresholds.tries
+    def saves(self, seconds: float) -> float:
+        """Seconds that so much training is predicted to save in the steps that remain."""
+        return self.decision.saved_by_a_second * seconds if self.decision and self.decision.trains else 0.0
 
-    def saves(self, seconds: float, rollout_seconds: float) -> float:
-        """Seconds that so much training is predicted to save in the rollouts to come, each of so many seconds: as
-        accept length grows, they shrink. 0 as long as the slope is not measured."""
-        if self.resting or len(self.gains) < self.thresholds.tries:
-            return 0.0
-        gain, spent = (sum(column) for column in zip(*self.gains, strict=True))
-        return max(0.0, gain / max(spent, 1e-9)) * seconds * rollout_seconds * self.thresholds.horizon
-
-    def pays_back(self, rollout_seconds: float) -> bool:
-        """Whether a second of training that is *not* idle time saves more than that. Until the slope is measured, it
-        is tried."""
-        if len(self.gains) < self.thresholds.tries:
-            return self.should_train()
-        return self.saves(1.0, rollout_seconds) > 1.0
+    def taken_note(self) -> list[Decision]:
+        """Decisions since this was last asked."""
+        made, self.made = self.made, []
+        return made
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
-        kept = {"gains": self.gains, "level": self.level, "lately": self.lately}
-        return {name: list(values) for name, values in kept.items()} | {"resting": self.resting}
+        curve = self.curve and [self.curve.slope, [list(point) for point in self.curve.points], self.curve.judged]
+        names = ("level", "published", "moved", "resting_since", "rollouts")
+        numbers = {name: getattr(self, name) for name in names}
+        trains = {"trained": self.trained, "horizons": [list(horizon) for horizon in self.horizons]}
+        return {"curve": curve, "looks": [list(look) for look in self.looks], **numbers, **trains}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.gains.extend((gain, seconds) for gain, seconds in state["gains"])
-        self.level.extend(state["level"])
-        self.lately.extend(state["lately"])
-        self.resting = state["resting"]
+        if curve := state.get("curve"):
+            slope, points, judged = curve
+            self.curve = Curve.of(slope, [(seconds, miss) for seconds, miss in points], judged)
+        self.trained = state.get("trained", self.trained)
+        self.looks.extend((rollout, miss) for rollout, miss in state.get("looks", ()))
+        for name in ("level", "published", "moved", "resting_since", "rollouts"):
+            setattr(self, name, state.get(name, 0))
+        self.horizons.extend(Horizon(*horizon) for horizon in state.get("horizons", ()))
+        self._decide()

@@ -23,6 +23,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from tlt.draft.gate import Judgement, SpotReport, TrainingGate, summed
+from tlt.draft.horizon import Horizon, RoundCosts
 
 Stage = Enum("Stage", "TRAINING COLLECTING WAITING JUDGING BORROWING")
 
@@ -131,10 +132,14 @@ class Lifecycle:
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
-    def rollout_begins(self, worker_seconds: float) -> None:
-        """`worker_seconds`: of all workers, in the rollout before."""
+    def rollout_begins(self) -> None:
         self.report, self._looked = DrafterReport(self.version), False
+
+    def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
+        """`costs`: of its rounds, as far as the tuner knows them."""
+        worker_seconds = horizon.rollout_seconds * len(self.workers)
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
+        self.gate.rollout_ended(horizon, costs)
 
     def trained(self, worker: int, report: SpotReport) -> None:
         self._ahead.add(worker)
@@ -245,7 +250,7 @@ class Lifecycle:
         if trial.candidate is None:
             return []
         self.report.candidate = judged.candidate / judged.entries
-        self.gate.gained(in_use, self.report.candidate, trial.seconds)
+        self.gate.gained(in_use, self.report.candidate, trial.seconds, judged.is_better)
         if not judged.is_better:
             return []
         self.version += 1

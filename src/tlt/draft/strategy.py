@@ -31,3 +31,5 @@ class Strategy(NamedTuple):
 
 
 PLAIN = Strategy("plain", 0, 1, 1)
+LEARNED = "eagle"
+"""name of the drafter that is trained"""

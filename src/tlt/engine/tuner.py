@@ -14,18 +14,17 @@ import math
 import random
 import statistics
 import sys
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from tlt.draft.horizon import RoundCosts
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.acceptance import AcceptanceModel, chance
+from tlt.engine.buckets import Bucket, Took, bucket_of
 from tlt.engine.interpolate import interpolate
 
-_WINDOW_ROUNDS = 64  # rounds whose seconds are remembered of an arm in a bucket
 _ROUNDS_BETWEEN_LOOKS = 4  # between two looks at all arms; one that is tried is tried for so many
 _TRY_SHARE = 0.1  # of the looks at which an arm that could be the best is tried
 _RETRY_UNUSED_AFTER_ROUNDS = 512  # a drafter that was not used for so long is given a try
@@ -73,6 +72,10 @@ class Tuner(Protocol):
         """Another drafter goes by this name from now on; how often its first guess is right, if that is known."""
         ...
 
+    def costs(self, drafter: str) -> list[RoundCosts]:
+        """What rounds with and without its chains take, by size; none where they are not known."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
         ...
@@ -104,33 +107,13 @@ class Fixed:
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
 
+    def costs(self, drafter: str) -> list[RoundCosts]:
+        return []
+
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Bucket(NamedTuple):
-    """Powers of two of live rows, of four of context."""
-
-    rows: int
-    context: int
-
-
-def bucket_of(rows: int, context: float) -> Bucket:
-    return Bucket(max(0, math.ceil(math.log2(rows))), max(0, math.ceil(math.log(max(1.0, context) / 256, 4))))
-
-
-@dataclass
-class _Took:
-    """Seconds of the last rounds of an arm; what is read every round is kept ready."""
-
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW_ROUNDS))
-    median: float = 0.0
-
-    def add(self, seconds: Iterable[float]) -> None:
-        self.seconds.extend(seconds)
-        self.median = statistics.median(self.seconds or (0.0,))
 
 
 class Bandit:
@@ -151,7 +134,7 @@ class Bandit:
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
         self.profile = {rows: dict(profile[rows]) for rows in sorted(profile)}
         self.rng = random.Random(seed)
-        self.took: dict[Bucket, dict[Strategy, _Took]] = {}
+        self.took: dict[Bucket, dict[Strategy, Took]] = {}
         self.anywhere, self.here = AcceptanceModel(), dict[Bucket, AcceptanceModel]()
         self._interpolated: dict[tuple[Strategy, int], float] = {}
         self._within: dict[tuple[int, float], int] = {}  # rows of a round that takes so much longer
@@ -163,6 +146,7 @@ class Bandit:
         self.stay = 50.0  # rounds that the best arm stays the best, in the mean
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
+        self._spent: dict[Bucket, float] = {}  # seconds of rounds
         self._now = Bucket(0, 0)
         self._each = 1.0  # tokens that a row commits by `current`
         self._ahead = self._expected_ahead(self._now)  # and by a look-ahead chain of 0, 1, 2, ...
@@ -312,6 +296,7 @@ class Bandit:
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None:
         bucket = self._now
+        self._spent[bucket] = self._spent.get(bucket, 0.0) + seconds
         if strategy not in self._known:
             return
         ahead = ahead or [0] * len(tokens)
@@ -333,7 +318,7 @@ class Bandit:
 
     def _learn_seconds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
         here = self.took.setdefault(bucket, {})
-        here.setdefault(arm, _Took()).add(seconds)
+        here.setdefault(arm, Took()).add(seconds)
         rows = 2**bucket.rows
         self._scale[bucket] = statistics.median(took.median / self._profiled(a, rows) for a, took in here.items())
 
@@ -351,6 +336,14 @@ class Bandit:
             most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first rows that are timed may seem slow
             self._within[rows, longer] = max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
         return self._within[rows, longer]
+
+    def costs(self, drafter: str) -> list[RoundCosts]:
+        chains = [arm for arm in self._arms if arm.drafter == drafter and arm.branching == 1]
+        return [
+            RoundCosts(spent, self.seconds(PLAIN, bucket), {arm.depth: self.seconds(arm, bucket) for arm in chains})
+            for bucket, spent in self._spent.items()
+            if chains
+        ]
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured

@@ -1,0 +1,32 @@
+"""What a worker does that nothing waits for and that helps nobody: train the drafter, or decode ahead."""
+
+from __future__ import annotations
+
+from tlt.cluster.ahead import LookingAhead
+from tlt.cluster.publication import Publication
+from tlt.draft.guard import Guard
+
+
+class IdleTime:
+    """By the seconds that each is predicted to save in the rollouts to come."""
+
+    def __init__(self, drafter: Guard[Publication], ahead: LookingAhead, workers: int) -> None:
+        self.drafter, self.ahead, self.workers = drafter, ahead, workers
+        self._in_turn = False
+
+    def may_train(self) -> bool:
+        return self.drafter(lambda it: it.life.gate.should_train(), False)
+
+    def training_saves(self, seconds: float) -> float:
+        return self.drafter(lambda it: it.life.gate.saves(seconds), 0.0)
+
+    def training_saves_more(self) -> bool:
+        training, ahead = self.training_saves(1.0), self.ahead.value.saves(1.0, self.workers)
+        return training > ahead
+
+    def rather_trains(self) -> bool:
+        """As long as one of the two is not known, they take turns."""
+        if self.ahead.value.is_known and self.drafter(lambda it: it.life.gate.decision, None):
+            return self.training_saves_more()
+        self._in_turn = not self._in_turn
+        return self._in_turn

@@ -1,0 +1,271 @@
+"""When to train: decisions from numbers that were recorded, and from worlds whose law of learning is known."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from tlt.draft.gate import Thresholds, TrainingGate
+from tlt.draft.horizon import (
+    Curve,
+    Horizon,
+    Learning,
+    RoundCosts,
+    accept_length,
+    agreement_of,
+    decide,
+    mean_speed,
+    speed,
+    speeds,
+)
+
+UNROLL = 7
+CHAINS = (2, 4, 8, 16)
+MEASURED = RoundCosts(1.0, 1.74e-3, {d: (1.74 + 1.26 + 0.45 * d) * 1e-3 for d in CHAINS})
+"""of rounds at batch 1 on the machine that the rule was made for"""
+
+
+def miss(agreement: float) -> float:
+    return math.log(1 - agreement)
+
+
+def test_speed_by_hand() -> None:
+    """Two guesses at 0.5: 1.75 tokens in 2 seconds, where plain decoding commits 2; at 0.9 four of them 4.0951 in 3."""
+    costs = RoundCosts(1.0, 1.0, {2: 2.0, 4: 3.0})
+    assert speed(0.5, costs) == 1.0
+    assert speed(0.9, costs) == pytest.approx(4.0951 / 3)
+    assert speed(0.6, MEASURED) == 1.0
+    assert speed(0.66, MEASURED) == 1.0
+    assert speed(0.75, MEASURED) > 1.03
+
+
+def test_several_sizes_of_rounds_count_by_their_seconds() -> None:
+    """10 s of rounds that get twice as fast, and 10 s of rounds that do not: 20 s become 15."""
+    costs = [RoundCosts(10.0, 1.0, {1: 0.75}), RoundCosts(10.0, 1.0, {1: 9.0})]
+    assert mean_speed(speeds(0.5, costs, UNROLL)) == pytest.approx(20 / 15)
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.3, 0.7, 0.9])
+def test_an_accept_length_tells_the_agreement(agreement: float) -> None:
+    assert agreement_of(accept_length(agreement, UNROLL), UNROLL) == pytest.approx(agreement, abs=1e-6)
+
+
+def test_learning_and_drift_by_hand() -> None:
+    """From 10 s to 40 s with b = 0.5, 1 - a is halved; a drift of ln 2 takes that back, and the 30 s with it."""
+    start = Learning(miss(0.2), 10.0, 0.5)
+    after = start.next_step(30.0)
+    assert (1 - math.exp(after.miss), after.seconds) == (pytest.approx(0.6), pytest.approx(40.0))
+    drifted = start._replace(drift=math.log(2)).next_step(30.0)
+    assert (drifted.miss, drifted.seconds) == (pytest.approx(start.miss), pytest.approx(10.0))
+    assert start._replace(best=miss(0.5)).next_step(1e6).miss == pytest.approx(miss(0.5)), "beyond it nothing is known"
+    assert start._replace(best=miss(0.1)).next_step(30.0).miss == start.miss, "nor where it is better than that"
+
+
+COLD = Learning(miss(0.01), 3.0, 0.4)
+GOOD = Learning(miss(0.8), 60.0, 0.35)
+FALLEN = Learning(miss(0.2), 3.0, 0.35)
+RUN = Horizon(steps=200, rollout_seconds=3.0, idle_seconds=1.0, second_costs=0.12)
+TABLE = {
+    "a cold start with a long run before it": (COLD, RUN, True),
+    "a cold start that cannot get past break-even in time": (COLD, RUN._replace(steps=10), False),
+    "one that gets past it": (COLD, RUN._replace(steps=60, rollout_seconds=12.0, idle_seconds=4.0), True),
+    "a good one that can still gain": (GOOD, RUN, True),
+    "but not in the last steps": (GOOD, RUN._replace(steps=2), False),
+    "nor in the very last": (GOOD, RUN._replace(steps=0), False),
+    "nor where its neighbours pay too much": (GOOD, RUN._replace(second_costs=1.0), False),
+    "nor where it learns no more": (GOOD._replace(slope=0.0), RUN, False),
+    "nor if all that is known of it is what it has": (GOOD._replace(best=GOOD.miss), RUN, False),
+    "one that fell far, by what it was": (FALLEN._replace(best=GOOD.miss), RUN, True),
+    "one that drifts": (GOOD._replace(best=miss(0.82), drift=0.01), RUN, True),
+    "time that is not idle, where it repays": (FALLEN, RUN._replace(rollout_seconds=30.0, second_costs=1.0), True),
+    "and where it does not": (FALLEN, RUN._replace(rollout_seconds=1.0, second_costs=1.0), False),
+    "no idle time": (COLD, RUN._replace(idle_seconds=0.0), False),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_decided(name: str) -> None:
+    learning, horizon, trains = TABLE[name]
+    decision = decide(learning, horizon, [MEASURED], UNROLL, least=0.005)
+    assert decision.trains == trains, decision
+    assert json.loads(json.dumps(decision.numbers()))["steps"] == horizon.steps
+
+
+LONG = RUN._replace(steps=60, rollout_seconds=12.0, idle_seconds=4.0)
+
+
+@pytest.mark.parametrize(("learning", "horizon"), [(COLD, LONG), (GOOD, RUN._replace(steps=30))])
+def test_the_plan_is_the_cheapest_of_all(learning: Learning, horizon: Horizon) -> None:
+    """Against every length of training, step by step; the rule tries powers of two alone."""
+    learning = learning._replace(drift=0.003)
+
+    def price(training: int) -> float:
+        at, total = learning, 0.0
+        for step in range(horizon.steps):
+            before, now = (speed(1 - math.exp(x.miss), MEASURED) for x in (learning, at))
+            total += horizon.rollout_seconds * before / now
+            idle = horizon.idle_seconds if step < training else 0.0
+            total += idle * horizon.second_costs
+            at = at.next_step(idle)
+        return total
+
+    decision = decide(learning, horizon, [MEASURED], UNROLL, least=0.005)
+    best = price(0) - min(price(k) for k in range(horizon.steps + 1))
+    assert 0.8 * best <= decision.saves <= best + 1e-9
+    tried = {price(0) - price(k) for k in (1, 2, 4, 8, 16, 32, horizon.steps) if k <= horizon.steps}
+    assert decision.saves == pytest.approx(max(tried), rel=0.02)
+
+
+def test_where_no_seconds_are_known_drafting_goes_on_at_one_cost() -> None:
+    decision = decide(COLD, RUN, [], UNROLL, least=0.005)
+    assert decision.trains
+    assert decision.speed == pytest.approx(accept_length(0.01, UNROLL))
+
+
+# -- the curve ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_found_again() -> None:
+    curve = Curve(3.0, 0.0, 0.35)
+    for x in (6.0, 12.0, 24.0, 48.0, 96.0, 192.0):
+        curve.add(x - curve.seconds, -0.5 * math.log(x / 3.0))
+    c, b, doubt = curve.fit()
+    assert (b, c) == (pytest.approx(0.5, abs=0.02), pytest.approx(0.5 * math.log(3.0), abs=0.08))
+    assert doubt < 0.05
+    assert curve.position(-0.5 * math.log(10.0)) == pytest.approx(30.0, rel=0.1)
+
+
+def test_before_anything_was_judged_it_is_what_was_measured_elsewhere_with_much_doubt() -> None:
+    assert Curve(3.0, 0.0, 0.5).fit()[1:] == (pytest.approx(0.5), pytest.approx(0.15))
+
+
+def test_noise_makes_the_pessimistic_side_flat() -> None:
+    rng = random.Random(0)
+    curve = Curve(100.0, -1.6, 0.35)
+    for _ in range(5):
+        curve.add(5.0, -1.6 + rng.gauss(0, 0.1))
+    _, b, doubt = curve.fit()
+    assert b - doubt < 0.3
+
+
+# -- worlds ------------------------------------------------------------------------------------------------------------
+
+
+class World:
+    """A drafter that learns by a power law towards `best`; `noise` is of looks and judgements."""
+
+    def __init__(self, seconds: float, best: float = 0.9, noise: float = 0.0, trained: bool = False) -> None:
+        self.seconds, self.slope, self.best, self.noise = seconds, 0.4, best, noise
+        self.gate = TrainingGate(UNROLL, trained, Thresholds())
+        self.rng, self.trained = random.Random(0), list[bool]()
+
+    @property
+    def agreement(self) -> float:
+        return min(self.best, 1 - math.exp(-self.slope * math.log((3.0 + self.seconds) / 3.0)))
+
+    def seen(self, luck: float) -> float:
+        return accept_length(max(0.0, min(0.99, self.agreement + luck)), UNROLL)
+
+    def step(self, left: int, idle: float = 2.0, drift: float = 0.0) -> None:
+        """A rollout with so much idle time, in which a stretch is judged, or the drafter at rest is looked at."""
+        self.seconds = max(0.0, (3.0 + self.seconds) * math.exp(-drift / self.slope) - 3.0)
+        trains = self.gate.should_train()
+        self.trained.append(trains)
+        luck = self.rng.gauss(0, self.noise)
+        before = self.seen(luck)
+        self.gate.fresh(before)
+        if trains:
+            self.seconds += idle
+            after = self.seen(luck + self.rng.gauss(0, self.noise / 5))  # both were judged on the same harvest
+            self.gate.gained(before, after, idle, after > 1.02 * before)
+        now = mean_speed(speeds(self.agreement, [MEASURED], UNROLL))
+        self.gate.rollout_ended(Horizon(left, 6.0 / now, idle, 0.12), [MEASURED])
+
+    def run(self, steps: int, left: int = 400, drift: float = 0.0) -> float:
+        """The share of these steps in which it trained."""
+        for number in range(steps):
+            self.step(left - number, drift=drift)
+        return sum(self.trained[-steps:]) / steps
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_from_a_cold_start_it_learns_until_it_gains_no_more(noise: float) -> None:
+    world = World(0.0, best=0.78, noise=noise)
+    assert world.run(20) > 0.9
+    world.run(120)
+    assert world.agreement > 0.75
+    assert world.run(100) < 0.3
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_one_that_was_trained_before_rests_until_it_falls(noise: float) -> None:
+    world = World(150.0, best=0.8, noise=noise, trained=True)
+    assert world.run(60) < 0.1
+    world.seconds = 8.0  # the task changed
+    assert world.run(12) > 0.6
+    world.run(30)
+    assert world.agreement > 0.7
+
+
+def test_a_slow_drift_is_seen_too() -> None:
+    world = World(150.0, best=0.8, trained=True)
+    world.run(10)
+    assert world.run(150, drift=0.01) > 0.1
+    assert world.agreement > 0.65, "left alone it were 0"
+
+
+def test_one_that_was_trained_before_but_is_of_little_use_learns_on() -> None:
+    world = World(10.0, trained=True)
+    assert world.agreement < 0.5
+    world.run(2)
+    assert world.run(10) == 1.0
+
+
+def test_nothing_is_begun_that_cannot_repay() -> None:
+    world = World(0.0)
+    world.run(2, left=12)
+    assert world.run(10, left=10) == 0.0
+
+
+def test_stretches_judged_right_after_it_was_found_stale_end_nothing() -> None:
+    """Four of them within one rollout, before there is anything else to go by."""
+    gate = TrainingGate(UNROLL, trained=True)
+    gate.fresh(1.0)
+    for _ in range(4):
+        gate.gained(1.0, 1.0, 1.0)
+    gate.rollout_ended(RUN)
+    assert gate.should_train() in (True, False)
+
+
+def test_a_candidate_that_is_nan_led_nowhere() -> None:
+    gates = [TrainingGate(UNROLL) for _ in range(2)]
+    for gate, candidate in zip(gates, (float("nan"), 2.0), strict=True):
+        gate.gained(2.0, candidate, 1.0)
+        gate.rollout_ended(RUN, [MEASURED])
+    assert gates[0].state() == gates[1].state()
+
+
+def test_every_decision_can_be_noted_once() -> None:
+    world = World(0.0)
+    world.run(3)
+    noted = world.gate.taken_note()
+    assert len(noted) > 3
+    assert noted[-1] == world.gate.decision
+    assert world.gate.taken_note() == []
+
+
+def test_the_state_comes_back_through_json() -> None:
+    world = World(0.0, noise=0.01)
+    for number in range(40):
+        world.step(100 - number, drift=0.005)
+        other = TrainingGate(UNROLL, thresholds=replace(Thresholds()))
+        other.load_state(json.loads(json.dumps(world.gate.state())))
+        other.rollout_ended(RUN, [MEASURED])
+        world.gate.costs = [MEASURED]
+        assert other.state()["curve"] == world.gate.state()["curve"]
+        assert other.state()["looks"] == world.gate.state()["looks"]
+    TrainingGate(UNROLL).load_state({"gains": [], "resting": True})  # of an older run: nothing of it fits
