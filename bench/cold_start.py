@@ -17,7 +17,7 @@ from typing import Any
 from tlt.metrics import write_json
 
 SPAN = 10  # steps
-LEARNED = ("eagle", "mixed")
+LEARNED = ("eagle",)
 
 
 def of_step(metrics: dict[str, Any]) -> dict[str, float]:

@@ -13,16 +13,14 @@ from transformers import AutoTokenizer
 
 from tlt.checkpoint import policy_in
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
+from tlt.config.registry import DRAFTERS, learned, maker
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.ahead import AheadStore
 from tlt.draft.buffer import Harvest, Transcript
-from tlt.draft.drafter import Drafter
+from tlt.draft.drafter import Drafter, Sources
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import FeatureLayout
-from tlt.draft.learned import EagleDrafter
-from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.arms import strategies, with_ahead
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
@@ -156,17 +154,16 @@ def make_drafters(
     """What the configured strategies need, and the features that the learned drafter reads. Raises DrafterError."""
     if config.drafter == "off":
         return [], None
-    if (config.path is None and layer is None) or config.drafter == "suffix":
-        return [SuffixDrafter(config.history_tokens)], None
-    layer = layer or load_drafter(str(config.path), target.options)
-    drafters = all_drafters(layer, target, config.history_tokens)
-    return drafters[:1] if config.drafter == "eagle" else drafters, layer.options.layout
+    names = list(DRAFTERS) if config.drafter == "adaptive" else [config.drafter]
+    if any(learned(name) for name in names) and config.path and not layer:
+        layer = load_drafter(config.path, target.options)
+    sources = Sources(target, layer, config.history_tokens)
+    drafters = [maker(DRAFTERS[name])(sources) for name in names if layer or not learned(name)]
+    return drafters, layer.options.layout if layer and any(learned(name) for name in names) else None
 
 
 def all_drafters(layer: EagleLayer, target: Decoder, history_tokens: int) -> list[Drafter]:
-    """The learned one, suffix, and the mixture of both."""
-    learned, suffix = EagleDrafter(layer, target), SuffixDrafter(history_tokens)
-    return [learned, suffix, MixedDrafter(learned, suffix)]
+    return [maker(entry)(Sources(target, layer, history_tokens)) for entry in DRAFTERS.values()]
 
 
 def make_tuner(
@@ -177,7 +174,7 @@ def make_tuner(
     if config.drafter != "adaptive":
         return Fixed(Strategy(config.drafter, config.depth, config.branching, config.verify_tokens, config.min_chance))
     drafters, layout = make_drafters(config, target, layer)
-    arms = with_ahead(strategies([drafter.name for drafter in drafters]))
+    arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
     known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
     return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
 

@@ -20,6 +20,7 @@ from tlt.config import (
     load_config,
     parse_section,
 )
+from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
@@ -143,7 +144,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
     generate.add_argument("--device", default="auto")
     generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="the same tokens by either")
-    generate.add_argument("--drafter", default="suffix", choices=["off", "suffix", "eagle", "mixed", "adaptive"])
+    generate.add_argument("--drafter", default="suffix", choices=["off", *DRAFTERS, "adaptive"])
     generate.add_argument("--drafter-path", help="folder of a learned drafter")
     generate.set_defaults(command=_generate)
 

@@ -1,6 +1,6 @@
 """Where metrics are shown beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, each an extra of its own.
 
-A new one is a class with `log` and `close`, and its line in `TRACKERS`.
+A new one is a class with `log` and `close`, and its line in `tlt.config.registry`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from tlt.config import ConfigError
+from tlt.config.registry import TRACKERS, maker
 from tlt.metrics import write_json
 
 _log = logging.getLogger(__name__)
@@ -102,18 +103,6 @@ class MLflow:
         self.mlflow.end_run()
 
 
-class _Kind(NamedTuple):
-    open: Callable[[Place], Tracker]
-    package: str
-
-
-TRACKERS = {
-    "tensorboard": _Kind(TensorBoard, "tensorboard"),
-    "wandb": _Kind(WeightsAndBiases, "wandb"),
-    "mlflow": _Kind(MLflow, "mlflow"),
-}
-
-
 def names_of(trackers: Sequence[str] | None) -> list[str]:
     """Of `run.trackers`; left out, TensorBoard where it is installed. Raises ConfigError for one that is not."""
     if trackers is None:
@@ -130,7 +119,7 @@ class Trackers:
     def __init__(self, names: Sequence[str], place: Place) -> None:
         self._open: dict[str, Tracker] = {}
         for name in names:
-            if found := self._guarded(name, lambda name=name: TRACKERS[name].open(place)):
+            if found := self._guarded(name, lambda name=name: maker(TRACKERS[name])(place)):
                 self._open[name] = found
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -90,6 +90,7 @@ def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(SpotTrainer, "train", broken)
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: True)
     for step in range(2):
         assert decode(rollout, step)[0] == decode(plain, step)[0]
     assert rollout.budget.inside is None

@@ -15,7 +15,7 @@ from small import PROMPTS, VOCAB, Target, build, decode, learned, make_requests,
 from tiny import qwen3
 
 from tlt.config import EngineConfig
-from tlt.draft.drafter import Candidates, ComposedDrafter, Drafter, Level
+from tlt.draft.drafter import Candidates, Level
 from tlt.draft.features import FeatureView
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
@@ -141,34 +141,6 @@ def test_shapes_that_are_off_cost_the_drafter_alone(drafter: type[Idle], shape: 
     responses = decode(engine, requests)
     assert [r.token_ids for r in responses] == [r.token_ids for r in reference(target, requests)]
     assert engine.stats.drafter_failures == 1
-
-
-class Part(Idle):
-    name = "part"
-
-    def commit(self, row: int, tokens: Sequence[int]) -> None:
-        raise RuntimeError
-
-
-class Whole(Part, ComposedDrafter):
-    name, parts = "whole", frozenset({"part"})
-
-    def swapped(self, drafter: Drafter) -> Any:
-        return np.zeros(2)  # no answer
-
-
-def test_a_drafter_that_fails_after_its_part_did() -> None:
-    target, requests = Target(), make_requests(PROMPTS, [LONG])
-    engine = build(target, Whole(), Strategy("whole", 2, 1, 3), beside=[Part()])
-    check(target, decode(engine, requests), requests)
-    assert not engine.drafters.usable
-
-
-def test_an_odd_answer_to_a_swap_costs_the_one_who_gave_it() -> None:
-    target = Target()
-    engine = build(target, Whole(), Strategy("whole", 2, 1, 3), beside=[learned(target)])
-    engine.swap(learned(target, 1))
-    assert set(engine.drafters.usable) == {"eagle"}
 
 
 class Reaches(Idle):

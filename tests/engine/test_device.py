@@ -11,7 +11,6 @@ from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
@@ -24,7 +23,6 @@ STRATEGIES = {
     "suffix": Strategy("suffix", 4, 2, 8),
     "eagle chain": Strategy("eagle", 5, 1, 6),
     "eagle tree": Strategy("eagle", 3, 2, 8),
-    "mixed": Strategy("mixed", 3, 2, 8),
 }
 LAWS = (
     SamplingParams(max_new_tokens=40),
@@ -58,7 +56,7 @@ def decoder(dtype: torch.dtype = torch.float32, **shape: int) -> Decoder:
 def engine_for(target: Decoder, strategy: Strategy, kind: Kind = "eagle3", **config: int) -> Engine:
     layer = EagleLayer(eagle_options(target.options, kind, 16))
     learned, suffix = EagleDrafter(layer, target), HostSuffix(1000)
-    drafters: list[Drafter] = [learned, suffix, MixedDrafter(learned, suffix)]
+    drafters: list[Drafter] = [learned, suffix]
     settings = EngineConfig(**({"max_rows": 8} | config))
     return Engine(target, settings, drafters, Fixed(strategy), layout=layer.options.layout)
 

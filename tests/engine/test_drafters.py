@@ -16,9 +16,7 @@ from small import Target, build, learned, make_requests
 from tlt.draft.drafter import Candidates, Level, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import Strategy
-from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.drafters import Agreement, Drafters
 from tlt.sampling import Law
 from tlt.types import Prompt, Request, SamplingParams
@@ -178,30 +176,3 @@ def test_a_drafter_sees_the_window_and_cannot_change_its_books() -> None:
     small.check_tokens(small.decode(engine, asked), small.reference(target, asked))
     assert engine.stats.drafter_failures == 0
     assert all(number < 99 for books in seen for number in books)
-
-
-def test_a_part_that_cannot_follow_a_swap_goes_and_the_engine_goes_on() -> None:
-    target = Target()
-    first, suffix = learned(target), SuffixDrafter(1000)
-    mixed = MixedDrafter(first, suffix)
-
-    def swapped(drafter: Any) -> bool:
-        raise RuntimeError("planted in a test")
-
-    mixed.swapped = swapped  # type: ignore[method-assign]
-    engine = build(target, first, Strategy("", 2, 1, 3), beside=[suffix, mixed])
-    asked = make_requests([Prompt(0, "", (1, 2, 3))], [SamplingParams(0.7, max_new_tokens=9)])
-    engine.start(asked)
-    engine.round()
-    engine.swap(learned(target, seed=1))
-    assert set(engine.drafters.usable) == {"eagle", "suffix"}
-    found = {id(r.request): r for _ in range(9) if engine.busy for r in engine.round()}
-    small.check_tokens([found[id(r)] for r in asked], small.reference(target, asked))
-
-
-def test_a_drafter_that_is_made_of_one_that_fails_goes_with_it() -> None:
-    target = Target()
-    first, suffix = learned(target), SuffixDrafter(1000)
-    engine = build(target, first, Strategy("", 2, 1, 3), beside=[suffix, MixedDrafter(first, suffix)])
-    assert engine.drafters.guard("suffix", lambda: 1 / 0, "count") is None
-    assert set(engine.drafters.usable) == {"eagle"}

@@ -30,7 +30,6 @@ from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 import tlt.engine.noise
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer, Kind
-from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.arms import strategies
@@ -307,26 +306,17 @@ def test_tokens_with_a_learned_drafter(shape: Strategy, kind: Kind, schedule: st
 
 
 def everything(seed: int = 0) -> tuple[list[Drafter], Drafter]:
-    """A learned drafter and a suffix drafter, and the mixture of both."""
-    learned, suffix = small.learned(target(), seed), SuffixDrafter(history_tokens=200)
-    return [learned, suffix], MixedDrafter(learned, suffix)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tokens_with_a_mixture(schedule: str) -> None:
-    beside, mixed = everything()
-    engine = run_mixed(mixed, TREE, SCHEDULES[schedule], beside=beside)
-    assert engine.stats.drafter_failures == 0
-    assert engine.stats.accepted > 0
+    """A suffix drafter, and a learned one."""
+    return [SuffixDrafter(history_tokens=200)], small.learned(target(), seed)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
     """Another drafter, another shape or none, round by round."""
-    beside, mixed = everything()
-    chain, tree = Strategy("eagle", 4, 1, 5), Strategy("mixed", 3, 2, 8)
+    beside, learned = everything()
+    chain, tree = Strategy("eagle", 4, 1, 5), Strategy("eagle", 3, 2, 8)
     tuner = InTurn([PLAIN, chain, tree, PLAIN, PLAIN, Strategy("suffix", 2, 3, 9), chain])
-    engine = run_mixed(mixed, TREE, SCHEDULES[schedule], beside=beside, tuner=tuner)
+    engine = run_mixed(learned, TREE, SCHEDULES[schedule], beside=beside, tuner=tuner)
     assert engine.stats.drafter_failures == 0
     assert len(engine.stats.strategies) == 4
 
@@ -357,8 +347,8 @@ def test_weights_that_are_no_numbers_cost_no_token(value: float) -> None:
 
 def test_tokens_with_the_bandit() -> None:
     """Whatever it picks: its clock is a random one."""
-    beside, mixed = everything()
-    arms = strategies(["eagle", "suffix", "mixed"])
+    beside, learned = everything()
+    arms = strategies(["eagle", "suffix"], trees=True)
     rng = np.random.default_rng(0)
     profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
     bandit, record = Bandit(arms, profile), Bandit.record
@@ -367,7 +357,7 @@ def test_tokens_with_the_bandit() -> None:
         record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored, ahead)
 
     bandit.record = by_a_random_clock
-    engine = run_mixed(mixed, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)
+    engine = run_mixed(learned, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)
     assert engine.stats.drafter_failures == 0
     assert len(engine.stats.strategies) > 3
 

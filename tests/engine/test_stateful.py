@@ -27,7 +27,6 @@ from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.mixed import MixedDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
@@ -46,7 +45,7 @@ LAWS = (
     {"temperature": 1.1, "top_p": 0.8, "stop_token_ids": (4,)},
 )
 LENGTHS = (1, 3, 12, 60)
-ARMS = (PLAIN, *(Strategy(name, *shape) for name, shape in [("eagle", (3, 1, 4)), ("mixed", (3, 2, 8))]))
+ARMS = (PLAIN, *(Strategy(name, *shape) for name, shape in [("eagle", (3, 1, 4)), ("eagle", (3, 2, 8))]))
 EVENTS = itertools.count()
 _expected: dict[tuple[int, Request], small.Reference] = {}
 
@@ -109,7 +108,7 @@ class Engines(RuleBasedStateMachine):
                 Engine(
                     decoder,
                     config,
-                    [learned, suffix, MixedDrafter(learned, suffix)],
+                    [learned, suffix],
                     InTurn(),
                     layout=learned.options.layout,
                     kv_tokens=bound,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.arms import strategies, with_ahead
 from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of
@@ -452,11 +453,12 @@ def test_what_look_aheads_were_worth_survives_json() -> None:
 
 
 def test_the_arms_begin_with_plain_and_are_all_different() -> None:
-    arms = strategies(["eagle", "suffix", "mixed"])
+    chains, arms = strategies(DRAFTERS), strategies(DRAFTERS, trees=True)
     assert arms[0] == PLAIN
     assert len(set(arms)) == len({arm.name for arm in arms}) == len(arms)
-    assert {arm.drafter for arm in arms} == {"plain", "eagle", "suffix", "mixed"}
+    assert {arm.drafter for arm in arms} == {"plain", *DRAFTERS}
     assert all(arm.verify_tokens > arm.depth > 0 for arm in arms[1:])
+    assert set(chains) == {arm for arm in arms if arm.branching == 1}
 
 
 def test_its_state_survives_json() -> None:

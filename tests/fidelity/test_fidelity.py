@@ -42,7 +42,7 @@ from tlt.types import Prompt, Request, Response, SamplingParams
 EXPLAINED = 1e-4  # in float32
 MODES = {
     *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree"),
-    *("mixed", "off and on", "swapped every round", "adaptive", "plain", "several workers"),
+    *("off and on", "swapped every round", "adaptive", "plain", "several workers"),
     *("look-ahead", "look-ahead, spoiled"),
 }
 

@@ -507,21 +507,6 @@ MUTANTS = [
         "",
         "draft/test_tree.py",
     ),
-    # -- the mixture
-    Mutant(
-        "a mixture goes on with the drafter that was swapped out",
-        "draft/mixed.py",
-        "            self.learned = drafter\n",
-        "            pass\n",
-        "draft/test_mixed.py",
-    ),
-    Mutant(
-        "a mixture weighs the suffix's law by a match of another row",
-        "draft/mixed.py",
-        "_WEIGHTS[suffix.classes], dtype",
-        "_WEIGHTS[np.sort(suffix.classes, axis=0)], dtype",
-        "draft/test_mixed.py",
-    ),
     # -- suffixes
     Mutant(
         "the shortest match comes first",

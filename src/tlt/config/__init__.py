@@ -4,7 +4,7 @@ Imports neither torch nor transformers, so that a fault is found in a fraction o
 """
 
 from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section, section_of
-from tlt.config.rewards import BUILT_IN_REWARDS, RewardConfig, RewardTerm
+from tlt.config.rewards import RewardConfig, RewardTerm
 from tlt.config.sections import (
     ClusterConfig,
     Config,
@@ -19,7 +19,6 @@ from tlt.config.sections import (
 from tlt.config.speculation import DrafterTrainConfig, SpeculationConfig
 
 __all__ = [
-    "BUILT_IN_REWARDS",
     "ClusterConfig",
     "Config",
     "ConfigError",

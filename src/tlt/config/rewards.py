@@ -8,9 +8,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tlt.config.registry import REWARDS
 from tlt.config.section import Section
-
-BUILT_IN_REWARDS = ("reasoning_gym", "math", "exact", "format", "length")
 
 
 class RewardTerm(Section):
@@ -33,9 +32,9 @@ class RewardTerm(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> RewardTerm:
-        if self.name not in BUILT_IN_REWARDS and ":" not in self.name:
-            near = difflib.get_close_matches(self.name, BUILT_IN_REWARDS, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(BUILT_IN_REWARDS)}"
+        if self.name not in REWARDS and ":" not in self.name:
+            near = difflib.get_close_matches(self.name, REWARDS, n=1)
+            meant = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(REWARDS)}"
             raise ValueError(f"unknown reward.name {self.name!r}: {meant}; your own is written 'module:function'")
         if (self.name == "format") != bool(self.pattern):
             raise ValueError("reward.name = 'format' goes with reward.pattern, a regular expression: give both")

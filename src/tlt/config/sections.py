@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tlt.config.lora import LoraConfig
+from tlt.config.registry import TRACKERS
 from tlt.config.rewards import RewardConfig
 from tlt.config.section import Section
 from tlt.config.speculation import SpeculationConfig
@@ -225,15 +226,23 @@ class RunConfig(Section):
     compare_every: int = Field(default=0, ge=0)
     """before every so many-th step its requests are decoded once more, by plain decoding on the same workers, so that
     the run can say what it saved, and that no token differs; 0 is never"""
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] | None = None
-    """where metrics are shown beside metrics.jsonl, each an extra, such as tlt[wandb]; left out: TensorBoard, where it
-    is installed"""
+    trackers: list[str] | None = None
+    """`tensorboard`, `wandb`, `mlflow`: where metrics are shown beside metrics.jsonl, each an extra, such as
+    tlt[wandb]; left out: TensorBoard, where it is installed"""
     completions_mb: int = Field(default=1024, ge=0)
     """completions.jsonl keeps every response, and drops the oldest beyond so many MiB; 0: none is kept"""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
     """`parquet`: completions/ in its place, a file a step (tlt[parquet])"""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
+
+    @field_validator("trackers")
+    @classmethod
+    def _known(cls, trackers: list[str] | None) -> list[str] | None:
+        for name in trackers or ():
+            if name not in TRACKERS:
+                raise ValueError(f'run.trackers: give some of {", ".join(TRACKERS)} (got "{name}")')
+        return trackers
 
 
 class Config(Section):
@@ -295,8 +304,6 @@ def _for_vllm(config: Config) -> None:
             f"model.device = {config.model.device!r}, but vLLM takes the first device it sees: set it to "
             f"'{config.model.device.partition(':')[0]}', and CUDA_VISIBLE_DEVICES to the one it is to see"
         )
-    if config.speculation.drafter == "mixed":
-        raise ValueError("speculation.drafter = 'mixed' needs engine.backend = 'tlt': with vllm take 'adaptive'")
     if config.run.compare_every and config.speculation.drafter != "off" and not config.looks_ahead_in_vllm:
         raise ValueError(
             "run.compare_every with engine.backend = 'vllm' would need a second vLLM for plain decoding, unless it is "

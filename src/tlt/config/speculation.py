@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tlt.config.registry import DRAFTERS, learned
 from tlt.config.section import Section
 from tlt.types import MOST_GUESSES
 
@@ -41,9 +42,11 @@ class DrafterTrainConfig(Section):
 class SpeculationConfig(Section):
     """What drafts, where it comes from, and how it is trained."""
 
-    drafter: Literal["off", "suffix", "eagle", "mixed", "adaptive"] = "adaptive"
-    """`adaptive` picks a strategy for each round, or none, in vLLM one for the run (docs/vllm.md); `eagle` (learned),
-    `suffix` (model-free) and `mixed` (both) always draft, by depth, branching, verify_tokens and min_chance"""
+    drafter: str = "adaptive"
+    """`adaptive` picks a strategy for each round, or none, in vLLM one for the run (docs/vllm.md); `eagle` (learned)
+    and `suffix` (model-free) always draft, by depth, branching, verify_tokens and min_chance; `off`: nothing does"""
+    trees: bool = False
+    """`adaptive` may draft trees too, not chains alone: on CPUs they were never the fastest"""
     path: str | None = None
     """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
@@ -68,9 +71,17 @@ class SpeculationConfig(Section):
     """of these drafts that are kept in host memory, four bytes each; the oldest age out"""
     training: DrafterTrainConfig = DrafterTrainConfig()
 
+    @field_validator("drafter")
+    @classmethod
+    def _known(cls, drafter: str) -> str:
+        choices = ("off", *DRAFTERS, "adaptive")
+        if drafter not in choices:
+            raise ValueError(f'speculation.drafter: give one of {", ".join(choices)} (got "{drafter}")')
+        return drafter
+
     @model_validator(mode="after")
     def _learned(self) -> SpeculationConfig:
-        if self.drafter in ("eagle", "mixed") and self.path is None:
+        if learned(self.drafter) and self.path is None:
             raise ValueError(
                 f"speculation.drafter = '{self.drafter}' needs speculation.path, the folder of a learned drafter: "
                 "make one with tlt draft train"
@@ -80,7 +91,7 @@ class SpeculationConfig(Section):
                 f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
                 "speculation.drafter = 'adaptive', or take the path away by --speculation.path ''"
             )
-        if self.drafter in ("eagle", "mixed") and (self.depth - 1) * self.branching > MOST_GUESSES:
+        if learned(self.drafter) and (self.depth - 1) * self.branching > MOST_GUESSES:
             raise ValueError(
                 f"speculation.depth and branching ask for more than {MOST_GUESSES} guesses a row: lower one of them"
             )

@@ -1,4 +1,5 @@
-"""The drafter protocol. A new drafter is one file that gives log q for the nodes of a level; the tree does the rest.
+"""The drafter protocol. A new drafter is one file that gives log q for the nodes of a level, and its line in
+`tlt.config.registry`; the tree does the rest.
 
 Shapes: B live rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +18,10 @@ from torch import Tensor
 from tlt.draft.features import FeatureView
 from tlt.sampling import Law
 from tlt.types import Request
+
+if TYPE_CHECKING:
+    from tlt.draft.eagle import EagleLayer
+    from tlt.models.decoder import Decoder
 
 
 class Level(NamedTuple):
@@ -76,15 +81,14 @@ class Drafter(Protocol):
         ...
 
 
-class ComposedDrafter(ABC):
-    """Base of drafters that are made of others of the engine's: they go when a part goes."""
+class Sources(NamedTuple):
+    """What a drafter may be made of: see `tlt.config.registry`."""
 
-    parts: frozenset[str] = frozenset()
-    """names"""
-
-    @abstractmethod
-    def swapped(self, drafter: Drafter) -> bool:
-        """`drafter` has taken the place of the one of its name; whether that changes this one."""
+    target: Decoder
+    layer: EagleLayer | None
+    """the learned one's weights; there where the drafter's entry says that it is learned"""
+    history_tokens: int
+    """of earlier epochs that may be kept"""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt.attention.backend import Entries, HeadShape
 from tlt.attention.choose import attention_for
-from tlt.draft.drafter import Candidates, Level
+from tlt.draft.drafter import Candidates, Level, Sources
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
 from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
@@ -183,3 +183,8 @@ class EagleDrafter:
         x = torch.addmm(residual, mixed, self.out)
         gate, up = (self.norms["post_attention_layernorm"].unit(x) @ self.gate_up).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), self.down)
+
+
+def make(sources: Sources) -> EagleDrafter:
+    assert sources.layer, "its entry says that it needs one"
+    return EagleDrafter(sources.layer, sources.target)

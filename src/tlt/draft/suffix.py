@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlt.draft.drafter import Node, NodeDrafter, Offer
+from tlt.draft.drafter import Node, NodeDrafter, Offer, Sources
 from tlt.draft.features import FeatureView
 from tlt.types import Request
 
@@ -154,3 +154,7 @@ def _followers(match: _Match | None) -> dict[int, list[_Place]]:
         if at < len(tokens):
             followers.setdefault(tokens[at], []).append(_Place(tokens, at + 1))
     return followers
+
+
+def make(sources: Sources) -> SuffixDrafter:
+    return SuffixDrafter(sources.history_tokens)

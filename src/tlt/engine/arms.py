@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
 
-# depth, branching, tokens to verify, least chance of a node: what each drafter may be used with, from shy to bold.
-# A chain ends where the chance that all of it is right falls below what another level costs, in tokens: measured, 0.2
-# to 0.4 were alike at batch 1 and 4, and 0.5 was worse.
-_SHAPES = {
-    "eagle": ((2, 1, 3, 0.3), (4, 1, 5, 0.3), (8, 1, 9, 0.3), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
-    "suffix": ((4, 1, 5, 0.5), (8, 2, 12, 0.3)),
-    "mixed": ((4, 2, 8, 0.2), (6, 2, 12, 0.1)),
-}
 _AHEAD = (4, 8, 16, 32, 63)  # how long look-ahead chains may be: a wider pass takes longer, by the longest of them
 
 
-def strategies(drafters: Iterable[str]) -> list[Strategy]:
+def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
     """Plain decoding the first."""
-    return [PLAIN, *(Strategy(name, *shape) for name in drafters for shape in _SHAPES[name])]
+    shapes = {name: DRAFTERS[name].chains + DRAFTERS[name].trees * trees for name in drafters}
+    return [PLAIN, *(Strategy(name, *shape) for name, some in shapes.items() for shape in some)]
 
 
 def with_ahead(arms: Iterable[Strategy]) -> list[Strategy]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from tlt.draft.drafter import ComposedDrafter, Drafter
+from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureView
 from tlt.types import Row
 
@@ -66,15 +66,10 @@ class Drafters:
     def remove(self, place: int, last: int) -> None:
         self._tell(lambda drafter: drafter.close(place, last), "close")
 
-    def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> list[str]:
-        """Put a drafter in the place of the one of its name, between two rounds. Returns whose guesses change."""
-        changed = [drafter.name]
-        for name, other in list(self.usable.items()):
-            if self.guard(name, partial(_is_changed, other, drafter), "take over"):
-                changed.append(name)
+    def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
+        """Put a drafter in the place of the one of its name, between two rounds."""
         self.usable[drafter.name] = drafter
-        for name in changed:
-            self.agreement[name] = Agreement(drafter.agreement)
+        self.agreement[drafter.name] = Agreement(drafter.agreement)
 
         def enter() -> None:
             drafter.begin(view)
@@ -82,10 +77,9 @@ class Drafters:
                 _open(drafter, row)
 
         self.guard(drafter.name, enter, "enter")
-        return changed
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
-        """The call's result; None if it failed, and then the drafter is gone, and those that are made of it."""
+        """The call's result; None if it failed, and then the drafter is gone."""
         if name not in self.usable:
             return None
         try:
@@ -94,20 +88,11 @@ class Drafters:
             log.exception("the drafter %s failed to %s; going on without it", name, what)
             self.failures += 1
             del self.usable[name]
-            for other, drafter in list(self.usable.items()):
-                if isinstance(drafter, ComposedDrafter) and name in drafter.parts:
-                    log.warning("nor can the drafter %s go on, which is made of it", other)
-                    del self.usable[other]
             return None
 
     def _tell(self, call: Callable[[Drafter], None], what: str) -> None:
         for name, drafter in list(self.usable.items()):
             self.guard(name, partial(call, drafter), what)
-
-
-def _is_changed(drafter: Drafter, swapped: Drafter) -> bool:
-    """Whether it is made of others, and of the one that is swapped."""
-    return isinstance(drafter, ComposedDrafter) and bool(drafter.swapped(swapped))
 
 
 def _open(drafter: Drafter, row: Row) -> None:

@@ -157,8 +157,8 @@ class Engine(Generates):
 
     def swap(self, drafter: Drafter) -> None:
         """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
-        for name in self.drafters.swap(drafter, self.rollout.view, self.rollout.rows):
-            self.tuner.renew(name, drafter.agreement)
+        self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
+        self.tuner.renew(drafter.name, drafter.agreement)
 
     def draft_with(self, layer: EagleLayer) -> None:
         """Put this learned drafter in the place of the one in use."""

@@ -57,7 +57,6 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
         "adversarial": engine([AdversarialDrafter(vocab_size)], Fixed(Strategy("adversarial", *_WIDE))),
         "learned, chain": engine([EagleDrafter(layer, target)], Fixed(chain)),
         "learned, tree": engine([EagleDrafter(layer, target)], Fixed(tree)),
-        "mixed": engine(everything(), Fixed(tree._replace(drafter="mixed"))),
         "off and on": engine(everything(), InTurn(changing)),
         "adaptive": engine(everything(), adaptive),
     }

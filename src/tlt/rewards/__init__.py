@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from tlt.config import Config
+from tlt.config.registry import REWARDS
 from tlt.rewards.isolated import IsolatedScore, Verdict, score
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.scores import QUICK, Answer, RewardError, Term, extract_answer, make_terms, sources_sha256
+from tlt.rewards.scores import Answer, RewardError, Term, extract_answer, make_terms, sources_sha256
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward", "refuse_unanswered", "sources_sha256"]
@@ -40,7 +41,7 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     reward = config.reward
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
-    if names <= set(QUICK):  # no process of their own
+    if all(name in REWARDS and REWARDS[name].quick for name in names):  # no process of their own
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
     return Scored(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
@@ -48,7 +49,7 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises RewardError for a prompt without the answer that a reward of ours compares with."""
-    if not {term.name for term in config.reward.all_terms} & {"exact", "math"}:
+    if not any(term.name in REWARDS and REWARDS[term.name].compares for term in config.reward.all_terms):
         return
     for prompt in prompts:
         if prompt.data.get("answer") is None:

@@ -1,4 +1,7 @@
-"""What an answer is worth: one small function a reward, each f(prompt, answer) -> float. No torch here."""
+"""What an answer is worth: one small function a reward, each f(prompt, answer) -> float. No torch here.
+
+Those that a recipe names are in `tlt.config.registry`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.config import Config, RewardConfig, RewardTerm
+from tlt.config.registry import REWARDS, RewardEntry, maker
 from tlt.data import task_dataset
 from tlt.types import Prompt
 
@@ -40,8 +44,6 @@ class Answer:
     """`stop` or `length`"""
 
 
-QUICK = ("exact", "length")
-"""of ours, those that neither run code of others nor can hang"""
 Score = Callable[[Prompt, Answer], Any]
 """a number, or None where the term does not apply"""
 Asked = Sequence[tuple[Prompt, Answer]]
@@ -70,7 +72,8 @@ def make_terms(config: Config) -> list[Term]:
         if ":" in term.name:
             scores, many = _users(term, config.reward)
         else:
-            scores, many = one_by_one(_score_of(term, config)), term.name in QUICK
+            entry = _entry(term.name)
+            scores, many = one_by_one(maker(entry)(term, config)), entry.quick
         terms.append(Term(term.name + number, term.weight, scores, term.if_fails, many))
     return terms
 
@@ -98,16 +101,26 @@ def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
     return scores
 
 
-def _score_of(term: RewardTerm, config: Config) -> Score:
-    if term.name == "reasoning_gym":
-        return _reasoning_gym(config)
-    if term.name == "math":
-        return _math()
-    simple = {"exact": exact, "format": partial(matches, term.pattern)}
-    return simple.get(term.name) or partial(length, term.length_from, term.length_to)
+def _entry(name: str) -> RewardEntry:
+    if name not in REWARDS:
+        known = ", ".join(REWARDS)
+        raise RewardError(f"there is no reward {name!r}: give one of {known}, or your own as 'module:function'")
+    return REWARDS[name]
 
 
 # -- pure functions of the answer --------------------------------------------------------------------------------------
+
+
+def exactly(term: RewardTerm, config: Config) -> Score:
+    return exact
+
+
+def formatted(term: RewardTerm, config: Config) -> Score:
+    return partial(matches, term.pattern)
+
+
+def brief(term: RewardTerm, config: Config) -> Score:
+    return partial(length, term.length_from, term.length_to)
 
 
 def exact(prompt: Prompt, answer: Answer) -> float:
@@ -141,7 +154,7 @@ RAISES_ON_MALFORMED = {"boxnet", "coin_flip", "game_of_life", "prime_factorizati
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
 
 
-def _reasoning_gym(config: Config) -> Score:
+def reasoning_gym(term: RewardTerm, config: Config) -> Score:
     datasets = {stage: task_dataset(config.data, stage) for stage in {task.stage for task in config.data.tasks}}
 
     def score(prompt: Prompt, answer: Answer) -> float:
@@ -156,7 +169,7 @@ def _reasoning_gym(config: Config) -> Score:
     return score
 
 
-def _math() -> Score:
+def mathematics(term: RewardTerm, config: Config) -> Score:
     """1 if the answer equals the row's `answer` as mathematics (math-verify), else 0."""
     try:
         from math_verify import parse, verify

@@ -1,0 +1,40 @@
+"""What a recipe may name: each entry can be made, and what is not there is refused by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt.config import Config, ConfigError, RewardTerm, parse_config
+from tlt.config.registry import DRAFTERS, REWARDS, TRACKERS, maker
+from tlt.config.rewards import RewardConfig
+from tlt.rewards.scores import RewardError, make_terms
+
+RECIPE = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"name": "exact"}}
+
+
+@pytest.mark.parametrize("entry", [*DRAFTERS.values(), *REWARDS.values(), *TRACKERS.values()], ids=lambda e: e.make)
+def test_every_entry_leads_to_something_to_call(entry: object) -> None:
+    assert callable(maker(entry))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"speculation": {"drafter": "eagle9"}}, "eagle9"),
+        ({"run": {"trackers": ["tensorboard", "neptune"]}}, "neptune"),
+        ({"reward": {"name": "lenght"}}, "lenght"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_there_is(section: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as refused:
+        parse_config({**RECIPE, **section})
+    assert any(known in str(refused.value) for known in ("suffix", "wandb", "length"))
+
+
+def test_a_reward_that_nobody_made_is_no_other_one() -> None:
+    """As a recipe that was not read from a file may have it."""
+    term = RewardTerm.model_construct(name="fluency", weight=1.0)
+    config = parse_config(RECIPE)
+    reward = RewardConfig.model_construct(**{**dict(config.reward), "terms": [term]})
+    with pytest.raises(RewardError, match="there is no reward 'fluency': give one of reasoning_gym, math"):
+        make_terms(Config.model_construct(**{**dict(config), "reward": reward}))
