@@ -6,7 +6,8 @@ from collections import deque
 
 import pytest
 
-from tlt.cluster.balance import Forecast, RoundTime, half_of, take
+from tlt.cluster.balance import Beside, Forecast, RoundTime, half_of, take
+from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT
 
 
 def test_the_time_of_a_round_is_a_line_through_what_was_seen() -> None:
@@ -85,3 +86,25 @@ def test_a_group_that_does_not_fit_is_split_once_an_eighth_of_the_slots_is_free(
     assert list(queue) == [["a2", "a3", "a4", "a5", "a6", "a7"]]
     assert take(queue, load=15, fair=20, slots=16) == []
     assert take(groups(8), load=0, fair=8, slots=4) == ["a0", "a1", "a2", "a3"]
+
+
+def test_what_training_takes_from_those_who_decode_beside_it() -> None:
+    """Rounds that take 12 s beside a worker that trains take 10 s beside others; before, it was said to be 0.5."""
+    beside = Beside(0.5)
+    assert beside.second_costs == 0.5
+    for _ in range(200):
+        beside.decoded([ROLLOUT, SPOT], 12.0, 11.0)
+        beside.decoded([ROLLOUT, IDLE], 10.0, 11.0)
+        beside.decoded([ROLLOUT, ROLLOUT], 30.0, 11.0)  # nobody was idle
+    assert beside.second_costs == pytest.approx(0.2, abs=0.01)
+    assert beside.idle_seconds(200 * 52.0 + 7.0) == pytest.approx(7.0)
+    beside.begin()
+    assert beside.idle_seconds(7.0) == 7.0
+
+
+def test_training_beside_others_is_never_said_to_make_them_faster() -> None:
+    beside = Beside(0.1)
+    for _ in range(200):
+        beside.decoded([ROLLOUT, SPOT], 9.0, 10.0)
+        beside.decoded([ROLLOUT, AHEAD], 10.0, 10.0)
+    assert 0.0 <= beside.second_costs < 0.01

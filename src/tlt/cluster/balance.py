@@ -94,10 +94,13 @@ class Beside:
             for kept, new in ((self._seconds, seconds), (self._expected, expected)):
                 kept[training] = _DECAY * kept[training] + new
 
+    def begin(self) -> None:
+        """A rollout."""
+        self._decoding = 0.0
+
     def idle_seconds(self, worker_seconds: float) -> float:
-        """Of so many seconds of all workers, since this was last asked."""
-        decoding, self._decoding = self._decoding, 0.0
-        return max(0.0, worker_seconds - decoding)
+        """Of so many seconds of all workers in this rollout."""
+        return max(0.0, worker_seconds - self._decoding)
 
     @property
     def second_costs(self) -> float:

@@ -155,6 +155,7 @@ class Coordinator:
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
+        self.beside.begin()
         self.hear()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
