@@ -70,7 +70,7 @@ def race(config: Config, bound: str, steps: int, modes: Sequence[str], console: 
 
 def phases_of(steps: int) -> dict[str, tuple[int, int]]:
     shift = steps // 2
-    settled = shift + round(SETTLING * (steps - shift))
+    settled = shift + max(1, round(SETTLING * (steps - shift)))
     return {
         "before the shift": (0, shift - 1),
         "the shift": (shift, settled - 1),

@@ -359,7 +359,7 @@ def test_tokens_with_the_bandit() -> None:
     bandit.record = by_a_random_clock
     engine = run_mixed(learned, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)
     assert engine.stats.drafter_failures == 0
-    assert len(engine.stats.strategies) > 3
+    assert len(engine.stats.strategies) >= 3
 
 
 def test_an_engine_starts_every_rollout_afresh() -> None:
