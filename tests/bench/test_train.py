@@ -102,6 +102,7 @@ def result(home: Path) -> dict[str, Any]:
         patch.object(bench, "_better_shape", lambda *_: 2),
         patch("tlt.parts._many_workers", many_workers),
         patch.object(one_run, "serially", seen),
+        patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True),
     ):
         bench.bench_train(config_of(home), 2, STEPS, list(bench.MODES), home / "result.json")
     return json.loads((home / "result.json").read_text(encoding="utf-8"))

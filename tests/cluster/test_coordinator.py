@@ -222,6 +222,7 @@ def test_those_who_train_are_called_back(home: Path) -> None:
     )
     turn, decodes, spot = count(), count(), ThreadWorker.spot
     expected = train(config, lambda n: next(turn))[:2]
+    always = patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
     trained: list[tuple[bool, int]] = []  # whether it was wanted, and micro-batches
 
     def training(self: ThreadWorker, seconds: float, number: float) -> Any:
@@ -232,7 +233,7 @@ def test_those_who_train_are_called_back(home: Path) -> None:
     def dies(worker: int, method: str) -> str:
         return "after" if method == "decode" and next(decodes) == 40 else ""
 
-    with patch.object(ThreadWorker, "spot", training):
+    with always, patch.object(ThreadWorker, "spot", training):
         assert train(config, lambda n: next(turn), dies)[:2] == expected
     assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}
     assert sum(micro_batches for wanted, micro_batches in trained if not wanted) > STEPS
@@ -386,7 +387,8 @@ def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training
 
     gains = patch("tlt.cluster.balance.Forecast.helping", lambda *arguments: 1.0)
     saves = patch("tlt.draft.gate.TrainingGate.saves", lambda *arguments: training)
-    with gains, saves, patch.object(ThreadWorker, "decode", decoding):
+    always = patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
+    with gains, saves, always, patch.object(ThreadWorker, "decode", decoding):
         _, _, pool = train(config_of(home, 2, rollout=rollout, **drafter), choose=lambda n: next(turn))
     assert bool(taken) == helps
     assert "spot" in {method for _, method in pool.log}
