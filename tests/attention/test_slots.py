@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -170,7 +171,7 @@ def test_levels_in_a_ring_behind_a_window(data: st.DataObject) -> None:
                 else:
                     passes[0][layer].key[b, 0], passes[0][layer].value[b, 0] = keys[m], values[m]
         written = entries, fresh
-    where = Entries(*torch.tensor(entries).unbind(1))
+    where = Entries(*np.array(entries).T)
     plan = both.slots.plan_draft([end + 1 for end in ends], starts, None if caught_up else where)
     both.check(plan, 0, passes, starts, ends, a_chain(rows, 0, 1), written)
     widths = data.draw(st.sampled_from([[1], [1], [2], [1, 1, 2, 1]]))

@@ -300,15 +300,15 @@ MUTANTS = [
     Mutant(
         "new nodes go round a ring that is shorter by one",
         "attention/slots.py",
-        "device=committed.device)) % self.tokens",
-        "device=committed.device)) % (self.tokens - 1)",
+        "np.arange(old, old + new)) % self.tokens",
+        "np.arange(old, old + new)) % (self.tokens - 1)",
         SLOTS,
     ),
     Mutant(
         "the entries in use are looked for in a ring that is longer by one",
         "attention/slots.py",
-        "beyond = around + size * (around < 0)",
-        "beyond = around + (size + 1) * (around < 0)",
+        "around + self.tokens * (around < 0)",
+        "around + (self.tokens + 1) * (around < 0)",
         SLOTS,
     ),
     Mutant(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,11 +43,11 @@ class HeadShape:
 
 
 class Entries(NamedTuple):
-    """Keys and values that a pass writes, in the order in which it gets them: rows [M] of the pass and positions
-    [M]."""
+    """Keys and values that a pass writes, in the order in which it gets them: rows [M] of the pass and positions [M],
+    int64 on the host."""
 
-    rows: Tensor
-    positions: Tensor
+    rows: np.ndarray
+    positions: np.ndarray
 
 
 class AttentionBackend(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,12 +50,10 @@ class SlotPlan(NamedTuple):
 class _Ahead(NamedTuple):
     """What the next level of a draft is planned from."""
 
-    ends: Tensor
+    ends: np.ndarray
     """[B] position of each row's last committed entry, the first node"""
-    slot_places: Tensor
-    """[B, 1, K]"""
-    beyond: Tensor
-    """[B, T] how far each index is behind that entry: negative before it"""
+    starts: np.ndarray
+    """[B] position of the first entry that is seen"""
     wraps: bool
     """whether some row may come to the end of its ring"""
     seen: Tensor | None
@@ -115,8 +114,8 @@ class SlotAttention:
     def plan(self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None) -> SlotPlan:
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache makes room before a pass"
+        places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
         committed = torch.tensor(lengths, device=self.shape.device)
-        places = self._slot_places(first, len(lengths)) + self._indices(committed, 0, new)[..., None]
         beyond = torch.arange(longest + new, device=committed.device) - committed[:, None]
         spans, biases = _spans(lengths, new), []
         for span in spans:
@@ -127,24 +126,17 @@ class SlotAttention:
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
-        ends = torch.tensor(lengths, device=self.shape.device) - 1
-        slot_places = self._slot_places(0, rows)
-        if written is None:
-            places = slot_places + self._indices(ends, 0, 1)[..., None]
-        else:
-            places = slot_places[written.rows, 0] + (written.positions % size)[:, None]
-        beyond = torch.arange(size, device=ends.device) - ends[:, None]
-        if max(starts) > 0:  # the first position seen lies at its index, the others from there around the ring
-            start = torch.tensor(starts, device=ends.device)[:, None]
-            around = torch.arange(size, device=ends.device) - start % size
-            beyond = around + size * (around < 0) + (start - ends[:, None])
-        seen = None
-        if min(lengths) < longest or max(starts) > 0:
-            seen = self._bias(beyond, None, 1)
-        span = Span(0, rows, min(size, longest))
+        heads = self._heads(0, rows)
         wraps = any((length - 1) % size + MOST_GUESSES >= size for length in lengths)
-        ahead = _Ahead(ends, slot_places, beyond, wraps, seen)
-        bias = None if seen is None else seen[..., : span.tokens]
+        ahead = _Ahead(np.array(lengths) - 1, np.array(starts), wraps, None)
+        if written is None:
+            places = heads + self._indices(ahead.ends, 0, 1)[..., None]
+        else:
+            places = heads[written.rows, 0] + (written.positions % size)[:, None]
+        if min(lengths) < longest or max(starts) > 0:
+            ahead = ahead._replace(seen=self._bias(self._beyond(ahead), None, 1))
+        span = Span(0, rows, min(size, longest))
+        bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]
         return SlotPlan(0, 0, 1, self._both(places), [span], [bias], ahead)
 
     def deeper(self, plan: SlotPlan, new: int, parents: Tensor | None = None) -> SlotPlan:
@@ -156,33 +148,45 @@ class SlotAttention:
         if chain and plan.old > 0 and not ahead.wraps:
             places = plan.places + 1
         else:
-            places = self._both(ahead.slot_places + self._indices(ahead.ends, old, new)[..., None])
+            places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, new)[..., None])
         if chain and seen is not None:  # the pass before is over: its bias becomes this one's
             seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
         elif not chain:
             assert parents is not None, "where there are branches, each has a parent"
             if seen is None:
-                seen = self._bias(ahead.beyond - (old - 1), None, 1)
+                seen = self._bias(self._beyond(ahead) - (old - 1), None, 1)
             of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
-            own = self._indices(ahead.ends, old, new).repeat_interleave(heads, dim=0)
+            own = self._tensor(self._indices(ahead.ends, old, new).repeat(heads, axis=0))
             seen = seen.gather(1, of_parent).scatter_(2, own[..., None], 0.0)
         bias = None if seen is None else self._by_query(seen[..., : span.tokens])
         return SlotPlan(0, old, new, places, [span], [bias], ahead._replace(seen=seen))
 
-    def _slot_places(self, first: int, rows: int) -> Tensor:
+    # Where things lie is worked out in NumPy: the lengths are known on the host, and a CPU takes longer to start an
+    # operation of torch than for all of its work here.
+
+    def _heads(self, first: int, rows: int) -> np.ndarray:
         """[rows, 1, K] where each slot's heads begin, among all (slot, head, index)."""
         heads = self.shape.num_kv_heads
-        each = torch.arange(first * heads, (first + rows) * heads, device=self.shape.device)
-        return (each * self.tokens).view(rows, 1, heads)
+        return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
-    def _indices(self, committed: Tensor, old: int, new: int) -> Tensor:
+    def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
         """[B, N] of new nodes in their slots."""
-        return (committed[:, None] + torch.arange(old, old + new, device=committed.device)) % self.tokens
+        return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
-    def _both(self, places: Tensor) -> Tensor:
+    def _both(self, places: np.ndarray) -> Tensor:
         """Of keys, and then of their values."""
-        places = places.view(-1)
-        return torch.cat([places, places + self.slots * self.shape.num_kv_heads * self.tokens])
+        values = self.slots * self.shape.num_kv_heads * self.tokens
+        return self._tensor(np.add.outer((0, values), places.ravel()).ravel())
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.shape.device)
+
+    def _beyond(self, ahead: _Ahead) -> Tensor:
+        """[B, T] how far each index of a slot is behind the row's last committed entry: negative before it."""
+        ends, start = (self._tensor(x)[:, None] for x in (ahead.ends, ahead.starts))
+        # the first position seen lies at its index, the others from there around the ring
+        around = torch.arange(self.tokens, device=ends.device) - start % self.tokens
+        return around + self.tokens * (around < 0) + (start - ends)
 
     def _bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
         """[rows * K, N, T], of nodes that stand right behind the committed positions; a tensor of its own."""

@@ -109,6 +109,8 @@ class FeatureWindow:
         if not self._blocks:
             return
         blocks, self._blocks = self._blocks, []
+        if len(blocks) == 1:
+            return self._put(*blocks[0])
         places, next_tokens = [m for block in blocks for m in block[0]], [m for block in blocks for m in block[2]]
         if len(set(places)) == len(places):
             self._put(places, torch.cat([block[1] for block in blocks]), next_tokens)

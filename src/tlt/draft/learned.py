@@ -117,22 +117,21 @@ class EagleDrafter:
             last.append(len(todo) - 1)
             self.ready[row] = length if wanted else min(self.ready[row], length - 1)
         self.blind = [row for row, start in enumerate(starts) if start >= lengths[row]]
-        rows, entries = self._tensor(np.array(todo).T)
-        at = rows, entries % window.capacity
-        g = window.features[at]
+        rows, entries = np.array(todo).T
+        at, positions = self._tensor(np.stack([rows * window.capacity + entries % window.capacity, entries]))
+        g = window.features.flatten(0, 1).index_select(0, at)
         g = (
             g[:, : 3 * self.options.hidden_size] @ self.fc
             if self.options.kind == "eagle3"
             else g[:, -self.options.hidden_size :]
         )
-        q, kv, residual = self._project(window.tokens[at], g, self.target.cis(entries))
+        q, kv, residual = self._project(window.tokens.view(-1).index_select(0, at), g, self.target.cis(positions))
         held = [max(length, 1) for length in lengths]
         starts = [min(start, count - 1) for start, count in zip(starts, held, strict=True)]
         caught_up = len(todo) == len(last)
         self.plan = self.attention.plan_draft(held, starts, None if caught_up else Entries(rows, entries))
-        depths = torch.arange(MOST_GUESSES, device=rows.device)
-        positions = self._tensor(np.array(held))[:, None] + depths
-        self.cis = self.target.cis(positions.clamp_(max=self.options.max_positions - 1))  # [B, depth, 1, E/2]
+        guesses = np.minimum(np.add.outer(held, range(MOST_GUESSES)), self.options.max_positions - 1)
+        self.cis = self.target.cis(self._tensor(guesses))  # [B, depth, 1, E/2]
         if not caught_up:
             at_last = self._tensor(np.array(last))
             q, residual = q[at_last], residual[at_last]
