@@ -64,6 +64,7 @@ def train(bench: Workbench, items: list[Any], change: Variant, seconds: float) -
     if kind == "eagle1":  # reads the last hidden state alone
         items = [item._replace(features=item.features[:, -layer.options.hidden_size :]) for item in items]
     trainer, start = DrafterTrainer(layer, bench.target, config), time.process_time()
+    trainer.prepare(items, from_scratch=True)
     while True:
         for _ in trainer.epoch(items):
             spent = time.process_time() - start

@@ -23,6 +23,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from tlt.config import load_config
+from tlt.draft import trainer
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.trainer import DrafterTrainer
@@ -38,7 +39,9 @@ class Padded(DrafterTrainer):
     """Sequences side by side, each as long as the longest: R rows of N entries, one pass over R x N of them, attention
     and losses row by row as padded trainers do. What is padded is computed, and left out of the loss."""
 
-    def _columns(self, layer: EagleLayer, batch: Pack, steps: int) -> tuple[list[Tensor], Tensor]:
+    def _columns(
+        self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
         features = batch.features.to(self.dtype)
         columns = unroll_padded(self, layer, batch._replace(features=features), steps)
         return columns, features[:, -layer.options.hidden_size :]
@@ -124,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no further pass begins")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    trainer._EVERY = 1  # chains from all entries: which are every fourth differs from way to way
     bench = Workbench.of(load_config(arguments.recipe))
     drafter = bench.config.speculation
     config = drafter.training.model_copy(update={"micro_batch_tokens": PACK, "unroll": 3})

@@ -76,6 +76,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         buffer = harvest(bench, layer, harvest_tokens, progress)
         harvested = time.perf_counter() - began
         trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
+        trainer.prepare(buffer.items, from_scratch=True)
         overlaps = _train(trainer, buffer, seconds, progress)
     results = judge(bench, layer)
     layer.agreement = results[0]["agreement"][0]

@@ -138,17 +138,47 @@ def test_tokens_are_counted_by_one_replica_alone(model: Model, items: list[Harve
 
 
 @pytest.mark.parametrize(
-    ("agreement", "steps", "share"), [(None, 2, 1 / 1.002), (None, 1000, 0.5), (None, 10**6, 0.1), (0.9, 2, 0.1)]
+    ("agreement", "right", "share"),
+    [(None, None, 1.0), (None, 0.6, 0.8), (None, 1.5, 0.5), (None, 2.9, 0.1), (0.9, None, 0.1), (0.9, 0.3, 0.9)],
 )
-def test_the_rate_cools_and_one_that_was_trained_before_begins_cold(
-    model: Model, items: list[Harvest], agreement: float | None, steps: int, share: float
+def test_the_rate_is_the_share_of_guesses_that_are_wrong(
+    model: Model, items: list[Harvest], agreement: float | None, right: float | None, share: float
 ) -> None:
+    """Of three guesses `right` were right lately; so a trained drafter begins cold, and learns again after a
+    collapse."""
     layer = fresh_layer(model)
     layer.agreement = agreement
     spot = make_spot(model, items, layer=layer)
-    spot.enough, spot.trainer.steps = 1, float(steps)
+    spot.enough, spot.trainer.steps = 1, 1000.0
+    if right is not None:
+        spot.trainer.reach = right
     spot.train(0)
     assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(share * CONFIG.learning_rate)
+
+
+def test_a_random_drafter_begins_with_regression_and_one_that_was_published_does_not(
+    model: Model, items: list[Harvest]
+) -> None:
+    """Nor does one that is trained again from the drafter in use; the whitening is of the harvest of that time."""
+    spot = make_spot(model, items, layer=EagleLayer(eagle_options(model.decoder.options, "eagle1", 32)).double())
+    assert spot.enough == 4 * 32
+    seen: list[tuple[int, bool]] = []
+    prepare = spot.trainer.prepare
+
+    def look(sample: list[Harvest], from_scratch: bool) -> None:
+        assert 16 * 32 - 64 < sum(len(item.tokens) for item in sample) <= 16 * 32
+        seen.append((int(spot.trainer.steps), from_scratch))
+        prepare(sample, from_scratch)
+
+    spot.trainer.prepare = look  # type: ignore[method-assign]
+    for _ in range(9):
+        spot.train(0)
+    assert seen == [(0, True), (1, False), (2, False), (4, False), (8, False)]
+    spot.publish(replica_of(spot).tensors, 0.5)
+    spot.mean[0].fill_(math.nan)
+    assert spot.replica() is None
+    spot.train(0)
+    assert seen[5:] == [(0, False), (1, False)]
 
 
 def test_without_harvest_nothing_is_trained(model: Model) -> None:
@@ -202,7 +232,7 @@ def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Ha
     singles = [worker.judge(replica_of(worker).tensors).candidate for worker in alone]
     got = workers[0].judge(mean.tensors).candidate
     assert got > sum(singles) / 4
-    assert got > 0.99 * max(singles)
+    assert got > 0.98 * max(singles)
     assert same(Replica(replica_of(workers[0]).tensors, 0), replica_of(workers[3])), "all go on from one state"
 
 
@@ -225,7 +255,7 @@ def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_mor
     spot = make_spot(model, items)
     evidence = spot.evidence()
     assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.evidence()]
-    assert sum(len(item.tokens) for item in evidence) <= 4 * CONFIG.micro_batch_tokens
+    assert sum(len(item.tokens) for item in evidence) <= 2 * CONFIG.micro_batch_tokens
     assert all(item.drafted and len(item.tokens) <= 64 for item in evidence)
     assert len({item.prompt_id for item in evidence}) > 2
     before = spot.judge(None)
@@ -266,8 +296,9 @@ def test_judgements_add_up() -> None:
 def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, items: list[Harvest]) -> None:
     layer = fresh_layer(model)
     layer.agreement = 0.9
-    good = make_spot(model, items, layer=layer)
-    assert make_spot(model, items).ready
+    few = [item for item in items if item.prompt_id < 16]
+    good = make_spot(model, few, layer=layer)
+    assert make_spot(model, few).ready
     assert not good.ready
     for _ in range(3):
         for item in items:
@@ -352,7 +383,7 @@ def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
     layer = spot.publish(replica_of(spot).tensors, 0.5)
     spot.train(0)
     weight = spot.trainer.layer.fc.weight
-    moment = spot.trainer.optimizer.state[weight]["exp_avg_sq"]
+    moment = spot.trainer.optimizer.state[spot.trainer.parameters["fc.weight"]]["exp_avg_sq"]
     {"weight": weight.data, "moment": moment, "mean": spot.mean[0]}[part].view(-1)[-1] = value
     assert spot.replica() is None
     for parameter, mean, wanted in zip(spot.trainer.layer.parameters(), spot.mean, layer.parameters(), strict=True):

@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "later guesses in training stand at their root's position",
         "draft/unroll.py",
-        "at = (batch.positions + t)",
-        "at = (batch.positions + 0)",
+        "at = (batch.positions[places] + t)",
+        "at = (batch.positions[places] + 0)",
         "draft/test_trainer.py",
     ),
     Mutant(
@@ -102,22 +102,22 @@ MUTANTS = [
     Mutant(
         "a block of attention misses the first entry of its window",
         "draft/unroll.py",
-        "max(first, low - window + 1)",
-        "max(first, low - window + 2)",
+        "max(begin, start - window + 1)",
+        "max(begin, start - window + 2)",
         "draft/test_trainer.py",
     ),
     Mutant(
         "sequences of a pack see each other",
         "draft/unroll.py",
-        "        seen &= batch.segments[low:high, None] == batch.segments[first:high]\n",
+        "        seen &= batch.segments[queries, None] == batch.segments[first:end]\n",
         "",
         "draft/test_trainer.py",
     ),
     Mutant(
         "query heads are dealt out over key heads in turn",
         "draft/unroll.py",
-        "query.view(T, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3)",
-        "query.view(T, share, o.num_kv_heads, o.head_dim).permute(2, 1, 0, 3)",
+        "query.view(-1, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3)",
+        "query.view(-1, share, o.num_kv_heads, o.head_dim).permute(2, 1, 0, 3)",
         "draft/test_eagle.py",
     ),
     Mutant(
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "the teacher is the entry itself, a position too early",
         "draft/trainer.py",
-        "teacher[where + ahead]",
-        "teacher[where]",
+        "teacher[ahead[where]]",
+        "teacher[at[where]]",
         "draft/test_trainer.py",
     ),
     Mutant(
@@ -152,15 +152,15 @@ MUTANTS = [
     Mutant(
         "a later guess counts where its root's first one does",
         "draft/trainer.py",
-        "batch.counted[t : len(batch.counted) - 1]",
-        "batch.counted[: len(inside)]",
+        "batch.counted[ahead - 1]",
+        "batch.counted[at]",
         "draft/test_trainer.py",
     ),
     Mutant(
         "later guesses weigh as much as the first",
         "draft/trainer.py",
-        "self.config.decay**t * loss.mean()",
-        "loss.mean()",
+        "self.config.decay**t * (loss.mean()",
+        "(loss.mean()",
         "draft/test_trainer.py",
     ),
     Mutant(
@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "the drafter's gradient is not clipped",
         "draft/trainer.py",
-        "self.layer.parameters(), self.config.max_grad_norm)",
-        "self.layer.parameters(), math.inf)",
+        "self.parameters.values(), self.config.max_grad_norm)",
+        "self.parameters.values(), math.inf)",
         "draft/test_trainer.py",
     ),
     Mutant(
@@ -203,6 +203,62 @@ MUTANTS = [
         "draft/trainer.py",
         '{"step": torch.tensor(self.steps), **moments}',
         '{"step": torch.tensor(0.0), **moments}',
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "fc's step for white inputs is folded in as it is",
+        "draft/trainer.py",
+        "fc += self._white @ self.whitening",
+        "fc += self._white",
+        "draft/test_trainer.py",
+    ),
+    Mutant(
+        "fc's steps add up before they are folded in",
+        "draft/trainer.py",
+        "            self._white.zero_()\n",
+        "",
+        "draft/test_trainer.py",
+    ),
+    Mutant(
+        "the whitening is not saved",
+        "draft/trainer.py",
+        'self.whitening = state["whitening"]',
+        'self.whitening = torch.eye(len(self.whitening)) + 0 * state["whitening"]',
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "chains are trained from the same entries in every step",
+        "draft/trainer.py",
+        "at[int(self.steps) % _EVERY :: _EVERY]",
+        "at[::_EVERY]",
+        "draft/test_trainer.py",
+    ),
+    Mutant(
+        "a chain that is trained attends to its neighbour's guesses",
+        "draft/unroll.py",
+        "blocks = _blocks(batch, roots, o.window)",
+        "blocks = _blocks(batch, places[: len(roots)], o.window)",
+        "draft/test_trainer.py",
+    ),
+    Mutant(
+        "regression is towards the entry's own hidden state",
+        "draft/whitening.py",
+        "item.features[1:, -out:].to(x).T @ x[:-1]",
+        "item.features[:-1, -out:].to(x).T @ x[:-1]",
+        "draft/test_whitening.py",
+    ),
+    Mutant(
+        "a drafter that was published begins again with regression",
+        "draft/spot.py",
+        "from_scratch=steps == 0 and not self.in_use.trained",
+        "from_scratch=steps == 0",
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "a trained drafter stays at a tenth of the rate for ever",
+        "draft/spot.py",
+        "max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)",
+        "_LEAST_RATE if self.in_use.trained else max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)",
         "draft/test_spot.py",
     ),
     # -- the harvest
@@ -387,9 +443,9 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter that was trained before begins at the full rate",
-        "draft/spot.py",
-        "/ _COOLING) if self.cold else 0.0)",
-        "/ _COOLING))",
+        "draft/trainer.py",
+        "float(config.unroll) if layer.trained else 0.0",
+        "0.0",
         "draft/test_spot.py",
     ),
     Mutant(

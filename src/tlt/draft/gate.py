@@ -23,8 +23,8 @@ class Thresholds:
     """All that the drafter's life is decided by. What is not measured in the run itself is here."""
 
     stretch: int = 32
-    """micro-batches, of all workers, that are judged together: judging takes as long as three"""
-    judged: int = 4
+    """micro-batches, of all workers, that are judged together: judging takes as long as four"""
+    judged: int = 2
     """micro-batches of held-back harvest that a candidate is judged by"""
     better: float = 1.02
     """times the accept length of the drafter in use, what a candidate must have to go live: a judgement errs by about

@@ -26,23 +26,26 @@ from tlt.draft.unroll import bundles, pack
 
 log = logging.getLogger(__name__)
 
-_HELD = 32  # micro-batches of harvest held back
+_HELD = 16  # micro-batches of harvest held back
 _LENT = 4  # responses whose harvest is still to be computed
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
 _READY = 2  # micro-batches of harvest before training starts
-_ENOUGH = 32  # likewise of a drafter that was trained before, which a few responses make worse on all others
+_SPREAD = 4  # entries before it starts from random weights, to each input of fc: they are what it begins with
+_ENOUGH = 16  # micro-batches likewise of a drafter trained before, which a few responses make worse on all others
 _MEMORY = 50  # micro-batches that the published weights are a mean of
-_COOLING = 1000  # micro-batches after which a drafter that began at random trains at half the rate
-_LEAST_RATE = 0.1  # of the configured one: what it falls to, and what a drafter that was trained before begins with
+_SAMPLE = 16  # entries of harvest that `fc`'s inputs are known by, to each of them
+_LEAST_RATE = 0.1  # of the configured one
 
 
 class SpotTrainer:
     """`layer` is the drafter in use, or a fresh random one (cold start); it is not changed.
 
-    The rate never falls to zero, so as to follow a moving target; that leaves noise in the weights, so what is
-    published is their running mean. `recompute`: where the engine keeps no features.
+    The rate is the configured one times the share of a chain's guesses that are still wrong: so it falls as the drafter
+    learns, and rises again where the target runs away from it. It never falls to zero, which leaves noise in the
+    weights, so what is published is their running mean (measured, a rate that falls within each judged stretch as well
+    gains nothing on top of that). `recompute`: where the engine keeps no features.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class SpotTrainer:
         self.rng = random.Random(seed)
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # since the last replica
-        self.cold = not layer.trained
-        wanted = (_READY if self.cold else _ENOUGH) * config.micro_batch_tokens
+        wanted = _ENOUGH * config.micro_batch_tokens
+        if not layer.trained:
+            wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
         self.enough = min(wanted, config.buffer_tokens // 4)
 
     # -- the harvest ---------------------------------------------------------------------------------------------------
@@ -111,11 +115,21 @@ class SpotTrainer:
 
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
         """The entries of one that was trained on."""
-        self.trainer.rate_scale = max(_LEAST_RATE, 1 / (1 + self.trainer.steps / _COOLING) if self.cold else 0.0)
+        if self.trainer.steps == 0:
+            self._prepare()
+        self.trainer.rate_scale = max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)
         batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
         self.trainer.step(batch, stop)
         self._follow()
+        if (steps := int(self.trainer.steps)) & (steps - 1) == 0:
+            self._prepare()
         return len(batch.tokens)
+
+    def _prepare(self) -> None:
+        """Before the first step, and after twice as many: by then the harvest is of more prompts."""
+        entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
+        sample = self.buffer.pieces(entries, _PIECE, random.Random(steps))
+        self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
     def _recompute_one(self, stop: Callable[[], bool], held_back: bool = False) -> bool:
         """Harvest of one response, if one waits. Raises Interrupted."""

@@ -77,53 +77,72 @@ def bundles(items: Iterable[Harvest], tokens: int) -> Iterator[list[Harvest]]:
 
 
 def unroll(
-    layer: EagleLayer, embedding: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Pack, steps: int
+    layer: EagleLayer,
+    embedding: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    batch: Pack,
+    steps: int,
+    roots: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Columns 0 .. steps - 1: what the head takes at every entry, [T, D] each. Entry i of column t predicts the token
-    t + 2 behind token i; at the end of a sequence its input is some other token, and its output means nothing.
+    """Columns 0 .. steps - 1: what the head takes at each entry [T, D], and in the later columns at each of the `roots`
+    [R, D] (entries in ascending order; None: all). Entry i of column t predicts the token t + 2 behind token i; at the
+    end of a sequence its input is some other token, and its output means nothing.
 
     `cos_sin` [positions, E] each, of the target's rotary embedding in Hugging Face's order.
     """
-    o, T = layer.options, len(batch.tokens)
+    o = layer.options
     share = o.num_heads // o.num_kv_heads
-    blocks = _blocks(batch, o.window)
+    places = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    blocks = _blocks(batch, places, o.window)
     g = layer.fuse(batch.features)
-    keys: list[Tensor] = []  # of each column, [K, T, E]
-    values: list[Tensor] = []
+    true: tuple[Tensor, Tensor] | None = None  # keys and values of column 0, [K, T, E]
+    own: list[tuple[Tensor, Tensor]] = []  # of each later one, [K, R, E]
     for t in range(steps):
-        x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t), embedding), g)
-        at = (batch.positions + t).clamp(max=len(cos_sin[0]) - 1)
-        query, key = (_rotate_halves(p(x).view(T, -1, o.head_dim), cos_sin, at) for p in (layer.q_proj, layer.k_proj))
-        keys.append(key.transpose(0, 1))
-        values.append(layer.v_proj(x).view(T, o.num_kv_heads, o.head_dim).transpose(0, 1))
-        query = query.view(T, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
-        mixed = torch.cat([_attend(query, keys, values, block) for block in blocks], dim=2)
-        g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).reshape(T, -1)))
+        if t == 1 and roots is not None:
+            g, places = g[roots], roots
+            blocks = _blocks(batch, roots, o.window)
+        x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding), g)
+        at = (batch.positions[places] + t).clamp(max=len(cos_sin[0]) - 1)
+        heads = (p(x).view(len(places), -1, o.head_dim) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        query, key, value = heads
+        query, key = (_rotate_halves(heads, cos_sin, at) for heads in (query, key))
+        written = key.transpose(0, 1), value.transpose(0, 1)
+        if true is None:
+            true = written
+        else:
+            own.append(written)
+        query = query.view(-1, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
+        mixed = torch.cat([_attend(query, true, own, block) for block in blocks], dim=2)
+        g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).flatten(1)))
         yield layer.finish(g)
 
 
 class _Block(NamedTuple):
-    """Entries [low, high) as queries, and the entries [first, high) that some of them see."""
+    """Queries [low, high) of a column, and the entries [first, last) that some of them see."""
 
-    first: int
     low: int
     high: int
+    first: int
+    last: int
     bias: Tensor
-    """[high - low, high - first] 0 where one sees the other, else -inf"""
+    """[high - low, last - first] 0 where one sees the other, else -inf"""
 
 
-def _blocks(batch: Pack, window: int) -> list[_Block]:
-    """Of a pack of many short sequences, or of a long causal one, most pairs of entries see nothing of each other: so
-    attention goes block by block, of some whole sequences or of a part of one, over no more than it sees."""
-    place = torch.arange(len(batch.tokens), device=batch.tokens.device)
+def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
+    """Of a column whose queries stand at these `places` of the pack. Of a pack of many short sequences, or of a long
+    causal one, most pairs of entries see nothing of each other: so attention goes block by block, of some whole
+    sequences or of a part of one, over no more than it sees."""
+    entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = []
-    for first, low, high in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
-        first = max(first, low - window + 1)
-        apart = place[low:high, None] - place[first:high]
+    for begin, start, end in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
+        low, high = torch.searchsorted(places, torch.tensor([start, end], device=places.device)).tolist()
+        first = max(begin, start - window + 1)
+        queries = places[low:high]
+        apart = queries[:, None] - entries[first:end]
         seen = (apart >= 0) & (apart < window)
-        seen &= batch.segments[low:high, None] == batch.segments[first:high]
-        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=place.device)
-        blocks.append(_Block(first, low, high, bias.masked_fill_(~seen, -torch.inf)))
+        seen &= batch.segments[queries, None] == batch.segments[first:end]
+        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=entries.device)
+        blocks.append(_Block(low, high, first, end, bias.masked_fill_(~seen, -torch.inf)))
     return blocks
 
 
@@ -143,16 +162,18 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield low, low, end
 
 
-def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], block: _Block) -> Tensor:
-    """The block's queries, of [K, share, T, E], over the true entries (column 0) and each over its own chain of guesses
+def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
+    """The block's queries, of [K, share, M, E], over the true entries (column 0) and each over its own chain of guesses
     (the later columns)."""
-    first, low, high, bias = block
-    query = query[:, :, low:high]
-    true = query @ keys[0][:, None, first:high].transpose(2, 3) + bias  # [K, share, high - low, high - first]
-    own = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k in keys[1:]]
-    seen, chain = torch.softmax(torch.cat([true, *own], dim=-1), dim=-1).split([high - first, len(own)], dim=-1)
-    mixed = seen @ values[0][:, None, first:high]
-    for weight, v in zip(chain.unbind(-1), values[1:], strict=True):
+    low, high, first, last, bias = block
+    query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
+    seen = query @ keys.transpose(2, 3) + bias  # [K, share, high - low, last - first]
+    if not own:
+        return torch.softmax(seen, dim=-1) @ values
+    chain = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k, _ in own]
+    seen, weights = torch.softmax(torch.cat([seen, *chain], dim=-1), dim=-1).split([last - first, len(own)], dim=-1)
+    mixed = seen @ values
+    for weight, (_, v) in zip(weights.unbind(-1), own, strict=True):
         mixed = mixed + weight[..., None] * v[:, None, low:high]
     return mixed
 

@@ -1,0 +1,57 @@
+"""What linear algebra on a sample of the harvest gives to training: how to make the inputs of `fc` white, and the `fc`
+that predicts the next hidden state best.
+
+Shapes: N entries, I inputs of fc, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import EagleLayer
+
+_RIDGE = 1e-3  # of the mean second moment, added to all in the regression
+_FLOOR = 0.1  # likewise before the root: a direction that a sample of few prompts lacks is in the next prompts
+
+
+class Moments:
+    """Sums over the entries of a sample: inputs by inputs [I, I], and next hidden states by inputs [D, I]; float64."""
+
+    def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:
+        """`embedding` [V, D], in the type to multiply in."""
+        size, out = layer.fc.in_features, layer.fc.out_features
+        self.inputs = torch.zeros(size, size, dtype=torch.float64, device=embedding.device)
+        self.following = torch.zeros(out, size, dtype=torch.float64, device=embedding.device)
+        self.entries = 0
+        for item in sample:
+            x = fc_inputs(layer, embedding, item)
+            self.inputs += x.T @ x
+            self.following += item.features[1:, -out:].to(x).T @ x[:-1]
+            self.entries += len(x)
+
+    def next_hidden(self) -> Tensor:
+        """[D, I]: least squares from an entry's inputs to the hidden state of the next one, with a small ridge."""
+        return torch.linalg.solve(self._raised(_RIDGE), self.following, left=False)
+
+    def whitening(self) -> Tensor:
+        """[I, I], symmetric: inputs [N, I] times this have second moments of about 1."""
+        values, vectors = torch.linalg.eigh(self._raised(_FLOOR) / self.entries)
+        return (vectors * values.rsqrt()) @ vectors.T
+
+    def _raised(self, share: float) -> Tensor:
+        mean = self.inputs.diagonal().mean()
+        return self.inputs + share * mean * torch.eye(len(self.inputs)).to(self.inputs)
+
+
+def fc_inputs(layer: EagleLayer, embedding: Tensor, item: Harvest) -> Tensor:
+    """[N, I]: what fc reads at each entry of an item, as the target computed it."""
+    features = item.features.to(embedding)
+    if layer.options.kind == "eagle3":
+        return features[:, : layer.fc.in_features]
+    embedded = F.embedding(item.tokens.to(embedding.device), embedding)
+    return torch.cat([embedded, features[:, -layer.options.hidden_size :]], dim=-1)
