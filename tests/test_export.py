@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ from safetensors.torch import load_file
 from tiny import qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tlt.build import make_target
 from tlt.checkpoint import policy_in
 from tlt.cli import main
+from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
+from tlt.draft.saving import write
+from tlt.draft.spot import SpotTrainer
 from tlt.export import export
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
@@ -133,6 +138,8 @@ def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None
         export(tmp_path / "drafter", tmp_path / "out", "hf", "float32", model)
     with pytest.raises(ValueError, match="is not empty"):
         export(model, tmp_path, "hf", "float32")
+    with pytest.raises(ModelError, match="is no drafter"):
+        export(model, tmp_path / "out", "hf", "float32", model)
     with pytest.raises(ModelError, match="there is no folder"):
         export(tmp_path / "nowhere", tmp_path / "out", "hf", "float32")
 
@@ -153,3 +160,53 @@ def test_a_drafter_is_known_by_its_config(model: Path, tmp_path: Path) -> None:
     export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
     with pytest.raises(DrafterError, match="holds no drafter that can be read"):
         load_drafter(tmp_path / "out", decoder_options(read_config(model)))
+
+
+def test_a_model_without_a_tokenizer_is_refused_and_no_empty_one_is_made_up(tmp_path: Path) -> None:
+    """As transformers does for Qwen."""
+    qwen3(vocab_size=257, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="has no tokenizer: copy"):
+        export(tmp_path / "model", tmp_path / "out", "hf", "float32")
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_command_that_serves_is_one_for_a_shell(model: Path, tmp_path: Path, to: str) -> None:
+    mine, out = tmp_path / "my drafter", tmp_path / "what's out"
+    a_drafter(model, mine)
+    export(mine, out, to, "float32", model)  # type: ignore[arg-type]
+    card = (out / "README.md").read_text()
+    command = shlex.split(card.split(f"Served by {to}:")[1].split("\n\n")[1])
+    said = (
+        json.loads(command[-1])["model"]
+        if to == "vllm"
+        else command[command.index("--speculative-draft-model-path") + 1]
+    )
+    assert said == str(out)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_dtype_in_a_drafters_config_is_that_of_its_tensors(model: Path, tmp_path: Path, to: str) -> None:
+    """By which SGLang loads it, whatever the target's was when it was trained."""
+    a_drafter(model, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", to, "bfloat16", model)  # type: ignore[arg-type]
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    old = a_drafter(Path(config.model.path), tmp_path / "drafter")
+    train(config)
+    run = Path(config.run.folder)
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(tmp_path / "drafter")
+    (run / "config.json").write_text(json.dumps(recipe))
+    layer = EagleLayer(old.options)
+    target = make_target(config.model)
+    target.load(read_safetensors(config.model.path), 0)
+    replica = SpotTrainer(layer, target, DrafterTrainConfig(), 0).replica()
+    assert replica
+    write(run / "drafter", layer.options, 3, replica, 0.5)
+    export(run, tmp_path / "out", "vllm", "float32")
+    tensors = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in checkpoint_tensors(layer).items())

@@ -277,6 +277,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     """The folder's own tokenizer; no remote code. Raises ModelError."""
     path = Path(folder)
     read_config(path)  # which transformers reads here too, and would blame the tokenizer for
+    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):  # of some families it would make an empty one
+        raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
     with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (path / name).is_file():

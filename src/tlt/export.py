@@ -7,6 +7,7 @@ A policy is one Hugging Face folder for all of them; a drafter is written in the
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
 from tlt.draft.saving import load_latest
 from tlt.files import read_json, refuse_to_overwrite
-from tlt.models.families import decoder_options, model_folder, read_config
+from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.hugging_face import load_model
 from tlt.rl.lora import FILE as ADAPTERS
@@ -39,6 +40,8 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
         if model is None:
             raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")
         return [_drafter(source, policy_in(model), out, to, getattr(torch, dtype), served=model)]
+    if model is not None:
+        raise ModelError(f"{source} is no drafter, so that there is nothing to say of it by --model: leave it out")
     policy = policy_in(source)
     _policy(policy, out, getattr(torch, dtype))
     said, drafter = [f"the model is in {out}"], _newest_drafter(source, out)
@@ -111,24 +114,25 @@ def _words(model: Path) -> Words:
 
 def serve_command(to: To, model: Path, drafter: Path | None, kind: str) -> str:
     """One line for a shell."""
+    folder = shlex.quote(str(model))
     if to == "sglang":
-        plain = f"python -m sglang.launch_server --model-path {model}"
+        plain = f"python -m sglang.launch_server --model-path {folder}"
         eagle = "EAGLE3" if kind == "eagle3" else "EAGLE"
         return (
             plain
             if drafter is None
             else (
-                f"{plain} --speculative-algorithm {eagle} --speculative-draft-model-path {drafter} "
+                f"{plain} --speculative-algorithm {eagle} --speculative-draft-model-path {shlex.quote(str(drafter))} "
                 f"--speculative-num-steps {_GUESSES} --speculative-eagle-topk 1 "
                 f"--speculative-num-draft-tokens {_GUESSES + 1}"
             )
         )
     if drafter is None:
-        return f"vllm serve {model}"
+        return f"vllm serve {folder}"
     if to == "speculators":
-        return f"vllm serve {drafter}"  # its config names the model
+        return f"vllm serve {shlex.quote(str(drafter))}"  # its config names the model
     said = {"method": kind, "model": str(drafter), "num_speculative_tokens": _GUESSES}
-    return f"vllm serve {model} --speculative-config '{json.dumps(said)}'"
+    return f"vllm serve {folder} --speculative-config {shlex.quote(json.dumps(said))}"
 
 
 def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:

@@ -71,8 +71,9 @@ def test_whoever_comes_one_by_one_gets_what_all_get_together(engine: Engine) -> 
 
 
 def test_what_is_interrupted_ends_with_the_beginning_of_its_tokens(engine: Engine) -> None:
-    asked = requests(max_new_tokens=400, stop_token_ids=())
-    whole = {response.request.seed: response.token_ids for response in engine.plain_beside().generate(asked)}
+    asked = requests(max_new_tokens=400, stop_token_ids=(), top_k=3)
+    full = {response.request.seed: response for response in engine.plain_beside().generate(asked)}
+    whole = {seed: response.token_ids for seed, response in full.items()}
     served = AsyncEngine(engine)
 
     async def interrupted() -> tuple[list[int], list[Any]]:
@@ -88,7 +89,11 @@ def test_what_is_interrupted_ends_with_the_beginning_of_its_tokens(engine: Engin
     assert any(not response.token_ids for response in responses), "three rows at once: some have not begun"
     for response in responses:
         assert response.token_ids == whole[response.request.seed][: len(response.token_ids)]
-        assert len(response.logprobs) == len(response.full_logprobs) == len(response.token_ids)
+        plain, count = full[response.request.seed], len(response.token_ids)
+        assert response.logprobs == pytest.approx(plain.logprobs[:count], abs=1e-9)
+        assert response.full_logprobs == pytest.approx(plain.full_logprobs[:count], abs=1e-9)
+        assert len(response.logprobs) == len(response.full_logprobs) == count
+        assert bool(response.decoded.row_passes) == bool(count)
     served.close()
 
 
@@ -193,3 +198,67 @@ def test_idle_time_that_fails_costs_nobody_an_answer(engine: Engine, caplog: pyt
     assert asyncio.run(ask()).token_ids
     served.close()
     assert "no drafter" in caplog.text
+
+
+def test_requests_that_somebody_starts_the_engine_over_are_told_of(served: AsyncEngine) -> None:
+    """As docs/verl.md has it, but without interrupting them first."""
+
+    async def ask() -> None:
+        asked = [asyncio.create_task(served.generate(r)) for r in requests(max_new_tokens=300, stop_token_ids=())]
+        while not await served.between_rounds(lambda engine: len(engine.rows) == 3):
+            await asyncio.sleep(0)
+        await served.between_rounds(lambda engine: engine.start(()))
+        for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30):
+            assert "started anew while it decoded this" in str(outcome)
+        assert (await asyncio.wait_for(served.generate(requests()[0]), 30)).token_ids
+
+    asyncio.run(ask())
+
+
+def test_requests_that_go_on_are_not_told_anything(served: AsyncEngine) -> None:
+    async def ask() -> None:
+        asked = [asyncio.create_task(served.generate(request)) for request in requests(max_new_tokens=60)]
+        for _ in range(20):
+            await served.between_rounds(lambda engine: None)
+        assert all(response.token_ids for response in await asyncio.gather(*asked))
+
+    asyncio.run(ask())
+
+
+def test_an_engine_that_is_closed_leaves_nobody_waiting(engine: Engine) -> None:
+    served = AsyncEngine(engine)
+
+    async def ask() -> None:
+        asked = [asyncio.create_task(served.generate(r)) for r in requests(max_new_tokens=400, stop_token_ids=())]
+        while not await served.between_rounds(lambda engine: len(engine.rows) == 3):
+            await asyncio.sleep(0)
+        served.close()
+        for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30):
+            assert "was closed" in str(outcome)
+        with pytest.raises(RuntimeError, match="was closed"):
+            await asyncio.wait_for(served.generate(requests()[0]), 30)
+
+    asyncio.run(ask())
+    served.close()
+
+
+def test_what_a_caller_gave_up_is_decoded_no_further(served: AsyncEngine) -> None:
+    """And the same may be asked again, by somebody else too."""
+
+    async def ask() -> None:
+        one, other, *_ = requests(max_new_tokens=400, stop_token_ids=())
+        given_up = asyncio.create_task(served.generate(one))
+        goes_on = asyncio.create_task(served.generate(other))
+        while not await served.between_rounds(lambda engine: len(engine.rows) == 2):
+            await asyncio.sleep(0)
+        refused = asyncio.create_task(served.generate(other))  # of a seed under way
+        await asyncio.sleep(0)
+        refused.cancel()
+        given_up.cancel()
+        await asyncio.gather(refused, given_up, return_exceptions=True)
+        seeds = await served.between_rounds(lambda engine: [row.request.seed for row in engine.rows])
+        assert seeds == [other.seed]
+        again, whole = await asyncio.wait_for(asyncio.gather(served.generate(one), goes_on), 60)
+        assert len(again.token_ids) == len(whole.token_ids) == 400
+
+    asyncio.run(ask())

@@ -14,9 +14,15 @@ import torch
 from tiny import EOS, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tlt.cluster.budget import Budget
+from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
+from tlt.draft.saving import write
+from tlt.draft.spot import SpotTrainer
+from tlt.engine.engine import Engine
 from tlt.integrations import trl, trl_terms
 from tlt.integrations.trl import Rollout
+from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
 
 PROMPTS = ["two and two"] * 3 + ["why?"] * 3
@@ -48,7 +54,7 @@ class FakeTrainer:
 
     tools: tuple[Any, ...] = ()
     environment_factories = chat_template = None
-    eos_token_ids = (EOS,)
+    eos_token_ids: tuple[int, ...] = (EOS,)
 
     def __init__(self, folder: Path, process: int = 0, **changes: Any) -> None:
         plain = {
@@ -69,12 +75,25 @@ class FakeTrainer:
         }
         self.args = SimpleNamespace(**plain | changes)
         self.state = SimpleNamespace(global_step=0)
-        self.model = self.model_wrapped = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+        self.model_wrapped = self.model
         self.processing_class = AutoTokenizer.from_pretrained(folder)
         self.chat_template_kwargs: dict[str, Any] = {}
         self.accelerator = FakeAccelerator()
         self.accelerator.process_index = process
+        self.callbacks: list[Any] = []
         self.logged: dict[str, list[float]] = defaultdict(list)
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def evaluate(self, mine: Rollout, *batches: list[str]) -> list[Any]:
+        self.model.eval()
+        said = [mine(batch, self)["completion_ids"] for batch in batches]
+        self.model.train()
+        for callback in self.callbacks:
+            callback.on_evaluate(self.args, self.state, None, metrics={})
+        return said
 
     def _log_metric(self, name: str, value: float) -> None:
         self.logged[name].append(value)
@@ -109,6 +128,33 @@ def test_it_logs_what_it_did(folder: Path) -> None:
     assert trainer.logged["tlt/seconds/rollout"][0] > 0
 
 
+def test_logprobs_are_those_that_trl_computes_whatever_the_law_leaves_out(folder: Path) -> None:
+    trainer = FakeTrainer(folder, top_k=3)
+    found = off()(PROMPTS[:1], trainer)
+    prompt, tokens = found["prompt_ids"][0], torch.tensor(found["completion_ids"][0])
+    with torch.no_grad():
+        logits = trainer.model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    own = (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert found["logprobs"][0] == pytest.approx(own.tolist(), abs=1e-4)
+
+
+def test_the_engine_is_the_one_that_was_asked_for_in_the_dtype_that_trl_computes_in(folder: Path) -> None:
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float64)):
+        mine = Rollout(speculation={"drafter": "off"}, engine={"max_rows": 2})
+        mine(PROMPTS, FakeTrainer(folder, bf16=bf16))
+        assert mine._process
+        assert mine._process.rollout.engine.config.max_rows == 2
+        assert mine._process.target.dtype == dtype
+
+
+def test_between_generations_the_cache_has_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is wanted for the update."""
+    released: list[bool] = []
+    monkeypatch.setattr(Engine, "release", lambda engine: released.append(engine.busy))
+    off()(PROMPTS, FakeTrainer(folder))
+    assert released == [False]
+
+
 def test_the_end_tokens_are_those_that_trl_knows(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     said = off()(PROMPTS, trainer)["completion_ids"]
@@ -120,6 +166,7 @@ def test_the_law_is_the_trainers(folder: Path) -> None:
     args = FakeTrainer(folder, temperature=0.3, top_k=5, top_p=0.9).args
     law = trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1, 2]))
     assert (law.temperature, law.top_k, law.top_p, law.max_new_tokens, law.stop_token_ids) == (0.3, 5, 0.9, 12, (1, 2))
+    assert off()(PROMPTS, FakeTrainer(folder)) != off()(PROMPTS, FakeTrainer(folder, seed=43)), "TRL's own seed"
     args.top_k = None  # off, as 0 is
     assert trl_terms.law_of(SimpleNamespace(args=args, eos_token_ids=[1])).top_k == 0
 
@@ -130,6 +177,9 @@ def test_messages_go_through_the_trainers_template(folder: Path) -> None:
     trainer.chat_template_kwargs = {"mark": "!"}
     found = off()([[{"role": "user", "content": "go"}]], trainer)
     assert found["prompt_ids"] == [trainer.processing_class("go!")["input_ids"]]
+    trainer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"  # type: ignore[assignment]
+    found = off()([[{"role": "user", "content": "go"}]], trainer)
+    assert found["prompt_ids"] == [trainer.processing_class("go>")["input_ids"]]
     picture = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "go"}]}]]
     with pytest.raises(ValueError, match="does not do images"):
         off()(picture, trainer)
@@ -138,7 +188,7 @@ def test_messages_go_through_the_trainers_template(folder: Path) -> None:
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
-def places(*calls: tuple[bool, int]) -> list[tuple[str, int, int]]:
+def places(*calls: tuple[bool, int]) -> list[tuple[str, int | None, int]]:
     place = trl._Place()
     return [
         place.of(SimpleNamespace(model=SimpleNamespace(training=training), state=SimpleNamespace(global_step=step)))
@@ -158,7 +208,19 @@ def test_generations_of_one_global_step_are_told_apart() -> None:
 
 def test_evaluations_have_the_same_seeds_whenever_they_come() -> None:
     first, second = places((False, 3), (False, 3)), places((True, 0), (False, 5), (False, 5))[1:]
-    assert first == second == [("trl eval", 0, 0), ("trl eval", 0, 1)]
+    assert first == second == [("trl eval", None, 0), ("trl eval", None, 1)]
+
+
+def test_two_evaluations_in_one_step_are_alike_and_those_of_two_data_sets_share_no_noise(folder: Path) -> None:
+    """As after load_best_model_at_end, or of a dictionary of data sets; TRL says when each is over."""
+    trainer, mine = FakeTrainer(folder), off()
+    first = trainer.evaluate(mine, PROMPTS, PROMPTS)
+    assert first[0] != first[1], "two batches"
+    assert trainer.evaluate(mine, PROMPTS, PROMPTS) == first
+    with_others = trainer.evaluate(mine, [PROMPTS[0], PROMPTS[-1]])[0]
+    assert with_others[0] == first[0][0]
+    seeds = [[r.seed for r in mine._process._requests(texts, trainer)] for texts in (["a"], ["b"])]  # type: ignore[union-attr]
+    assert seeds[0] != seeds[1]
 
 
 def test_a_group_may_span_processes(folder: Path) -> None:
@@ -201,6 +263,60 @@ def test_new_weights_are_seen_though_the_optimizer_bumps_no_counter(folder: Path
         other(PROMPTS, fresh)  # the second generation of its step, as that was
     assert now == other(PROMPTS, fresh)["completion_ids"]
     assert now != old
+
+
+def test_a_change_too_small_for_a_norm_in_bfloat16_is_seen(folder: Path) -> None:
+    """Where the step is the same, as after load_best_model_at_end."""
+    trainer, mine = FakeTrainer(folder), off()
+    trainer.model.bfloat16()
+    mine(PROMPTS, trainer)
+    before = [parameter.norm() for parameter in trainer.model.parameters()]
+    with torch.no_grad():
+        trainer.model.model.layers[0].mlp.up_proj.weight[0, 0] *= 1.25
+    assert before == [parameter.norm() for parameter in trainer.model.parameters()], "else this is no trap any more"
+    mine(PROMPTS, trainer)
+    assert mine._process
+    assert mine._process.updates == 2
+
+
+def test_a_rollout_of_another_trainer_is_refused(folder: Path) -> None:
+    """It would decode with that one's weights."""
+    mine = off()
+    mine(PROMPTS, FakeTrainer(folder))
+    with pytest.raises(trl_terms.UnsupportedError, match="make a Rollout"):
+        mine(PROMPTS, FakeTrainer(folder))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_drafters_of_a_run_before_are_gone_on_with_if_it_is_resumed_and_kept_apart_if_not(
+    folder: Path, tmp_path: Path, resumed: bool
+) -> None:
+    published = tmp_path / "tlt" / "0" / "drafter"
+    trainer = FakeTrainer(folder, output_dir=str(tmp_path))
+    trainer.state.global_step = 8 * resumed
+    speculation = {"drafter": "adaptive", "window": 32, "training": {"budget": 0.1}}
+    options = decoder_options(trainer.model.config)
+    torch.manual_seed(5)
+    layer = EagleLayer(eagle_options(options, "eagle1", 32))
+    fresh = SpotTrainer(layer, _target(trainer), DrafterTrainConfig(), 0).replica()
+    assert fresh
+    write(published, layer.options, 7, fresh, 0.5)
+    mine = Rollout(speculation=speculation)
+    mine(PROMPTS, trainer)
+    budget = mine._process.budget.inside  # type: ignore[union-attr]
+    assert budget
+    assert trainer.logged["tlt/drafter_version"] == [7.0]
+    same = [torch.equal(a, b) for a, b in zip(budget.trainer.in_use.parameters(), layer.parameters(), strict=True)]
+    assert all(same) == resumed
+    budget.saver.save(budget.life.version + 1, fresh, 0.5)
+    budget.saver.wait()
+    assert [path.name for path in sorted(published.iterdir())] == ["drafter_00000007", "drafter_00000008"]
+
+
+def _target(trainer: FakeTrainer) -> Decoder:
+    target = Decoder(decoder_options(trainer.model.config), torch.float64, torch.device("cpu"))
+    target.load(trainer.model.state_dict(), 0)
+    return target
 
 
 def test_weights_that_did_not_change_are_not_taken_again(folder: Path) -> None:
@@ -282,6 +398,47 @@ def test_a_process_that_is_done_early_has_until_the_last_one_is(monkeypatch: pyt
     assert len(waited) == 4, "alone there is nobody to wait for"
 
 
+def test_of_several_processes_each_trains_its_drafter_while_it_waits_and_never_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+    for name in ("spend", "spend_idle"):
+        monkeypatch.setattr(Budget, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(SpotTrainer, "target_moved", lambda trainer: done.append("moved"))
+    monkeypatch.setattr(trl, "_Others", FakeOthers)
+    speculation = {"drafter": "adaptive", "window": 32, "training": {"budget": 0.1}}
+    for processes, expected in ((1, ["spend", "moved", "spend"]), (2, ["spend_idle", "moved", "spend_idle"])):
+        trainer = FakeTrainer(folder, output_dir=str(tmp_path))
+        trainer.accelerator.num_processes = processes
+        mine = Rollout(speculation=speculation)
+        mine(PROMPTS, trainer)
+        an_update(trainer)
+        mine(PROMPTS, trainer)
+        assert done == expected
+        done.clear()
+
+
+class FakeOthers:
+    """They are always over when this one is."""
+
+    def __init__(self, processes: int) -> None:
+        self.group = processes > 1
+
+    def wait(self, meanwhile: Callable[[Callable[[], bool]], None]) -> None:
+        if self.group:
+            meanwhile(lambda: True)
+
+
+def test_an_evaluation_is_kept_as_drafts_of_the_next_one_and_training_is_not(folder: Path) -> None:
+    trainer, mine = FakeTrainer(folder), off()
+    mine(PROMPTS, trainer)
+    assert mine._process
+    store = mine._process.rollout.engine.store
+    assert len(store) == 0
+    trainer.evaluate(mine, PROMPTS)
+    assert len(store) == len(PROMPTS)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -295,12 +452,42 @@ def test_a_process_that_is_done_early_has_until_the_last_one_is(monkeypatch: pyt
         ({"use_vllm": True}, "use_vllm"),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         ({"fp16": True}, "fp16"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
+        ({"max_completion_length": None}, "max_completion_length"),
         ({"temperature": 0}, "temperature"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(folder: Path, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(trl_terms.UnsupportedError, match=f"tlt inside TRL does not do {name}"):
         off()(PROMPTS, FakeTrainer(folder, **changes))
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "drop empty prompts"), ("x" * 600, "lower max_completion_length")])
+def test_a_prompt_that_can_never_be_answered_is_refused_in_trls_words(folder: Path, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        off()(["why?", text], FakeTrainer(folder))
+
+
+def test_models_that_are_not_plain_weights_are_refused(folder: Path) -> None:
+    trainer = FakeTrainer(folder)
+    trainer.model.half()
+    with pytest.raises(trl_terms.UnsupportedError, match="fp16"):
+        off()(PROMPTS, trainer)
+    trainer = FakeTrainer(folder)
+    trainer.model.is_quantized = True  # as transformers says of one that bitsandbytes holds
+    with pytest.raises(trl_terms.UnsupportedError, match="quantized"):
+        off()(PROMPTS, trainer)
+
+
+@pytest.mark.parametrize("changes", [{"lora_bias": True}, {"trainable_token_indices": [1, 2]}, {"use_dora": True}])
+def test_adapters_that_are_not_merged_are_refused_by_name(folder: Path, changes: dict[str, Any]) -> None:
+    import peft
+
+    trainer = FakeTrainer(folder)
+    shape = peft.LoraConfig(r=4, target_modules=["q_proj"], **changes)
+    trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, shape)
+    with pytest.raises(trl_terms.UnsupportedError, match=next(iter(changes))):
+        off()(PROMPTS, trainer)
 
 
 def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:

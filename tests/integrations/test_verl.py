@@ -149,6 +149,23 @@ def test_verls_own_client_is_served(folder: Path, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_weights_that_come_back_without_a_step_are_those_of_before(folder: Path, tmp_path: Path) -> None:
+    """As verl brings them after a validation whose rewards needed the device: no seed may come twice."""
+
+    async def run() -> None:
+        replica, adapter = await launched(folder, rollout_config(tmp_path))
+        weights = read_safetensors(folder)
+        await adapter.update_weights(iter(weights.items()), global_steps=4)
+        outputs = await ask(replica, PROMPTS)
+        await adapter.update_weights(iter(weights.items()))
+        outputs += await ask(replica, PROMPTS)
+        assert {output.extra_fields["global_steps"] for output in outputs} == {4}
+        found = Counter((p, tuple(o.token_ids)) for p, o in zip(PROMPTS * 2, outputs, strict=True))
+        assert found == expected(weights, folder, replica.replica_rank, 4, PROMPTS * 2)
+
+    asyncio.run(run())
+
+
 def test_aborted_requests_come_back_and_later_ones_wait_or_are_sent_back(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
         replica, adapter = await launched(folder, rollout_config(tmp_path, response_length=400))
@@ -160,6 +177,10 @@ def test_aborted_requests_come_back_and_later_ones_wait_or_are_sent_back(folder:
         late = asyncio.create_task(ask(replica, PROMPTS[:1]))
         await asyncio.sleep(0.3)
         assert not late.done()
+        await replica.abort_all_requests(reject_request=True)
+        assert (await asyncio.wait_for(late, 30))[0].stop_reason == "aborted", "nobody waits where all are sent back"
+        await replica.abort_all_requests()
+        late = asyncio.create_task(ask(replica, PROMPTS[:1]))
         await adapter.update_weights(iter(read_safetensors(folder).items()), global_steps=1)
         await replica.resume_generation()
         assert (await late)[0].stop_reason == "completed"

@@ -26,6 +26,7 @@ def rollout(**changes: Any) -> SimpleNamespace:
         "custom": None,
         "prompt_length": 20,
         "response_length": 30,
+        "max_model_len": None,
     }
     return SimpleNamespace(**plain | changes)
 
@@ -55,19 +56,27 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(changes: dict[str, Any])
 
 def test_a_law_is_verls_and_its_length_is_what_is_left() -> None:
     asked = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-    law = law_of(asked, rollout(), 12, [3, 4])
+    law = law_of(asked, rollout(), 12, [3, 4], 512)
     assert (law.temperature, law.top_p, law.top_k, law.stop_token_ids) == (0.7, 0.9, 0, (3, 4))
     assert law.max_new_tokens == 30, "a response's own bound"
-    assert law_of({"top_k": 5}, rollout(), 45, []).max_new_tokens == 5, "a later turn: 20 + 30 - 45"
-    assert law_of({"top_k": 5}, rollout(), 45, []).top_k == 5
-    assert law_of({"max_tokens": 7}, rollout(), 45, []).max_new_tokens == 7
-    assert law_of({"max_new_tokens": 9}, rollout(), 45, []).max_new_tokens == 9
+    assert law_of({"top_k": 5}, rollout(), 45, [], 512).max_new_tokens == 5, "a later turn: 20 + 30 - 45"
+    assert law_of({"top_k": 5}, rollout(), 45, [], 512).top_k == 5
+    assert law_of({"max_tokens": 7}, rollout(), 45, [], 512).max_new_tokens == 7
+    assert law_of({"max_new_tokens": 9}, rollout(), 45, [], 512).max_new_tokens == 9
+
+
+def test_no_response_is_asked_for_that_the_model_has_no_room_for() -> None:
+    assert law_of({}, rollout(), 12, [], 40).max_new_tokens == 28
+    assert law_of({"max_tokens": 100}, rollout(), 12, [], 40).max_new_tokens == 28
+    assert law_of({}, rollout(max_model_len=30), 12, [], 40).max_new_tokens == 18
+    with pytest.raises(ValueError, match="a prompt of 40 tokens leaves no room"):
+        law_of({}, rollout(), 40, [], 40)
 
 
 @pytest.mark.parametrize("asked", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"stop": ["x"]}])
 def test_a_sampling_parameter_that_is_not_honoured_is_refused_by_its_name(asked: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(asked))):
-        law_of(asked, rollout(), 1, [])
+        law_of(asked, rollout(), 1, [], 512)
 
 
 def test_seeds_depend_on_no_order_of_calls_between_prompts_and_never_come_twice() -> None:
@@ -83,5 +92,8 @@ def test_seeds_depend_on_no_order_of_calls_between_prompts_and_never_come_twice(
     again = Seeds(1, 0)
     again.step(3)
     first = again.next(5)
+    again.step(3)
+    assert again.next(5) != first, "the same weights again, as after a validation"
+    again.step(4)
     again.step(3)
     assert again.next(5) == first, "counted anew with each step"

@@ -16,7 +16,7 @@ from tlt.draft.gate import THRESHOLDS, SpotReport, TrainingGate
 from tlt.draft.guard import Guard
 from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Action, Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Take
-from tlt.draft.saving import DrafterSaver, load_latest
+from tlt.draft.saving import DrafterSaver, load_latest, newest_number
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
@@ -113,11 +113,19 @@ class Budget:
     def _draft_with(self, replica: Replica, agreement: float | None, engine: RolloutEngine) -> None:
         engine.draft_with(self.trainer.publish(replica.tensors, agreement))
 
+    def number_on(self) -> None:
+        """After the drafters of another run in this folder: of these the newest are kept by their numbers."""
+        self.life.version = newest_number(self.folder)
+
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def load_state(self, state: Mapping[str, Any], engine: RolloutEngine) -> None:
         """Go on with the drafter that was published last, in the engine too."""
         self.life.load_state(state)
+        self.take_published(engine)
+
+    def take_published(self, engine: RolloutEngine) -> None:
+        """The drafter that was published last, for the engine and for training."""
         if saved := load_latest(self.folder, self.trainer.target.options):
             for action in self.life.restored(saved.number, saved.replica, saved.layer.agreement):
                 self._do(action, engine)

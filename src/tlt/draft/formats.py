@@ -42,7 +42,12 @@ def write_drafter(
     path.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(layer, to, words)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = _speculators_config(layer.options, target) if to == "speculators" else _config(layer.options, target, to)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")  # not the target's: SGLang loads it as this
+    config = (
+        _speculators_config(layer.options, target)
+        if to == "speculators"
+        else _config(layer.options, target, to) | {"torch_dtype": dtype}
+    )
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -87,7 +92,6 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
         **_llama(options, target),
         "bos_token_id": target.get("bos_token_id"),
         "eos_token_id": target.get("eos_token_id"),
-        "torch_dtype": target.get("dtype") or target.get("torch_dtype") or "float32",
     }
     if options.kind == "eagle1":
         return config

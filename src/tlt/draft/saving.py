@@ -107,5 +107,10 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
     return None
 
 
+def newest_number(folder: Path) -> int:
+    """Of the drafters in this folder; 0 if there is none."""
+    return max((int(path.name.removeprefix("drafter_")) for path in _folders(folder)), default=0)
+
+
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"drafter_{'[0-9]' * 8}") if path.is_dir())

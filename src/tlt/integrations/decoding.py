@@ -32,14 +32,22 @@ def recipe_of(
     return parse_config(tree).model_copy(update={"speculation": speculation, "engine": engine})
 
 
-def adaptive_engine(config: Config, target: Decoder, tokenizer: Any) -> tuple[Engine, Guard[Budget]]:
-    """An engine on this target, which holds weights, and what trains its drafter, if anything does."""
+def adaptive_engine(
+    config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
+) -> tuple[Engine, Guard[Budget]]:
+    """An engine on this target, which holds weights, and what trains its drafter, if anything does. The drafters that
+    an earlier run left in its folder are gone on with where that run is `resumed`, else new ones are numbered after
+    them."""
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)
     budget = Guard(Budget(SpotTrainer(layer, target, speculation.training, seed), config) if layer else None)
     store = AheadStore(speculation.look_ahead_tokens)
     harvest = harvest_to(budget) if layer else None
-    return make_engine(config.engine, speculation, target, tokenizer, layer, harvest, Tracer(), store), budget
+    engine = make_engine(config.engine, speculation, target, tokenizer, layer, harvest, Tracer(), store)
+    budget.tell(lambda it: it.number_on())
+    if resumed:
+        budget.tell(lambda it: it.take_published(engine))
+    return engine, budget
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:

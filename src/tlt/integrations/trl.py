@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from tlt.build import steps_ahead
 from tlt.cluster.budget import Budget
@@ -20,8 +21,9 @@ from tlt.cluster.local import LocalRollout
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
 from tlt.draft.guard import Guard
+from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
-from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_version
+from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_impossible, refuse_version
 from tlt.integrations.trl_weights import Trained
 from tlt.models.decoder import Decoder
 from tlt.models.families import known_options
@@ -29,12 +31,15 @@ from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats
 
+EVALUATION = "trl eval"
+"""the domain of its seeds"""
+
 
 class Rollout:
     """A `rollout_func` for TRL's GRPOTrainer; `speculation` and `engine` have the fields that a recipe has there.
 
-    One is for one trainer. Raises ConfigError when it is made, and ValueError at the first generation for what TRL
-    was asked to do and this does not (`trl_terms.py`).
+    One is for one trainer. Raises ConfigError when it is made, and ValueError for another trainer, or at the first
+    generation for what TRL was asked to do and this does not (`trl_terms.py`).
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class Rollout:
             if self._process is None:
                 refuse(trainer, self.engine)
                 self._process = _Process(trainer, self.speculation, self.engine)
+            if trainer is not self._process.trained.trainer:
+                raise UnsupportedError("this Rollout decodes for another trainer: make a Rollout() for each trainer")
             return self._process.complete(prompts, trainer)
 
 
@@ -69,7 +76,9 @@ class _Process:
         self.budget = Guard[Budget](None)
         self.place, self.updates = _Place(), 0
         self._sync(trainer)
-        made, self.budget = adaptive_engine(config, self.target, trainer.processing_class)
+        trainer.add_callback(_AfterEvaluation(self.place))
+        resumed = trainer.state.global_step > 0
+        made, self.budget = adaptive_engine(config, self.target, trainer.processing_class, resumed)
         self.others = _Others(trainer.accelerator.num_processes)
         self.rollout = LocalRollout(made, None if self.others.group else self.budget, steps_ahead(speculation))
 
@@ -102,8 +111,10 @@ class _Process:
         first, law = trainer.accelerator.process_index * len(prompts), law_of(trainer)
         requests = []
         for index, token_ids in enumerate(prompts_of(prompts, trainer), start=first):
+            refuse_impossible(token_ids, law, self.target.options.max_positions)
             prompt = Prompt(prompt_number(token_ids), "", token_ids)
-            seed = request_seed(trainer.args.seed, domain, step, time_, index)
+            when = prompt.prompt_id if step is None else step
+            seed = request_seed(trainer.args.seed, domain, when, time_, index)
             requests.append(Request(prompt, index, self.place.generations, seed, law))
         return requests
 
@@ -118,15 +129,27 @@ class _Place:
         self.generations = 0
         self._last: dict[str, tuple[int, int]] = {}
 
-    def of(self, trainer: Any) -> tuple[str, int, int]:
-        """(domain, step, how many there were at this step before). An evaluation has the same seeds whenever it
-        comes, so that two of them differ by the weights alone."""
+    def of(self, trainer: Any) -> tuple[str, int | None, int]:
+        """(domain, step, how many there were at this step before). An evaluation has no step, and the same seeds
+        whenever it comes, so that two of them differ by the weights alone."""
         self.generations += 1
-        domain, step = ("trl" if trainer.model.training else "trl eval"), trainer.state.global_step
+        domain, step = ("trl" if trainer.model.training else EVALUATION), trainer.state.global_step
         before, count = self._last.get(domain, (-1, 0))
         count = count + 1 if before == step else 0
         self._last[domain] = step, count
-        return domain, (step if trainer.model.training else 0), count
+        return domain, (step if trainer.model.training else None), count
+
+    def evaluated(self) -> None:
+        """The next evaluation may come at the same step, or be of another data set."""
+        self._last.pop(EVALUATION, None)
+
+
+class _AfterEvaluation(TrainerCallback):
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.place.evaluated()
 
 
 class _Others:

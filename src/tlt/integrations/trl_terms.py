@@ -7,6 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from tlt.config import EngineConfig
 from tlt.integrations import UnsupportedError
 from tlt.types import SamplingParams
@@ -33,7 +35,7 @@ def refuse_version() -> None:
 
 def refuse(trainer: Any, engine: EngineConfig) -> None:
     """Raises UnsupportedError."""
-    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    args, model, plugin = trainer.args, trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     zero = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
     for asked, what, remedy in (
         (args.min_p, "min_p", "set it to None, and top_p or top_k instead"),
@@ -44,7 +46,14 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (getattr(trainer, "environment_factories", None), "environment_factory", "leave it out, or rollout_func"),
         (args.use_vllm, "use_vllm", "set it to False: tlt decodes; docs/vllm.md has tlt inside vLLM"),
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching", "set it to False"),
-        (args.fp16, "fp16", "set bf16=True"),
+        (args.fp16 or model.dtype == torch.float16, "fp16", "set bf16=True, and load the model in bfloat16 or float32"),
+        (getattr(model, "is_quantized", False), "a quantized model", "load it in bfloat16"),
+        (
+            getattr(args, "cast_lm_head_to_fp32", False) and not args.bf16,
+            "cast_lm_head_to_fp32 without bf16=True",
+            "leave it out",
+        ),
+        (args.max_completion_length is None, "max_completion_length = None", "give it a number of tokens"),
         (args.temperature == 0, "temperature = 0", "all completions of a group would be the same: set it above 0"),
         (engine.backend != "tlt", f"engine.backend = {engine.backend!r}", "leave it out"),
         (plugin is not None and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", "set fsdp_version: 2"),
@@ -84,3 +93,15 @@ def law_of(trainer: Any) -> SamplingParams:
         max_new_tokens=args.max_completion_length,
         stop_token_ids=tuple(trainer.eos_token_ids),
     )
+
+
+def refuse_impossible(token_ids: Sequence[int], law: SamplingParams, most: int) -> None:
+    """Raises ValueError, in TRL's words, for a prompt which the engine would refuse in its own."""
+    if not token_ids:
+        raise ValueError("a prompt has no tokens: drop empty prompts from the data set")
+    longest = len(token_ids) + law.max_new_tokens
+    if longest > most:
+        raise ValueError(
+            f"a prompt of {len(token_ids)} tokens and its completion may reach {longest}, but the model is good for "
+            f"{most}: lower max_completion_length, or drop long prompts from the data set"
+        )

@@ -9,10 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 
 from tlt.integrations import UnsupportedError
 from tlt.rl.lora import merged_state
 from tlt.rl.sharded import Gathered
+
+_BEYOND_LORA = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+"""what PEFT's LoRA can do besides, and `merged_state` does not merge"""
 
 
 class Trained:
@@ -38,18 +49,20 @@ class Trained:
     def _refuse_adapters(self) -> None:
         for name, peft in self.model.peft_config.items():
             kind = str(getattr(peft.peft_type, "value", peft.peft_type))
-            if kind != "LORA" or peft.use_dora or peft.modules_to_save:
-                what = kind if kind != "LORA" else "use_dora" if peft.use_dora else "modules_to_save"
-                raise UnsupportedError(f"tlt inside TRL does not do the adapter {name!r} with {what}: take plain LoRA")
+            beyond = [kind] if kind != "LORA" else [what for what in _BEYOND_LORA if getattr(peft, what, None)]
+            if beyond:
+                raise UnsupportedError(
+                    f"tlt inside TRL does not do the adapter {name!r} with {beyond[0]}: take plain LoRA"
+                )
         if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             raise UnsupportedError("tlt inside TRL does not do LoRA adapters in shards of FSDP2: train on DDP")
 
     def has_changed(self, trainer: Any) -> bool:
         """Whether it was trained, or loaded, since this was last asked. By its step and the norm of each parameter:
-        fused AdamW leaves their version counters as they were."""
+        fused AdamW leaves their version counters as they were. In float64: bfloat16 has one norm for many."""
         with torch.no_grad():
-            norms = [_whole(parameter.detach().norm()) for parameter in self.model.parameters()]
-        now = trainer.state.global_step, torch.stack([norm.double() for norm in norms]).tolist()
+            norms = [_whole(vector_norm(parameter, dtype=torch.float64)) for parameter in self.model.parameters()]
+        now = trainer.state.global_step, torch.stack(norms).tolist()
         before, self._known = self._known, now
         return now != before
 

@@ -41,6 +41,7 @@ class Server:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         target = Decoder(decoder_options(read_config(folder)), getattr(torch, rollout.dtype), torch.device(device))
         target.load(read_safetensors(folder), 0)
+        self.longest = target.options.max_positions
         engine, self.budget = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
         self.awake = True
         self.engine = AsyncEngine(engine, self._use_idle_time)
@@ -65,7 +66,7 @@ class Server:
                 return TokenOutput(token_ids=[], stop_reason=ABORTED, extra_fields={"global_steps": self.step})
             await self.admits.wait()
         tokens = tuple(int(token) for token in prompt_ids)
-        law = law_of(sampling_params, self.rollout, len(tokens), self.stops)
+        law = law_of(sampling_params, self.rollout, len(tokens), self.stops, self.longest)
         number = prompt_number(tokens)
         index, seed = self.seeds.next(number)
         response = await self.engine.generate(Request(Prompt(number, "", tokens), index, self.step, seed, law))
@@ -88,9 +89,10 @@ class Server:
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """What is under way ends with the tokens that it has; what comes waits for `resume_generation`, or is sent back
-        as aborted."""
-        self.admits.clear()
+        as aborted, with what waits already."""
         self.rejects = reject_request
+        self.admits.set()  # whoever waits looks again
+        self.admits.clear()
         seeds = await self.engine.interrupt()
         return {"aborted_count": len(seeds), "request_ids": []}
 
@@ -108,7 +110,8 @@ class Server:
         """Decode with what was taken. Raises ModelError where something is missing, then the old weights stay."""
         weights, self.received = self.received, {}
         await self.engine.between_rounds(lambda engine: self._load(engine, weights))
-        await self.set_global_steps(self.step + 1 if step is None else step)
+        if step is not None:  # else they are those of before, back from a sleep
+            await self.set_global_steps(step)
 
     def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
         if engine.busy:

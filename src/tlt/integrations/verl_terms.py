@@ -38,9 +38,12 @@ def refuse(rollout: Any) -> None:
         )
 
 
-def law_of(asked: Mapping[str, Any], rollout: Any, prompt_tokens: int, stops: Sequence[int]) -> SamplingParams:
+def law_of(
+    asked: Mapping[str, Any], rollout: Any, prompt_tokens: int, stops: Sequence[int], longest: int
+) -> SamplingParams:
     """Of one call of `generate`. A response gets what is left of the longest that prompt and response may be, unless
-    the call says how much."""
+    the call says how much, and never more than fits into the `longest` sequence that the model is good for. Raises
+    ValueError for a prompt that leaves no room."""
     known = {"temperature", "top_p", "top_k", "max_tokens", "max_new_tokens", "logprobs", "repetition_penalty"}
     if unknown := set(asked) - known:
         raise UnsupportedError(
@@ -48,13 +51,19 @@ def law_of(asked: Mapping[str, Any], rollout: Any, prompt_tokens: int, stops: Se
         )
     if asked.get("repetition_penalty", 1.0) != 1.0:
         raise UnsupportedError("tlt inside verl does not do repetition_penalty: set it to 1.0")
+    longest = min(longest, rollout.max_model_len or longest)
+    if prompt_tokens >= longest:
+        raise ValueError(
+            f"a prompt of {prompt_tokens} tokens leaves no room for a response: the model, or "
+            f"rollout.max_model_len, is good for {longest}: lower data.max_prompt_length, or filter long prompts out"
+        )
     left = rollout.prompt_length + rollout.response_length - prompt_tokens
     most = asked.get("max_tokens", asked.get("max_new_tokens", min(rollout.response_length, left)))
     return SamplingParams(
         temperature=float(asked.get("temperature", 1.0)),
         top_k=max(0, int(asked.get("top_k", -1))),
         top_p=float(asked.get("top_p", 1.0)),
-        max_new_tokens=max(1, int(most)),
+        max_new_tokens=max(1, min(int(most), longest - prompt_tokens)),
         stop_token_ids=tuple(stops),
     )
 
@@ -68,9 +77,11 @@ class Seeds:
         self._step, self._asked = 0, Counter[int]()
 
     def step(self, number: int) -> None:
-        """The weights are those of this step."""
+        """The weights are those of this step. verl says so again where it brings the same ones back, and what was asked
+        before still counts."""
+        if number != self._step:
+            self._asked.clear()
         self._step = number
-        self._asked.clear()
 
     def next(self, prompt: int) -> tuple[int, int]:
         """(how often this prompt came before, seed)."""
