@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from tlt.cluster.pool import Handle, WorkerLost
 from tlt.cluster.worker import Worker
 from tlt.config import Config
-from tlt.rl.parallel import GroupBroken, ProcessGroup
+from tlt.rl.parallel import GroupBroken, ProcessGroup, in_order
 
 Build = Callable[[int], Any]
 Choose = Callable[[int], int]
@@ -27,9 +28,24 @@ Loses = Callable[[int, str], str]
 class Table:
     """Where threads meet as a group: sums in order of rank. One who leaves breaks it for all."""
 
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.given: list[Any] = [None] * size
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(1)
+        self.given: list[Any] = []
+        self._lock = threading.Lock()
+        self._left = False
+
+    def lay(self, size: int) -> None:
+        """For so many, before any of them exchanges."""
+        with self._lock:
+            if len(self.given) != size:
+                self.barrier, self.given = threading.Barrier(size), [None] * size
+            if self._left:
+                self.barrier.abort()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._left = True
+            self.barrier.abort()
 
     def __deepcopy__(self, memo: Any) -> Table:
         return self
@@ -48,8 +64,10 @@ class Table:
 class Thread:
     """A member of a group; dies after so many exchanges more as its worker's `dies_at` says."""
 
-    def __init__(self, table: Table, rank: int, size: int, worker: ThreadWorker) -> None:
+    def __init__(self, table: Table, rank: int, size: int, worker: ThreadWorker, shards: int = 0) -> None:
+        table.lay(size)
         self.table, self.rank, self.size, self.worker = table, rank, size, worker
+        self.shards = shards or size
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         if self.worker.dies_at == 0:
@@ -60,11 +78,14 @@ class Thread:
     def sum_(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
 
+    def sum_shards(self, own: Tensor) -> Tensor:
+        return in_order(torch.cat(self._exchange(own)))
+
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._exchange(tensor))
 
     def leave(self) -> None:
-        self.table.barrier.abort()
+        self.table.leave()
 
 
 class Killed(BaseException):
@@ -80,10 +101,10 @@ class ThreadWorker(Worker):
         super().__init__(config, index, folder, join=self._sit)
 
     def rendezvous(self) -> Any:
-        return Table(self.config.cluster.workers)
+        return Table()
 
-    def _sit(self, rendezvous: Any, rank: int, size: int, device: torch.device) -> ProcessGroup:
-        return Thread(rendezvous, rank, size, self)
+    def _sit(self, rendezvous: Any, rank: int, size: int, shards: int, device: torch.device) -> ProcessGroup:
+        return Thread(rendezvous, rank, size, self, shards)
 
 
 @dataclass
@@ -107,18 +128,36 @@ class TestPool:
     build: Build
     choose: Choose = lambda count: 0
     loses: Loses = lambda worker, method: ""
+    room: Callable[[], int] = lambda: 99
+    """for so many processes at once"""
     calls: dict[int, Call] = field(default_factory=dict)
     log: list[tuple[int, str]] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self.workers = [self.build(index) for index in range(self.size)]
-        self.alive = [True] * self.size
+        self.workers: list[Any] = [None] * self.size
+        self.alive = [False] * self.size
+        self.waits = [True] * self.size
+        self._settle()
+
+    def _settle(self) -> None:
+        """Those that wait for a place get one, as long as there is one."""
+        for index in range(self.size):
+            if self.waits[index] and sum(self.alive) < self.room():
+                self.workers[index] = self.build(index)
+                self.waits[index], self.alive[index] = False, True
+
+    def has_begun(self, index: int) -> bool:
+        self._settle()
+        return not self.waits[index]
+
+    def capacity(self) -> str:
+        return f"there is room for {self.room()}"
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
         call = Call(index, method, copy.deepcopy(arguments), Handle_(len(self.calls)))
         self.calls[call.handle] = call
-        if not self.alive[index]:
+        if not self.alive[index] and not self.waits[index]:
             call.done, call.error = True, WorkerLost()
         return call.handle
 
@@ -138,13 +177,20 @@ class TestPool:
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
         assert handles, "nothing would ever come back"
+        self._settle()
+        until = time.monotonic() + (60.0 if timeout is None else timeout)
         while not (done := [handle for handle in handles if self.calls[handle].done]):
-            self._turn()
+            if not self._turn():
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.001)
         return done
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Whether there was something to do."""
         heads = [next((c for c in self.calls.values() if c.worker == i and not c.done), None) for i in range(self.size)]
-        ready = [call for call in heads if call and all(self.calls[a].done for a in call.arguments if is_handle(a))]
+        heads = [call for call in heads if call and not self.waits[call.worker]]
+        ready = [call for call in heads if all(self.calls[a].done for a in call.arguments if is_handle(a))]
         updates = [call for call in ready if call.method == "update"]
         others = [call for call in ready if call.method != "update"]
         if others:
@@ -155,6 +201,7 @@ class TestPool:
                 thread.start()
             for thread in threads:
                 thread.join()
+        return bool(ready)
 
     def _run(self, call: Call) -> None:
         self.log.append((call.worker, call.method))
@@ -178,7 +225,7 @@ class TestPool:
         if method == "update":  # its connections close: those who wait for it notice
             for call in self.calls.values():
                 if call.method == "update" and call.worker == index and not call.done:
-                    call.arguments[2].barrier.abort()
+                    call.arguments[2].leave()
         self.alive[index] = False
         for call in self.calls.values():
             if call.worker == index and not call.done:
@@ -193,8 +240,8 @@ class TestPool:
 
     def replace(self, index: int) -> None:
         self._die(index, "")
-        self.workers[index] = self.build(index)
-        self.alive[index] = True
+        self.waits[index] = True
+        self._settle()
 
     def close(self) -> None:
         self.closed = True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE
+from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE
 from tlt.types import WorkerNow
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -20,6 +20,7 @@ COLOURS = {
     IDLE: "bright_black",
     UPDATE: "blue",
     COMPARE: "red",
+    ABSENT: "bright_red",
 }
 _CELLS = 40
 _SECONDS = 0.25  # that a cell stands for at first

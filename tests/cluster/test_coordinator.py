@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import count, pairwise
@@ -47,13 +48,18 @@ def config_of(home: Path, workers: int, **sections: dict[str, Any]) -> Config:
     return tiny_config(home, reward=reward, cluster=cluster, train=train, run=run, **sections)
 
 
-def train(config: Config, choose: Choose = lambda n: 0, loses: Loses = lambda i, m: "") -> tuple[str, Any, TestPool]:
+def train(
+    config: Config,
+    choose: Choose = lambda n: 0,
+    loses: Loses = lambda i, m: "",
+    room: Callable[[], int] = lambda: 99,
+) -> tuple[str, Any, TestPool]:
     """sha256, what was learned from in each step, and the pool."""
     pools: list[TestPool] = []
 
     def many_workers(config: Config, folder: str | Path) -> Any:
         size = config.cluster.workers
-        pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses))
+        pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses, room))
         return join(pools[0], config)
 
     with patch("tlt.parts._many_workers", many_workers):
@@ -164,12 +170,67 @@ def test_all_lost_is_one_sentence(home: Path) -> None:
         train(config_of(home, 2), loses=loses)
 
 
-def test_a_worker_that_never_comes_up_is_one_sentence(home: Path) -> None:
-    def loses(worker: int, method: str) -> str:
-        return "before" if worker == 1 and method in ("take_state", "decode") else ""
+def never_comes_up(worker: int, method: str) -> str:
+    return "before" if worker == 1 and method in ("take_state", "decode") else ""
 
-    with pytest.raises(ClusterError, match=r"worker 1 was lost \d times in a row"):
-        train(config_of(home, 2), loses=loses)
+
+def test_a_worker_that_never_comes_up_is_left_out(home: Path) -> None:
+    digest, learned, pool = train(config_of(home, 2), loses=never_comes_up)
+    assert (digest, learned) == train(config_of(home, 2))[:2]
+    assert (1, "update") not in pool.log
+
+
+def test_a_worker_that_never_comes_up_is_one_sentence_where_it_is_needed(home: Path) -> None:
+    sentence = (
+        r"1 of 2 workers are left, and a run needs 2 \(cluster.min_workers\): worker 1 was lost \d times in a row"
+    )
+    with pytest.raises(ClusterError, match=sentence):
+        train(config_of(home, 2, cluster={"min_workers": 2}), loses=never_comes_up)
+
+
+@pytest.mark.parametrize("amid", ["decode", "update", "sync"])
+def test_a_run_goes_on_with_those_that_are_left_and_takes_others_in(
+    home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is gone in the first step, and back in the second; the policy is the one of all workers."""
+    monkeypatch.setattr("tlt.cluster.capacity._LOOKS", 0.0)
+    size, *expected = undisturbed
+    room, one = [size], 0 if amid == "decode" else size - 1
+    losses: list[int] = []
+
+    def loses(worker: int, method: str) -> str:
+        if method == "trace":
+            room[0] = size
+        if (worker, method) != (one, amid) or losses:
+            return ""
+        room[0] = size - 1
+        losses.append(worker)
+        return "amid"
+
+    config = config_of(home, size, cluster={"grace": 0.05})
+    digest, learned, pool = train(config, loses=loses, room=lambda: room[0])
+    assert [digest, learned] == expected
+    absent = [worker["ABSENT"] > 0 for worker in read_metrics(Path(config.run.folder))[0]["workers"]]
+    assert absent == [index == one for index in range(size)]
+    updates = [worker for worker, method in pool.log if method == "update"]
+    if amid != "sync":
+        assert updates.count(one) < updates.count(1 - min(one, 1)), "the first update was made without it"
+    assert sorted(updates[-size:]) == list(range(size)), "it is there for the last one"
+
+
+def test_a_run_that_starts_with_too_few_goes_on_with_these(home: Path, undisturbed: Any) -> None:
+    size, *expected = undisturbed
+    config = config_of(home, size, cluster={"grace": 0.05, "min_workers": 1})
+    digest, learned, pool = train(config, room=lambda: 1)
+    assert [digest, learned] == expected
+    assert {worker for worker, _ in pool.log} == {0}
+
+
+def test_a_run_with_too_few_says_so_and_ends(home: Path) -> None:
+    config = config_of(home, 3, cluster={"grace": 0.05, "min_workers": 2})
+    sentence = r"1 of 3 workers are left, and a run needs 2 \(cluster.min_workers\): .*there is room for 1"
+    with pytest.raises(ClusterError, match=sentence):
+        train(config, room=lambda: 1)
 
 
 @pytest.mark.parametrize(("method", "who"), [("decode", "worker 1"), ("sync", "another worker"), ("save", "worker 1")])

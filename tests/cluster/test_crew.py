@@ -10,7 +10,7 @@ import pytest
 
 from tlt.cluster.crew import Crew, Done
 from tlt.cluster.deadlines import Deadlines
-from tlt.cluster.pool import WorkerLost
+from tlt.cluster.pool import ClusterError, WorkerLost
 from tlt.rl.parallel import Broken
 
 
@@ -46,6 +46,12 @@ class OneThatHangs:
     def replace(self, index: int) -> None:
         self.replaced.append(index)
 
+    def has_begun(self, index: int) -> bool:
+        return True
+
+    def capacity(self) -> str:
+        return "there is room for 1"
+
     def interrupt(self, index: int, number: float) -> None: ...
 
     def updated(self, index: int, seconds: float) -> float | None:
@@ -79,7 +85,7 @@ def test_every_call_has_a_deadline(method: str) -> None:
     """A long one that was never seen to end has twelve times the patience."""
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.02)
-    assert crew.everyone(method) == ["done", "done"]
+    assert crew.everyone(method) == {0: "done", 1: "done"}
     assert pool.replaced == [1]
     assert crew.trouble.startswith(f"worker 1 was lost amid {method} (no answer for 0 s; worker_1.log ends with: the")
 
@@ -88,7 +94,7 @@ def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
     """All are late, as they wait for one."""
     pool = OneThatHangs()
     crew = Crew(pool, patience=0.02)
-    assert crew.together("update", [(), ()]) is None
+    assert crew.together("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1]
     assert crew.trouble == "connection closed"
 
@@ -101,7 +107,7 @@ def test_where_all_that_are_late_answer_one_of_them_is_replaced() -> None:
             return 0.5
 
     pool = AllThere()
-    assert Crew(pool, patience=0.02).together("update", [(), ()]) is None
+    assert Crew(pool, patience=0.02).together("update", {0: (), 1: ()}) is None
     assert pool.replaced == [1]
 
 
@@ -142,3 +148,82 @@ def test_a_deadline_follows_what_a_call_lately_took() -> None:
         deadlines.took("update", 2.0)
     assert deadlines.seconds("update") == 20.0
     assert deadlines.seconds("save") == 60.0
+
+
+class NoPlace(OneThatHangs):
+    """Worker 1 is lost at once, and a new one has no place until there is room; then it answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = False
+        self.given: list[Any] = []
+
+    def submit(self, index: int, method: str, *arguments: Any) -> int:
+        if method == "take_state":
+            self.given.append(arguments[0])
+        return super().submit(index, method, *arguments)
+
+    def has_begun(self, index: int) -> bool:
+        return index == 0 or self.room or not self.replaced
+
+    def _is_done(self, handle: int) -> bool:
+        return self._calls[handle] == 0 or self._methods[handle] == "die" or self.room
+
+    def result(self, handle: int) -> Any:
+        if self._methods[handle] == "die":
+            raise WorkerLost("its node is gone")
+        return handle
+
+
+def lost(pool: NoPlace, **options: Any) -> Crew:
+    crew = Crew(pool, patience=0.02, **options)
+    crew.call(1, "die")
+    assert crew.done() == [Done(1, "die", None, lost=True)]
+    return crew
+
+
+def test_lost_capacity_is_told_and_then_gone_on_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline does not count meanwhile; and once there is room, it takes the state of that moment."""
+    monkeypatch.setattr("tlt.cluster.capacity._TELLS", 0.05)
+    monkeypatch.setattr("tlt.cluster.capacity._LOOKS", 0.0)
+    pool = NoPlace()
+    crew = lost(pool, grace=0.5)
+    began = time.monotonic()
+    crew.all_sound()
+    assert 0.4 < time.monotonic() - began < 5
+    assert pool.replaced == [1]
+    told = [record.getMessage() for record in caplog.records]
+    assert "no process of worker 1 has begun for 0 s (there is room for 1): it has 0.5 s in all (cluster.grace)" in told
+    assert told[-1].startswith("1 of 2 workers are left, and the run goes on with them: no process of worker 1 has")
+    assert crew.everyone("sync").keys() == {0}
+    crew.take_in()
+    assert crew.present == [0]
+    pool.room = True
+    crew.take_in()
+    crew.all_sound()
+    assert crew.sound == {0, 1}
+    assert len(pool.given) == 2
+    assert pool.given[0] != pool.given[1], "the state of long ago"
+
+
+def test_fewer_than_are_needed_end_the_run() -> None:
+    crew = lost(NoPlace(), grace=0.05, least=2)
+    with pytest.raises(ClusterError, match=r"1 of 2 workers are left, and a run needs 2 \(cluster.min_workers\): no"):
+        crew.all_sound()
+
+
+def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
+    class NoModel(NoPlace):
+        def result(self, handle: int) -> Any:
+            if self._methods[handle] == "take_state":
+                raise ValueError("there is no model on this node")
+            return super().result(handle)
+
+    pool = NoModel()
+    pool.room = True
+    crew = lost(pool, grace=60.0)
+    crew.all_sound()
+    assert crew.sound == {0}
+    assert "there is no model on this node" in crew.trouble

@@ -513,8 +513,8 @@ MUTANTS = [
     Mutant(
         "nobody decodes ahead while rewards are computed",
         "cluster/coordinator.py",
-        "if self._pause > self.config.cluster.slice_seconds and",
-        "if self._pause < self.config.cluster.slice_seconds and",
+        "if self._pause > self.config.cluster.slice_seconds else ()",
+        "if self._pause < self.config.cluster.slice_seconds else ()",
         CREW,
     ),
     Mutant(

@@ -186,8 +186,8 @@ MUTANTS = [
     Mutant(
         "there is a gradient through the importance weights",
         POLICY,
-        "truncated_weights(old_logprobs, _rollout",
-        "truncated_weights(logprobs, _rollout",
+        "truncated_weights(before, rollout",
+        "truncated_weights(logprobs, rollout",
         UPDATE,
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         "carried responses have a ratio of 1",
-        POLICY,
+        "rl/logprobs.py",
         "[known.get(i, now) for i, now in zip",
         "[now for i, now in zip",
         UPDATE,
@@ -218,7 +218,7 @@ MUTANTS = [
         "1.0",
         UPDATE,
     ),
-    Mutant("norms decay", POLICY, '"weight_decay": 0.0}', '"weight_decay": self.config.weight_decay}', UPDATE),
+    Mutant("norms decay", "rl/optimizer.py", '"weight_decay": 0.0}', '"weight_decay": config.weight_decay}', UPDATE),
     Mutant(
         "masked tokens weigh in the loss",
         POLICY,
@@ -279,15 +279,50 @@ MUTANTS = [
     Mutant(
         "gradients are the mean of the members'",
         "rl/parallel.py",
-        "gradient.copy_(total.view_as(gradient))",
-        "gradient.copy_(total.view_as(gradient) / group.size)",
+        "gradient.copy_(part.view_as(gradient))",
+        "gradient.copy_(part.view_as(gradient) / group.shards)",
         "rl/test_parallel.py",
     ),
     Mutant(
         "responses are dealt out by their number",
         "rl/parallel.py",
-        "loads[rank] += tokens[place]",
-        "loads[rank] += 1",
+        "loads[lightest] += tokens[place]",
+        "loads[lightest] += 1",
+        "rl/test_parallel.py",
+    ),
+    Mutant(
+        "as many shards as there are members to compute them",
+        "rl/parallel.py",
+        "shards: list[list[int]] = [[] for _ in range(group.shards)]\n    loads = [0] * group.shards",
+        "shards: list[list[int]] = [[] for _ in range(group.size)]\n    loads = [0] * group.size",
+        "rl/test_parallel.py",
+    ),
+    Mutant(
+        "shards are summed in the order of who has them",
+        "rl/parallel.py",
+        "self._call(dist.all_gather, list(total), in_order(mine))",
+        "self._call(dist.all_gather, list(total), in_order(mine.flip(0)))",
+        "rl/test_sharded.py",
+    ),
+    Mutant(
+        "log-probs of all a member's shards are computed together",
+        POLICY,
+        "for shard in shards:  # which are never mixed: what is computed together rounds together",
+        "for shard in [[i for own in shards for i in own]]:",
+        "rl/test_parallel.py",
+    ),
+    Mutant(
+        "gradients of a member's last shard alone count",
+        POLICY,
+        "                earlier.append(take_gradients(self._trained))",
+        "                take_gradients(self._trained)",
+        "rl/test_parallel.py",
+    ),
+    Mutant(
+        "a member's shards share their gradients",
+        POLICY,
+        "            if totals:\n",
+        "            if False:\n",
         "rl/test_parallel.py",
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,17 @@ from tiny import random_batch, save_weights
 from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
-from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, shard, sum_gradients
+from tlt.rl.parallel import (
+    Alone,
+    GroupBroken,
+    Processes,
+    ProcessGroup,
+    Rendezvous,
+    numbers_of,
+    own_shards,
+    sum_gradients,
+    take_gradients,
+)
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -25,10 +36,10 @@ VOCAB = 31
 
 
 class Member:
-    """As `shard` sees one."""
+    """As `own_shards` sees one."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, shards: int) -> None:
+        self.rank, self.size, self.shards = rank, size, shards
 
 
 class Steady:
@@ -37,27 +48,32 @@ class Steady:
     dies_at = -1
 
 
-@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6))
-def test_shards_are_whole_and_about_as_much_work_each(tokens: list[int], size: int) -> None:
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6), st.data())
+def test_shards_are_whole_and_about_as_much_work_each(tokens: list[int], shards: int, data: st.DataObject) -> None:
+    """And the same ones, however many members have them."""
+    size = data.draw(st.integers(1, shards))
     members = range(10, 10 + len(tokens))
-    parts: list[Any] = [shard(members, tokens, Member(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+    owned: list[Any] = [own_shards(members, tokens, Member(rank, size, shards)) for rank in range(size)]  # type: ignore[arg-type]
+    assert {len(own) for own in owned} <= {shards // size, -(-shards // size)}
+    parts = [part for own in owned for part in own]
+    assert parts == own_shards(members, tokens, Member(0, 1, shards))  # type: ignore[arg-type]
     assert sorted(i for part in parts for i in part) == list(members)
     assert all(part == sorted(part) for part in parts)
     for part in parts:
         own = [tokens[i - 10] for i in part]
-        assert sum(own) - min(own, default=0) <= sum(tokens) / size, "it had least when it was given its last, shortest"
+        assert sum(own) - min(own, default=0) <= sum(tokens) / shards, "it had least when it was given its last one"
 
 
 def test_the_longest_is_dealt_out_first() -> None:
     tokens = [10, 20, 10, 50, 10, 10, 30]
-    parts: list[Any] = [shard(range(7), tokens, Member(rank, 3)) for rank in range(3)]  # type: ignore[arg-type]
-    assert parts == [[3], [2, 5, 6], [0, 1, 4]]
+    assert own_shards(range(7), tokens, Member(0, 1, 3)) == [[3], [2, 5, 6], [0, 1, 4]]  # type: ignore[arg-type]
+    assert own_shards(range(7), tokens, Member(1, 2, 3)) == [[2, 5, 6], [0, 1, 4]]  # type: ignore[arg-type]
 
 
-def together(size: int, act: Any) -> list[Any]:
+def together(size: int, act: Any, shards: int = 0) -> list[Any]:
     """act(group) of every member, in threads."""
-    table, results = Table(size), [None] * size
-    groups: list[Any] = [Thread(table, rank, size, Steady()) for rank in range(size)]  # type: ignore[arg-type]
+    table, results = Table(), [None] * size
+    groups: list[Any] = [Thread(table, rank, size, Steady(), shards) for rank in range(size)]  # type: ignore[arg-type]
 
     def run(rank: int) -> None:
         results[rank] = act(groups[rank])
@@ -86,6 +102,27 @@ def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert gradient.tolist() == torch.full(shape, 111.0 * (number + 1)).tolist()
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """1e16 + 1 is 1e16, so that any other order is another sum."""
+    monkeypatch.setattr("tlt.rl.parallel._BUCKET", 3)
+    numbers = [1e16, 1.0, -1e16, 1.0]
+
+    def act(group: ProcessGroup) -> list[list[float]]:
+        parameters = [torch.nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (2, 3)]
+        earlier: list[list[Tensor]] = []
+        for place, number in enumerate(numbers_of(group.rank, group.size, 4)):
+            if place:
+                earlier.append(take_gradients(parameters))
+                assert all(parameter.grad is None for parameter in parameters)
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, numbers[number])
+        sum_gradients(parameters, group, earlier)
+        return [parameter.grad.tolist() for parameter in parameters if parameter.grad is not None]
+
+    assert together(size, act, shards=4) == [[[1.0] * 2, [1.0] * 3]] * size
+
+
 def test_alone_nothing_is_touched() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     sum_gradients([parameter], Alone())
@@ -98,13 +135,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def updated(
-    folder: Path, size: int, batch: TrainBatch, **train: Any
+    folder: Path, size: int, batch: TrainBatch, shards: int = 0, dtype: torch.dtype = torch.float64, **train: Any
 ) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
     """Metrics, weights and moments of every member after two updates."""
     config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 24} | train)
 
     rollout = RolloutConfig(max_new_tokens=12)
-    policies = [Policy(folder, torch.float64, CPU, config, rollout) for _ in range(size)]  # not safe in threads
+    policies = [Policy(folder, dtype, CPU, config, rollout) for _ in range(size)]  # not safe in threads
 
     def act(group: ProcessGroup) -> tuple[dict[str, float], dict[str, Tensor]]:
         policy = policies[group.rank]
@@ -112,7 +149,7 @@ def updated(
         metrics = policy.update(batch, 1, group)
         return metrics, {**policy.state_dict(), **policy.optimizer_state()}
 
-    return [act(Alone())] if size == 1 else together(size, act)
+    return [act(Alone())] if size == 1 and not shards else together(size, act, shards)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
@@ -135,6 +172,21 @@ def test_several_members_end_where_one_does(folder: Path, loss: str, size: int, 
         assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
 
 
+@pytest.mark.parametrize("way", [{"kl_weight": 0.1}, {"kl_weight": 0.1, "kl_in": "reward"}, {"epochs": 2}])
+def test_the_bits_do_not_depend_on_how_many_members_there_are(folder: Path, way: dict[str, Any]) -> None:
+    """In float32, where what is computed together rounds together. One shard of four is empty at times."""
+    batch = replace(random_batch(VOCAB, responses=7), rewards=[[0.0, 1.0, 2.0], [1.0, 0.0, 1.0, 0.5]])
+    settings = {"updates_per_step": 2, "micro_batch_tokens": 64, **way}
+    found = [updated(folder, n, batch, shards=4, dtype=torch.float32, **settings) for n in (4, 3, 2, 1)]
+    losses = {metrics["loss"] for members in found for metrics, _ in members}
+    assert len(losses) == 1
+    _, expected = found[0][0]
+    for members in found:
+        assert all(torch.equal(tensors[name], expected[name]) for _, tensors in members for name in expected)
+    ((_, other),) = updated(folder, 1, batch, dtype=torch.float32, **settings)
+    assert not all(torch.equal(other[name], expected[name]) for name in expected), "the order is of no account here"
+
+
 def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
     batch = TrainBatch([], [], [], [])
     ((_, before),) = updated(folder, 1, batch)
@@ -145,11 +197,12 @@ def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
 
 def test_processes_meet_sum_and_gather() -> None:
     rendezvous = Rendezvous("127.0.0.1")
-    group = Processes(rendezvous.address, 0, 1, CPU)
+    group = Processes(rendezvous.address, 0, 1, 2, CPU)
     total = torch.tensor([1.0, 2.0])
     group.sum_(total)
     assert total.tolist() == [1.0, 2.0]
     assert group.gather(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
+    assert group.sum_shards(torch.tensor([[3.0, 4.0, 5.0], [1.0, 0.0, -1.0]])).tolist() == [4.0, 4.0, 4.0]
     group.leave()
     group.leave()
 
@@ -158,4 +211,4 @@ def test_one_who_waits_in_vain_for_the_others_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tlt.rl.parallel._RENDEZVOUS", timedelta(seconds=1))
     rendezvous = Rendezvous("127.0.0.1")
     with pytest.raises(GroupBroken, match="2 workers did not meet at 127"):
-        Processes(rendezvous.address, 0, 2, CPU)
+        Processes(rendezvous.address, 0, 2, 2, CPU)

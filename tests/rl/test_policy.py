@@ -36,7 +36,7 @@ UNBOUNDED = 1e9  # max_grad_norm that never bites
 
 
 def old_logprobs(policy: Policy, batch: TrainBatch) -> list[torch.Tensor]:
-    found = policy._old_logprobs(batch, range(len(batch.response_ids)), Alone())
+    found = policy._old_logprobs(batch, [range(len(batch.response_ids))], Alone())
     return [found[i] for i in range(len(found))]
 
 

@@ -27,7 +27,7 @@ from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.batching import plan
 from tlt.rl.finite import NotFinite
-from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, shard
+from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of, own_shards
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, _local
@@ -43,12 +43,13 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["pytest", "tlt.rl.sharded", "transformers.models.qwen3.modeling_qwen3"])
 
 
-def together(size: int, act: Act, *arguments: Any) -> list[Any]:
-    """act(group, *arguments) of every member, each a process; None of one that died."""
+def together(size: int, act: Act, *arguments: Any, shards: int = 0) -> list[Any]:
+    """act(group, *arguments) of every member, each a process; None of one that died; as many
+    `shards` as members, unless there are more."""
     rendezvous = Rendezvous("127.0.0.1")
     pipes = [forks.Pipe(duplex=False) for _ in range(size)]
     members = [
-        forks.Process(target=_member, args=(sender, rendezvous.address, rank, size, act, arguments))
+        forks.Process(target=_member, args=(sender, rendezvous.address, rank, size, shards or size, act, arguments))
         for rank, (_, sender) in enumerate(pipes)
     ]
     for member, (_, sender) in zip(members, pipes, strict=True):
@@ -62,10 +63,10 @@ def together(size: int, act: Act, *arguments: Any) -> list[Any]:
             member.kill()
 
 
-def _member(sender: Any, address: str, rank: int, size: int, act: Act, arguments: tuple[Any, ...]) -> None:
+def _member(sender: Any, address: str, rank: int, size: int, shards: int, act: Act, arguments: tuple[Any, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    sender.send(act(Processes(address, rank, size, CPU), *arguments))
+    sender.send(act(Processes(address, rank, size, shards, CPU), *arguments))
 
 
 def _found(receiver: Any) -> Any:
@@ -126,11 +127,22 @@ def passes(batch: TrainBatch, size: int) -> list[int]:
 
     class Member(Alone):
         def __init__(self, rank: int) -> None:
-            self.rank, self.size = rank, size
+            self.rank, self.size, self.shards = rank, size, size
 
     everybody = range(len(batch.response_ids))
-    shards = [shard(everybody, batch.lengths(everybody), Member(rank)) for rank in range(size)]
-    return [len(plan(batch.lengths(own), 24, 32)) for own in shards]
+    shards = [own_shards(everybody, batch.lengths(everybody), Member(rank)) for rank in range(size)]
+    return [len(plan(batch.lengths(own), 24, 32)) for (own,) in shards]
+
+
+def summed(group: ProcessGroup) -> list[float]:
+    numbers = [1e16, 1.0, -1e16, 1.0]  # 1e16 + 1 is 1e16: any other order is another sum
+    own = [numbers[k] for k in numbers_of(group.rank, group.size, group.shards)]
+    return group.sum_shards(torch.tensor([[number] * 5 for number in own], dtype=torch.float64)).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_are_summed_in_their_order_by_however_many_members(size: int) -> None:
+    assert together(size, summed, shards=4) == [[1.0] * 5] * size
 
 
 @pytest.mark.parametrize(

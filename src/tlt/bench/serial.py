@@ -49,10 +49,10 @@ class SerialRollout(ClusterRollout):
         wanted = drafter.life.tokens + tokens
         while drafter.life.tokens < wanted:
             reports = self.crew.everyone("spot", 0.0)
-            for worker, report in enumerate(reports):
+            for worker, report in reports.items():
                 if report:
                     drafter.life.trained(worker, report)
-            if not any(reports):
+            if not any(reports.values()):
                 break
         while actions := drafter.life.idle(workers):
             drafter.do(actions)

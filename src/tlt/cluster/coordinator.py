@@ -24,7 +24,7 @@ from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.draft.gate import THRESHOLDS
 from tlt.draft.guard import Guard
-from tlt.trace import AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
+from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # at an update from which workers are lost
@@ -72,7 +72,7 @@ class Coordinator:
         self._enter(IDLE)
         self._number = 0  # of the last rollout
         self._rollout_seconds = 0.0  # of the one before
-        self._rendezvous: tuple[str, int] | None = None
+        self._rendezvous: tuple[str, object] | None = None
         self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
         self.beside = Beside(THRESHOLDS.second_costs)
         self.trains_when_idle = config.speculation.training.idle
@@ -85,17 +85,16 @@ class Coordinator:
         self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
     def _enter(self, state: str) -> None:
-        for tracer in self.tracers:
-            tracer.enter(state)
-        self.now = tuple(WorkerNow(state) for _ in self.tracers)
+        for index, tracer in enumerate(self.tracers):
+            tracer.enter(state if index in self.crew.present else ABSENT)
+        self.now = tuple(WorkerNow(tracer.state) for tracer in self.tracers)
 
     def _look(self) -> tuple[WorkerNow, ...]:
-        states = [tracer.state for tracer in self.tracers]
         return tuple(
-            WorkerNow(state, self.ahead.rows_of(index), self.ahead.steps_of(index))
-            if state == AHEAD
-            else WorkerNow(state, share.lengths)
-            for index, (state, share) in enumerate(zip(states, self.shares, strict=True))
+            WorkerNow(AHEAD, self.ahead.rows_of(index), self.ahead.steps_of(index))
+            if tracer.state == AHEAD
+            else WorkerNow(tracer.state, share.lengths)
+            for index, (tracer, share) in enumerate(zip(self.tracers, self.shares, strict=True))
         )
 
     # -- rollout -------------------------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ class Coordinator:
         self._trained = self.drafter(lambda it: it.life.tokens, 0)
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
-        self.queue = self.ahead.deal([Row(request) for request in requests], self.crew.size)
+        self.queue = self.ahead.deal([Row(request) for request in requests], len(self.crew.present))
         responses = self._decode(on_response)
         self._enter(IDLE)
         self._rollout_seconds = time.monotonic() - began
@@ -119,9 +118,8 @@ class Coordinator:
         costs = [cost for share in self.shares if share.last for cost in share.last.costs]
         seconds, beside = self._rollout_seconds, self.beside
         self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, beside, costs, self.tracers[0]))
-        for index in range(self.crew.size):
-            if self._pause > self.config.cluster.slice_seconds and not self.crew.pending(index):
-                self._decode_ahead(index)
+        for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
+            self._decode_ahead(index)
         self.now = self._look()
         stats = self._stats(responses)
         self.ahead.end(stats, self._rollout_seconds, self.crew.size)
@@ -162,9 +160,9 @@ class Coordinator:
         """Until nothing is missing."""
         responses: list[Response] = []
         while self.missing:
-            for index in range(self.crew.size):
-                if not self.crew.pending(index):
-                    self._next(index)
+            self.crew.take_in()
+            for index in self.crew.free():
+                self._next(index)
             self.now = self._look()
             for done in self.crew.done():
                 if done.lost:
@@ -201,7 +199,7 @@ class Coordinator:
     def _next(self, index: int) -> None:
         """The worker has nothing to do: more of its share, what waits, or what an idle one does."""
         share = self.shares[index]
-        fair = math.ceil(self.missing / self.crew.size)
+        fair = math.ceil(self.missing / len(self.crew.present))
         new = [*share.promised, *take(self.queue, len(share.rows) + len(share.promised), fair, self.slots)]
         share.promised = []
         share.rows |= {row.request.seed: row for row in new}
@@ -244,7 +242,7 @@ class Coordinator:
 
     def _decode_ahead(self, index: int) -> bool:
         """An idle worker decodes for the steps to come, if there is something to."""
-        idle = sum(not share.rows for share in self.shares)
+        idle = sum(not share.rows and i in self.crew.sound for i, share in enumerate(self.shares))
         work = self.ahead.work(index, self._number, idle) if self.looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
@@ -329,7 +327,7 @@ class Coordinator:
         for seed, row in lost.rows.items():
             if heard := lost.heard.get(seed):
                 self.ahead.was_lost(row, [*row.tokens, *heard], self._version)
-        self.tracers[index].enter(IDLE)
+        self.tracers[index].enter(IDLE if index in self.crew.present else ABSENT)
         if rows := [*lost.rows.values(), *lost.promised]:
             self._requeue(rows)
         if lost.last:
@@ -354,20 +352,22 @@ class Coordinator:
 
     def shard_policy(self) -> None:
         """The workers meet, and each keeps its shard of the policy alone. Raises ClusterError."""
-        rendezvous, size = self._rendezvous_of_all(), self.crew.size
-        self.crew.together("shard_policy", [(rendezvous, rank, size) for rank in range(size)])
+        members = self.crew.present
+        rendezvous = self._rendezvous_of(members)
+        self.crew.together("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """On all workers, each with its shard. Where one is lost amid it, the others go back to the state before, the
-        new one takes it too, and it is done again on the same shards. Raises ClusterError."""
+        """On all workers that are there, each with its shards. Where one is lost amid it, the others go back to the
+        state before, the new one takes it too, and it is done again on the same shards. Raises ClusterError."""
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
         given = self.crew.pool.put(batch)
         for _ in range(_ATTEMPTS):
             self.crew.all_sound()
-            rendezvous, size = self._rendezvous_of_all(), self.crew.size
-            work = [(given, step, rendezvous, rank, size) for rank in range(size)]
+            members = self.crew.present
+            rendezvous = self._rendezvous_of(members)
+            work = {i: (given, step, rendezvous, rank, len(members)) for rank, i in enumerate(members)}
             reports = self.crew.together("update", work, self._look_at_update)
             self.updated = 0.0
             if reports:
@@ -377,13 +377,13 @@ class Coordinator:
         raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
     def _look_at_update(self) -> None:
-        self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in range(self.crew.size))
+        self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
 
-    def _rendezvous_of_all(self) -> str:
-        """Where the workers' group meets: another place as soon as one of them was lost."""
-        if self._rendezvous is None or self._rendezvous[1] != self.crew.losses:
-            address = self.crew.someone("rendezvous")
-            self._rendezvous = address, self.crew.losses
+    def _rendezvous_of(self, members: list[int]) -> str:
+        """Where these meet as a group: another place as soon as one of them was lost, or there are others."""
+        now = self.crew.losses, members
+        if self._rendezvous is None or self._rendezvous[1] != now:
+            self._rendezvous = self.crew.someone("rendezvous"), now
         return self._rendezvous[0]
 
     def sync(self, version: int) -> None:

@@ -1,13 +1,15 @@
-"""The workers as those see them who want work done: one that is lost is replaced by a copy of another."""
+"""The workers as those see them who want work done: one that is lost is replaced by a copy of another, and where there
+is no place for that one the others go on without it until there is."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from tlt.cluster.capacity import Capacity
 from tlt.cluster.deadlines import Deadlines
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
 from tlt.rl.parallel import Broken, GroupBroken
@@ -29,17 +31,20 @@ class Done(NamedTuple):
     method: str
     result: Any
     lost: bool = False
-    """the worker is gone, all its calls with it, and a new one is on its way"""
+    """the worker is gone, all its calls with it; a new one is on its way, or the run goes on without it"""
 
 
 class Crew:
-    """Calls that change what a run depends on are made of all workers, so that any one can stand in for another. Where
-    the policy is in shards none can: the first loss ends the run."""
+    """Calls that change what a run depends on are made of all workers that are there, so that any one can stand in for
+    another. Where the policy is in shards none can: the first loss ends the run."""
 
-    def __init__(self, pool: Pool, shards: bool = False, patience: float = math.inf) -> None:
+    def __init__(
+        self, pool: Pool, shards: bool = False, patience: float = math.inf, least: int = 1, grace: float = math.inf
+    ) -> None:
         """A worker that does not answer within a call's deadline hangs, and is lost; `patience` is that of short ones,
-        in seconds."""
+        in seconds. One whose process has not begun after `grace` seconds is left out, as long as `least` are there."""
         self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)
+        self.capacity = Capacity(pool, pool.size if shards else least, grace)
         self.sound = set(range(pool.size))  # those that hold the run's state
         self.losses = 0
         self.trouble = ""
@@ -51,8 +56,19 @@ class Crew:
         self._kept: list[Done] = []  # came back while another call was waited for
         self._number = 0  # of the last call that may be broken off
 
+    @property
+    def present(self) -> list[int]:
+        """Workers that the run goes on with, in order."""
+        return self.capacity.present
+
+    def free(self) -> list[int]:
+        """Workers that hold the run's state and have nothing to do."""
+        return [index for index in sorted(self.sound) if not self.pending(index)]
+
     def call(self, index: int, method: str, *arguments: Any) -> None:
-        """Its end comes out of `done`."""
+        """Its end comes out of `done`. One that is left out is asked for nothing: it will be given the run's state."""
+        if index not in self.present:
+            return
         if not self.pending(index):
             self._since[index] = time.monotonic()
         self._calls[self.pool.submit(index, method, *arguments)] = index, method
@@ -88,13 +104,15 @@ class Crew:
         while True:
             handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
             found = [self._outcome(handle) for handle in handles if handle in self._calls] + self._hung()
+            found += self._awaited_in_vain()
             if found or time.monotonic() >= until:
                 return found
 
     def _hung(self) -> list[Done]:
         """Those who miss a deadline, and are lost."""
         now = time.monotonic()
-        firsts = {index: methods[0] for index in range(self.size) if (methods := self.pending(index))}
+        there = [index for index in self.present if index not in self.capacity.awaited]
+        firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
         late = {i: method for i, method in firsts.items() if now - self._since[i] > self.deadlines.seconds(method)}
         if not late:
             return []
@@ -104,11 +122,20 @@ class Crew:
         self.replace(index, method, why)
         return [Done(index, method, None, lost=True)]
 
+    def _awaited_in_vain(self) -> list[Done]:
+        """Those whose process does not begin, and who are left out."""
+        begun, in_vain = self.capacity.look()
+        for index in begun:
+            self._since[index] = time.monotonic()
+        for index in in_vain:
+            self._leave_out(index, f"no process of worker {index} has begun ({self.pool.capacity()})")
+        return [Done(index, "take_state", None, lost=True) for index in in_vain]
+
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
         """A worker is late with a call; or one that it waits for is: in a joint call the one that says nothing at all;
         if it is new, the one whose state it is to take."""
         if method in _JOINT:
-            silent = [i for i in range(self.size) if self.pool.updated(i, _PING) is None]
+            silent = [i for i in self.present if self.pool.updated(i, _PING) is None]
             return max(silent, default=index), method
         if method == "take_state":
             source, state = self._sources[index]
@@ -128,6 +155,11 @@ class Crew:
             return Done(index, method, None, lost=True)
         except GroupBroken as error:
             raise _shard_lost("another worker", method, str(error)) from None
+        except Exception as error:
+            if method != "take_state":
+                raise
+            self.replace(index, method, str(error))  # it cannot even be built, where it is
+            return Done(index, method, None, lost=True)
         self._in_a_row[index] = 0
         if method == "take_state":
             self.sound.add(index)
@@ -139,12 +171,12 @@ class Crew:
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
-    def everyone(self, method: str, *arguments: Any) -> list[Any]:
-        """All workers' results; a worker that is lost is asked again when it was replaced."""
-        for index in range(self.size):
+    def everyone(self, method: str, *arguments: Any) -> dict[int, Any]:
+        """The result of each worker that is there; one that is lost is asked again when it was replaced."""
+        for index in self.present:
             self.call(index, method, *arguments)
         results: dict[int, Any] = {}
-        while len(results) < self.size:
+        while any(index not in results for index in self.present):
             for done in self._collect():
                 if done.lost and done.worker not in results:
                     self.call(done.worker, method, *arguments)
@@ -152,7 +184,7 @@ class Crew:
                     results[done.worker] = done.result
                 else:
                     self._kept.append(done)
-        return [results[index] for index in range(self.size)]
+        return dict(sorted(results.items()))
 
     def someone(self, method: str, *arguments: Any) -> Any:
         """The result of the first sound worker."""
@@ -170,15 +202,18 @@ class Crew:
         return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
 
     def together(
-        self, method: str, arguments: list[tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
-        """A call in which the workers need each other, and return Broken where another one was lost. None if so: by
+        """A call in which these workers need each other, and return Broken where another one was lost. None if so: by
         then all are back, as one that still waits 10 s later is replaced too. `meanwhile` is called now and then."""
-        for index, own in enumerate(arguments):
+        for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
         until = math.inf
-        while waiting := [i for i in range(self.size) if method in self.pending(i)]:
+        while waiting := [i for i in arguments if method in self.pending(i)]:
             if time.monotonic() > until:
                 for index in waiting:
                     self.replace(index, method, "it waits for one that was lost")
@@ -191,7 +226,7 @@ class Crew:
                     results[done.worker] = done.result
                 if done.lost or (done.method == method and isinstance(done.result, Broken)):
                     until = min(until, time.monotonic() + _PATIENCE)
-        return [results[i] for i in range(self.size)] if until == math.inf else None
+        return [results[i] for i in arguments] if until == math.inf else None
 
     def call_back(self, methods: Collection[str], patience: float) -> None:
         """Wait until no worker is busy with one of these; one that does not come back hangs, and is replaced."""
@@ -203,15 +238,15 @@ class Crew:
             self._kept += self._collect(0.5)
 
     def all_sound(self) -> None:
-        """Wait until every worker holds the run's state."""
-        while len(self.sound) < self.size:
+        """Wait until every worker that is there holds the run's state."""
+        while len(self.sound) < len(self.present):
             self._kept += self._collect()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def replace(self, index: int, amid: str, why: str) -> None:
-        """A new worker that takes the state of a sound one; `amid` says what the old one was at. Raises ClusterError if
-        there is none to take it of."""
+        """A new worker that takes the state of a sound one; `amid` says what the old one was at. One that was lost too
+        often is left out for now. Raises ClusterError if there is no sound one, or too few are left."""
         why = "; ".join(filter(None, (why, self.pool.last_words(index))))
         self.trouble = f"worker {index} was lost amid {amid} ({why})"
         if self.shards:
@@ -219,15 +254,36 @@ class Crew:
         log.warning("a new one takes its place: %s", self.trouble)
         self.losses += 1
         self._in_a_row[index] += 1
-        self.sound.discard(index)
-        self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
+        self._forget(index)
+        self._source()  # the run cannot go on without one
+        self.pool.replace(index)
         if self._in_a_row[index] > _IN_A_ROW:
-            raise ClusterError(f"worker {index} was lost {self._in_a_row[index]} times in a row; {self.trouble}")
+            self._leave_out(index, f"worker {index} was lost {self._in_a_row[index]} times in a row; {self.trouble}")
+        else:
+            self._bring_up(index)
+
+    def _bring_up(self, index: int) -> None:
+        self.capacity.awaits(index)
         source = self._source()
         state = self.pool.submit(source, "state")
         self._sources[index] = source, state
-        self.pool.replace(index)
         self.call(index, "take_state", state)
+
+    def _leave_out(self, index: int, why: str) -> None:
+        self._forget(index)
+        self.losses += 1
+        self.capacity.leave_out(index, why)
+
+    def _forget(self, index: int) -> None:
+        self.sound.discard(index)
+        self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
+
+    def take_in(self) -> None:
+        """Those that were left out, and are there again, take the run's state. Not amid an update, in which the others
+        give away the one before it."""
+        for index in self.capacity.back():
+            self._bring_up(index)
+            log.warning("worker %d is there: %d of %d go on", index, len(self.present), self.size)
 
     def _suspect(self, source: int, state: Handle) -> None:
         """A new worker did not get the state: perhaps the one that it was of is gone too."""

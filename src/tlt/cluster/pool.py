@@ -48,6 +48,14 @@ class Pool(Protocol):
         """A new worker in the place of one, which is killed if it still lives; as at the start of the run."""
         ...
 
+    def has_begun(self, index: int) -> bool:
+        """Whether the process of this worker runs, or has ended; else there may be no place for it."""
+        ...
+
+    def capacity(self) -> str:
+        """How many places for workers there are, in a clause."""
+        ...
+
     def last_words(self, index: int) -> str:
         """The end of what a worker has written, in a clause that says where; empty if it has not."""
         ...

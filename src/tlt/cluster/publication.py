@@ -77,6 +77,8 @@ class Publication:
                     self.crew.call_idle(worker, "judge", candidate.given if candidate else None, lent)
             case Borrow(workers):
                 self._call(workers, "evidence")
+                for absent in set(workers) - set(self.crew.present):
+                    self.life.answered(absent, None)
             case Publish(version, candidate, agreement):
                 self._call(range(self.crew.size), "take_drafter", candidate.given, agreement)
                 if self.saver:

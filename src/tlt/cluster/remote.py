@@ -56,7 +56,8 @@ class ClusterRollout:
 
     def trace(self) -> list[list[Span]]:
         states = [tracer.drain() for tracer in self.coordinator.tracers]
-        return [state + work for state, work in zip(states, self.crew.everyone("trace"), strict=True)]
+        work = self.crew.everyone("trace")
+        return [state + work.get(index, []) for index, state in enumerate(states)]
 
     def close(self) -> None:
         self.coordinator.drafter.tell(lambda it: it.close())
@@ -95,7 +96,7 @@ class ClusterPolicy:
 
     def sha256(self) -> str:
         """Of all replicas, or of what all members gather. Raises ClusterError should they differ."""
-        digests = self.crew.everyone("sha256")
+        digests = list(self.crew.everyone("sha256").values())
         if len(set(digests)) > 1:
             raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
         return digests[0]
@@ -104,7 +105,9 @@ class ClusterPolicy:
 def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
     """The workers of a pool, once all are there and hold the same policy."""
     try:
-        coordinator = Coordinator(Crew(pool, config.train.shard, config.cluster.patience), config)
+        cluster = config.cluster
+        crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
+        coordinator = Coordinator(crew, config)
         policy = ClusterPolicy(coordinator)
         policy.sha256()  # when all are there: they wait for each other in no rendezvous for long
         if config.train.shard:

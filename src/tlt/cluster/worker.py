@@ -40,8 +40,8 @@ from tlt.rl.teacher import spot_trainer
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
-Join = Callable[[Any, int, int, torch.device], ProcessGroup]
-"""(where the members meet, rank, size, device) -> their group"""
+Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
+"""(where the members meet, rank, size, shards of a batch, device) -> their group"""
 
 
 class Work(NamedTuple):
@@ -261,7 +261,7 @@ class Worker:
     def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
         if self._group is None or self._group[0] != rendezvous:
             self.leave()
-            self._group = rendezvous, self._join(rendezvous, rank, size, self.device)
+            self._group = rendezvous, self._join(rendezvous, rank, size, self.config.cluster.workers, self.device)
         return self._group[1]
 
     def leave(self) -> None:

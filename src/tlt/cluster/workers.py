@@ -86,10 +86,13 @@ class RayPool:
         there = self._ray.cluster_resources()
         gpus = there.get("GPU", 0) if device != "cpu" else 0
         needed = {"CPUs in the Ray cluster": there.get("CPU", 0)} | ({"CUDA devices": gpus} if gpus else {})
+        cluster = self._config.cluster
+        alone = cluster.address is None
+        key = "workers" if alone or self._config.train.shard or not cluster.min_workers else "min_workers"
         for what, count in needed.items():
-            if count < self.size:
-                raise ConfigError(f"cluster.workers = {self.size}, but there are {count:g} {what}: one each is needed")
-        alone = self._config.cluster.address is None
+            if count < getattr(cluster, key):
+                least = f"cluster.{key} = {getattr(cluster, key)}"
+                raise ConfigError(f"{least}, but there are {count:g} {what}: one each is needed")
         place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
         # calls are many and short: Ray's record of each took a tenth of the processor from those who decode
@@ -155,6 +158,13 @@ class RayPool:
         if self.folder and self._ray.wait([process], timeout=0)[0]:
             with suppress(self._ray.exceptions.RayError, ProcessLookupError):
                 os.kill(self._ray.get(process), signal.SIGKILL)
+
+    def has_begun(self, index: int) -> bool:
+        return bool(self._ray.wait([self._processes[index]], timeout=0)[0])
+
+    def capacity(self) -> str:
+        there = self._ray.cluster_resources()
+        return f"of the {self.size} CPUs that the workers need the cluster has {there.get('CPU', 0):g}"
 
     def last_words(self, index: int) -> str:
         return last_words(self._log_file(index))

@@ -204,6 +204,11 @@ class ClusterConfig(Section):
     address: str | None = None
     """of the Ray cluster to join, such as `10.0.0.1:6379`, which sees all files under the same paths; left out: this
     machine alone"""
+    min_workers: int | None = Field(default=None, gt=0)
+    """a run begins, and goes on, with so many where there is no place for the others, as a node is gone; it takes these
+    in once there is, and the result is the same. Left out: all to begin, 1 to go on; all where train.shard"""
+    grace: float = Field(default=60.0, gt=0)
+    """seconds that a worker's process has to begin, before the run goes on without it"""
     slice_seconds: float = Field(default=0.2, gt=0)
     """a worker decodes for so long before it reports and may be given other work"""
     patience: float = Field(default=300.0, gt=0)
@@ -290,6 +295,13 @@ class Config(Section):
             )
         if self.train.shard and self.cluster.workers == 1:
             raise ValueError("train.shard needs several workers: set cluster.workers above 1, or train.shard = false")
+        if (self.cluster.min_workers or 1) > self.cluster.workers:
+            raise ValueError("cluster.min_workers must not exceed cluster.workers")
+        if self.train.shard and (self.cluster.min_workers or self.cluster.workers) < self.cluster.workers:
+            raise ValueError(
+                "train.shard needs all workers, as each holds a part of the policy: leave out cluster.min_workers, or "
+                "set train.shard = false"
+            )
         if self.train.shard and self.train.lora.rank:
             raise ValueError("train.shard and train.lora.rank do not go together: set one of them to false or 0")
         _trainable(self.rollout, self.train)

@@ -6,6 +6,7 @@ T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.rl.batching import MicroBatch
 from tlt.sampling import lowest_temperature
+from tlt.types import TrainBatch
 
 
 def token_logprobs(
@@ -78,3 +80,13 @@ def in_chunks(law: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[T
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:
+    """Those of the present policy where no others are known."""
+    present = logprobs.detach().split([len(batch.response_ids[i]) for i in micro.sequences])
+    return torch.cat([known.get(i, now) for i, now in zip(micro.sequences, present, strict=True)])
+
+
+def rollout_logprobs(batch: TrainBatch, micro: MicroBatch, like: Tensor) -> Tensor:
+    return like.new_tensor([x for i in micro.sequences for x in batch.rollout_logprobs[i]])

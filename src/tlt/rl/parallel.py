@@ -1,6 +1,7 @@
 """Data-parallel updates: who takes which responses, and sums over the group of those who do.
 
-For a given number of members every sum has one order, so its bits do not depend on who was fast.
+A batch is cut into as many shards as the recipe has workers, and gradients are summed in the order of shards: so the
+bits depend neither on who was fast nor on how many members there are to compute them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import (  # documented, not exported
     FileStore,  # pyright: ignore[reportPrivateImportUsage]
@@ -41,9 +43,16 @@ class ProcessGroup(Protocol):
 
     rank: int
     size: int
+    shards: int
+    """that a batch is cut into; a member has one, or several where there are fewer members than shards"""
 
     def sum_(self, tensor: Tensor) -> None:
         """In place; all members get the same bits."""
+        ...
+
+    def sum_shards(self, own: Tensor) -> Tensor:
+        """[own shards, n] of every member -> [n], summed in the order of shards: on all members the same bits, and for
+        any number of members."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -56,9 +65,12 @@ class ProcessGroup(Protocol):
 
 
 class Alone:
-    rank, size = 0, 1
+    rank, size, shards = 0, 1, 1
 
     def sum_(self, tensor: Tensor) -> None: ...
+
+    def sum_shards(self, own: Tensor) -> Tensor:
+        return in_order(own)
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -66,36 +78,66 @@ class Alone:
     def leave(self) -> None: ...
 
 
-def shard(members: Sequence[int], tokens: Sequence[int], group: ProcessGroup) -> list[int]:
-    """This rank's share of an optimizer step's responses, each of so many `tokens`, in prompt order; it may be empty.
-    The longest is dealt out first, each to whom has least (LPT: Graham, 1969), so that all have about as much work."""
-    shares: list[list[int]] = [[] for _ in range(group.size)]
-    loads = [0] * group.size
+def numbers_of(rank: int, size: int, shards: int) -> range:
+    """The shards of a member: they lie beside each other, and differ by one in number between members."""
+    return range(rank * shards // size, (rank + 1) * shards // size)
+
+
+def own_shards(members: Sequence[int], tokens: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """This rank's shards of an optimizer step's responses, each of so many `tokens`, in prompt order; some may be
+    empty. The longest is dealt out first, each to the shard that has fewest tokens (LPT: Graham, 1969), so that all
+    shards are about as much work."""
+    shards: list[list[int]] = [[] for _ in range(group.shards)]
+    loads = [0] * group.shards
     for place in sorted(range(len(members)), key=lambda k: (-tokens[k], k)):
-        rank = loads.index(min(loads))
-        loads[rank] += tokens[place]
-        shares[rank].append(place)
-    return [members[place] for place in sorted(shares[group.rank])]
+        lightest = loads.index(min(loads))
+        loads[lightest] += tokens[place]
+        shards[lightest].append(place)
+    own = numbers_of(group.rank, group.size, group.shards)
+    return [[members[place] for place in sorted(shards[number])] for number in own]
 
 
-def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup) -> None:
-    """Give every member the sum of all members' gradients."""
-    if group.size == 1:
+def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    """The gradients of a shard that is done, in host memory; the next one begins with none."""
+    taken = [torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu() for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return taken
+
+
+def sum_gradients(
+    parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Sequence[Tensor]] = ()
+) -> None:
+    """Give every member the sum over all shards. The parameters hold the gradients of its last shard; `earlier` are
+    those of the ones before, as `take_gradients` gives them."""
+    if group.shards == 1:
         return
-    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        group.sum_(flat)
-        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None], earlier):
+        shards = [torch.cat([gradient.reshape(-1) for gradient in shard]) for shard in zip(*bucket, strict=True)]
+        last = shards[-1]
+        total = group.sum_shards(torch.stack([shard.to(last.device) for shard in shards]))
+        own = [gradients[-1] for gradients in bucket]
+        for gradient, part in zip(own, total.split([g.numel() for g in own]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    held: list[Tensor] = []
-    for gradient in gradients:
-        if held and (sum(g.numel() for g in held) + gradient.numel() > _BUCKET or gradient.dtype != held[0].dtype):
+def in_order(shards: Tensor) -> Tensor:
+    """[shards, n] -> [n], the sum in their order."""
+    total = shards[0].clone()
+    for shard in shards[1:]:
+        total += shard
+    return total
+
+
+def _buckets(last: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Tensors of about `_BUCKET` numbers together and of one dtype, each as the list of its shards' gradients."""
+    held: list[list[Tensor]] = []
+    for place, gradient in enumerate(last):
+        count = sum(shards[-1].numel() for shards in held)
+        if held and (count + gradient.numel() > _BUCKET or gradient.dtype != held[0][-1].dtype):
             yield held
             held = []
-        held.append(gradient)
+        held.append([*(shard[place] for shard in earlier), gradient])
     if held:
         yield held
 
@@ -130,9 +172,9 @@ def _store_at(address: str, size: int) -> Store:
 class Processes:
     """A group of processes, over gloo on CPUs and NCCL on GPUs."""
 
-    def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, address: str, rank: int, size: int, shards: int, device: torch.device) -> None:
         """Waits for the others for at most 10 s. Raises GroupBroken if they do not come."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.shards = rank, size, shards
         backend = "nccl" if device.type == "cuda" else "gloo"
         if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM's in this process, which has no use for it
             dist.destroy_process_group()
@@ -147,6 +189,19 @@ class Processes:
 
     def sum_(self, tensor: Tensor) -> None:
         self._call(dist.all_reduce, tensor)
+
+    def sum_shards(self, own: Tensor) -> Tensor:
+        """Each member sums a part of all shards, and gives it to the others: as many bytes as an all-reduce moves."""
+        count, n = own.shape
+        width = -(-n // self.size)
+        parts = F.pad(own, (0, width * self.size - n)).view(count, self.size, width).transpose(0, 1)
+        counts = [len(numbers_of(rank, self.size, self.shards)) for rank in range(self.size)]
+        mine = own.new_empty(self.shards, width)
+        sent = parts.reshape(self.size * count, width)
+        self._call(dist.all_to_all_single, mine, sent, counts, [count] * self.size)
+        total = own.new_empty(self.size, width)
+        self._call(dist.all_gather, list(total), in_order(mine))
+        return total.view(-1)[:n]
 
     def gather(self, tensor: Tensor) -> Tensor:
         lengths = torch.zeros(self.size, dtype=torch.long, device=tensor.device)

@@ -19,9 +19,10 @@ from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.groups import advantages_of
 from tlt.rl.hugging_face import checkpoint_layers, load_model
-from tlt.rl.logprobs import sequence_logits, token_logprobs
+from tlt.rl.logprobs import old_logprobs, rollout_logprobs, sequence_logits, token_logprobs
 from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
-from tlt.rl.parallel import Alone, ProcessGroup, shard, sum_gradients
+from tlt.rl.optimizer import adamw, load_moments, moments_of
+from tlt.rl.parallel import Alone, ProcessGroup, own_shards, sum_gradients, take_gradients
 from tlt.rl.schedule import learning_rate, split
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
@@ -29,6 +30,7 @@ from tlt.types import TrainBatch
 log = logging.getLogger(__name__)
 
 _BACK = 3  # passes that one with its gradient takes as long as
+_TOTALS = ("loss", "clipped", "kl", "weight")  # of an optimizer step, over its tokens
 _ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
 
 
@@ -91,22 +93,14 @@ class Policy:
         return self.device
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.config.weight_decay}
-        stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
-        return torch.optim.AdamW(
-            [group for group in (decays, stays) if group["params"]],
-            lr=self.config.learning_rate,
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            fused=self.fused,
-        )
+        return adamw(self.model, self.config, self.fused)
 
     # -- update -------------------------------------------------------------------------------------------------------
 
     def update(self, batch: TrainBatch, step: int, group: ProcessGroup | None = None) -> dict[str, float]:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
-        The members of a `group` hold the same policy and give the same whole batch; each takes its shard of every
+        The members of a `group` hold the same policy and give the same whole batch; each takes its shards of every
         optimizer step, and all end with the same bits. Responses that have no gradient (an advantage of 0, as where
         all rewards of a group are alike, and no KL term) teach nothing: one in eight of them goes through the model
         once, for `entropy` and the mismatch, which are over all tokens of the batch. A batch without responses changes
@@ -122,8 +116,9 @@ class Policy:
             batch, divergence = self._penalized(batch, group)
         mini_batches = split(len(batch.response_ids), self.config.updates_per_step)
         shards = [self._own(batch, members, group) for members in mini_batches]
-        self.updated, self._token_share = 0.0, self._share_of_a_token(batch, shards)
-        fixed = self._fixed(batch, [i for own in shards for i in own], group)
+        alike = [[i for shard in of_all for i in shard] for of_all in zip(*shards, strict=True)]
+        self.updated, self._token_share = 0.0, self._share_of_a_token(batch, alike)
+        fixed = self._fixed(batch, alike, group)
         # later epochs look at what the first one has moved
         tokens = [TokenMetrics(self.device) for _ in range(self.config.epochs)]
         self._look_at_untaught(batch, tokens[0], group)
@@ -145,11 +140,11 @@ class Policy:
     def _penalized(self, batch: TrainBatch, group: ProcessGroup) -> tuple[TrainBatch, float]:
         """With the divergence of each response taken off its reward; and its mean over all tokens."""
         everyone = range(len(batch.response_ids))
-        own = shard(everyone, batch.lengths(everyone), group)
-        old = self._old_logprobs(batch, own, group)
-        reference = self._logprobs_of(self.reference, batch, own, group)
+        shards = own_shards(everyone, batch.lengths(everyone), group)
+        old = self._old_logprobs(batch, shards, group)
+        reference = self._logprobs_of(self.reference, batch, shards, group)
         sums = torch.zeros(len(everyone), dtype=torch.float64, device=self.device)
-        for i in own:
+        for i in old:
             sums[i] = self.kl(old[i].double(), reference[i].double()).sum()
         group.sum_(sums)
         apart = iter(sums.tolist())
@@ -158,28 +153,31 @@ class Policy:
         tokens = sum(map(len, batch.response_ids))
         return replace(batch, rewards=rewards, advantages=advantages), float(sums.sum()) / max(1, tokens)
 
-    def _fixed(self, batch: TrainBatch, own: Sequence[int], group: ProcessGroup) -> Fixed:
-        """Of a member's own responses."""
+    def _fixed(self, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup) -> Fixed:
+        """Of a member's own shards."""
         several = self.config.updates_per_step * self.config.epochs > 1
         # with one optimizer step on a rollout the policy is still the old one: its log-probs need no pass of their own
-        old = self._old_logprobs(batch, own, group) if several else self._carried(batch, own)
-        return Fixed(old, self._logprobs_of(self.reference, batch, own, group) if self._kl_in_loss else {})
+        old = self._old_logprobs(batch, shards, group) if several else self._carried(batch, shards)
+        return Fixed(old, self._logprobs_of(self.reference, batch, shards, group) if self._kl_in_loss else {})
 
-    def _old_logprobs(self, batch: TrainBatch, own: Sequence[int], group: ProcessGroup) -> dict[int, Tensor]:
+    def _old_logprobs(
+        self, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup
+    ) -> dict[int, Tensor]:
         """Before the first gradient step."""
-        known = self._carried(batch, own)
-        return known | self._logprobs_of(self.model, batch, [i for i in own if i not in known], group)
+        known = self._carried(batch, shards)
+        unknown = [[i for i in shard if i not in known] for shard in shards]
+        return known | self._logprobs_of(self.model, batch, unknown, group)
 
-    def _carried(self, batch: TrainBatch, own: Sequence[int]) -> dict[int, Tensor]:
+    def _carried(self, batch: TrainBatch, shards: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        known = [i for i in own if i in batch.old_logprobs]
+        known = [i for shard in shards for i in shard if i in batch.old_logprobs]
         return {i: torch.tensor(batch.old_logprobs[i], dtype=dtype, device=self.device) for i in known}
 
     def _optimizer_step(
         self,
         batch: TrainBatch,
         members: range,
-        own: Sequence[int],
+        shards: Sequence[Sequence[int]],
         fixed: Fixed,
         tokens: TokenMetrics,
         step: int,
@@ -187,40 +185,63 @@ class Policy:
     ) -> dict[str, float]:
         lengths = [0 if i in batch.masked else len(batch.response_ids[i]) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
-        totals = dict.fromkeys(("loss", "clipped", "kl", "weight"), 0.0)
-        first_wrong = ""
-        for micro in self._micro_batches(self.model, batch, own, group):
-            logprobs, entropy = self._logprobs(self.model, micro)
-            inputs = self._loss_inputs(batch, micro, logprobs, fixed.old, shares)
-            loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
-            if self._kl_in_loss:
-                reference = torch.cat([fixed.reference[i] for i in micro.sequences])
-                apart = self.kl(logprobs, reference) * (ratio if self.config.kl_unbiased else 1.0)
-                apart = (apart * inputs.weights).sum()
-                loss = loss + self.config.kl_weight * apart
-                totals["kl"] += apart.item()
-            loss.backward()
-            totals["loss"] += loss.item()
-            if not first_wrong and not math.isfinite(totals["loss"]):
-                first_wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
-            totals["clipped"] += clipped.item()
-            totals["weight"] += inputs.weights.sum().item()
-            tokens.add(inputs.old_logprobs, _rollout_logprobs(batch, micro, logprobs), entropy)
-        sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
-        group.sum_(sums)
-        totals = dict(zip(totals, sums.tolist(), strict=True))
-        refuse_loss(totals["loss"], first_wrong, step)
-        norm, skipped = self._step(group)
-        means = {name: totals[name] / (totals["weight"] or 1.0) for name in ("clipped", "kl")}
-        return {"loss": totals["loss"], **means, "grad_norm": norm, "skipped": float(skipped)}
+        earlier: list[list[Tensor]] = []  # gradients of shards
+        totals: list[dict[str, float]] = []
+        wrong = ""
+        for shard in shards:
+            if totals:
+                earlier.append(take_gradients(self._trained))
+            totals.append(dict.fromkeys(_TOTALS, 0.0))
+            for micro in self._micro_batches(self.model, batch, shard, group):
+                found = self._backward(batch, micro, fixed, shares, totals[-1], tokens)
+                wrong = wrong or found
+        own = torch.tensor([list(of.values()) for of in totals], dtype=torch.float64, device=self.device)
+        sums = dict(zip(_TOTALS, group.sum_shards(own).tolist(), strict=True))
+        refuse_loss(sums["loss"], wrong, step)
+        norm, skipped = self._step(group, earlier)
+        means = {name: sums[name] / (sums["weight"] or 1.0) for name in ("clipped", "kl")}
+        return {"loss": sums["loss"], **means, "grad_norm": norm, "skipped": float(skipped)}
 
-    def _step(self, group: ProcessGroup) -> tuple[float, bool]:
-        """With the gradients of the whole group: their norm, and whether the step was left out."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+    def _backward(
+        self,
+        batch: TrainBatch,
+        micro: MicroBatch,
+        fixed: Fixed,
+        shares: dict[int, float],
+        totals: dict[str, float],
+        tokens: TokenMetrics,
+    ) -> str:
+        """One micro-batch's part of the gradients, of `totals` and of `tokens`; what of it is not finite, if anything
+        is."""
+        logprobs, entropy = self._logprobs(self.model, micro)
+        inputs = self._loss_inputs(batch, micro, logprobs, fixed.old, shares)
+        loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
+        if self._kl_in_loss:
+            reference = torch.cat([fixed.reference[i] for i in micro.sequences])
+            apart = self.kl(logprobs, reference) * (ratio if self.config.kl_unbiased else 1.0)
+            apart = (apart * inputs.weights).sum()
+            loss = loss + self.config.kl_weight * apart
+            totals["kl"] += apart.item()
+        loss.backward()
+        totals["loss"] += loss.item()
+        totals["clipped"] += clipped.item()
+        totals["weight"] += inputs.weights.sum().item()
+        tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)
+        if math.isfinite(totals["loss"]):
+            return ""
+        return "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
+
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _step(self, group: ProcessGroup, earlier: Sequence[Sequence[Tensor]]) -> tuple[float, bool]:
+        """With the gradients of all shards: their norm, and whether the step was left out."""
+        parameters = self._trained
         for parameter in parameters:
-            if parameter.grad is None:  # of a member without responses; and Adam's moments fade in a step without any
+            if parameter.grad is None:  # of a shard without responses; and Adam's moments fade in a step without any
                 parameter.grad = torch.zeros_like(parameter)
-        norm = self._clip(parameters, group)
+        norm = self._clip(parameters, group, earlier)
         skipped = not norm.isfinite()  # one step with it would spoil every weight for good
         if not skipped:
             self.version = None
@@ -240,9 +261,11 @@ class Policy:
         if self._skipped > 1:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
 
-    def _clip(self, parameters: list[torch.nn.Parameter], group: ProcessGroup) -> Tensor:
-        """Sum the group's gradients, and clip them; their norm before that."""
-        sum_gradients(parameters, group)
+    def _clip(
+        self, parameters: list[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        """Sum the shards' gradients, and clip them; their norm before that."""
+        sum_gradients(parameters, group, earlier)
         return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
     def _loss_inputs(
@@ -254,7 +277,7 @@ class Policy:
         shares: dict[int, float],
     ) -> LossInputs:
         lengths = [len(batch.response_ids[i]) for i in micro.sequences]
-        old_logprobs = _old_logprobs(batch, micro, logprobs, old)
+        before = old_logprobs(batch, micro, logprobs, old)
         repeats = torch.tensor(lengths, device=self.device)
 
         def of_tokens(values: list[float]) -> Tensor:
@@ -263,35 +286,36 @@ class Policy:
         advantages = of_tokens([batch.advantages[i] for i in micro.sequences])
         weights = of_tokens([shares[i] for i in micro.sequences])
         cap = self.config.importance_cap
-        importance = truncated_weights(old_logprobs, _rollout_logprobs(batch, micro, old_logprobs), cap) if cap else 1.0
-        return LossInputs(logprobs, old_logprobs, advantages, weights, lengths, importance)
+        importance = truncated_weights(before, rollout_logprobs(batch, micro, before), cap) if cap else 1.0
+        return LossInputs(logprobs, before, advantages, weights, lengths, importance)
 
     @torch.no_grad()
     def _logprobs_of(
-        self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+        self, model: Any, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup
     ) -> dict[int, Tensor]:
         """response -> [its tokens], by the policy or the reference."""
         found: dict[int, Tensor] = {}
-        for micro in self._micro_batches(model, batch, members, group):
-            logprobs, _ = self._logprobs(model, micro)
-            lengths = [len(batch.response_ids[i]) for i in micro.sequences]
-            found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
+        for shard in shards:  # which are never mixed: what is computed together rounds together
+            for micro in self._micro_batches(model, batch, shard, group):
+                logprobs, _ = self._logprobs(model, micro)
+                lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+                found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
 
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
         """Of each response's tokens, under the present policy."""
         members = range(len(batch.response_ids))
-        found = self._logprobs_of(self.model, batch, members, group or Alone())
+        found = self._logprobs_of(self.model, batch, [members], group or Alone())
         return [found[i].tolist() for i in members]
 
     @property
     def _kl_in_loss(self) -> bool:
         return self.reference is not None and self.config.kl_in == "loss"
 
-    def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[int]:
-        """This member's share of those that have a gradient."""
+    def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+        """This member's shards of those that have a gradient."""
         taught = [i for i in members if self._teaches(batch, i)]
-        return shard(taught, batch.lengths(taught), group)
+        return own_shards(taught, batch.lengths(taught), group)
 
     def _teaches(self, batch: TrainBatch, i: int) -> bool:
         return (bool(batch.advantages[i]) or self._kl_in_loss) and i not in batch.masked
@@ -303,12 +327,13 @@ class Policy:
         untaught = [i for i in range(len(batch.response_ids)) if not self._teaches(batch, i)]
         sample = untaught[::_ONE_IN]
         count, drawn = (sum(len(batch.response_ids[i]) for i in some) for some in (untaught, sample))
-        own = shard(sample, batch.lengths(sample), group)
-        carried = self._carried(batch, own)
-        for micro in self._micro_batches(self.model, batch, own, group):
-            logprobs, entropy = self._logprobs(self.model, micro)
-            old = _old_logprobs(batch, micro, logprobs, carried)
-            tokens.add(old, _rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)
+        shards = own_shards(sample, batch.lengths(sample), group)
+        carried = self._carried(batch, shards)
+        for shard in shards:
+            for micro in self._micro_batches(self.model, batch, shard, group):
+                logprobs, entropy = self._logprobs(self.model, micro)
+                old = old_logprobs(batch, micro, logprobs, carried)
+                tokens.add(old, rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)
 
     def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
         return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
@@ -358,33 +383,13 @@ class Policy:
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """name of the parameter + name of the moment -> tensor; empty before the first update."""
-        names = {id(p): n for n, p in self.model.named_parameters()}
-        return {
-            f"{names[id(p)]}/{key}": value.detach().contiguous()
-            for p, moments in self.optimizer.state.items()
-            for key, value in moments.items()
-        }
+        return moments_of(self.optimizer, self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.model.load_state_dict(state)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
-        self.optimizer.state.clear()
-        for key, value in state.items():
-            name, _, moment = key.rpartition("/")
-            place = torch.device("cpu") if moment == "step" and not self.fused else self.device
-            self.optimizer.state[parameters[name]][moment] = value.to(place, copy=True)
+        load_moments(self.optimizer, self.model, state, torch.device("cpu") if not self.fused else self.device)
 
     def load_optimizer(self, folder: Path) -> None:
         self.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
-
-
-def _old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:
-    """Those of the present policy where no others are known."""
-    present = logprobs.detach().split([len(batch.response_ids[i]) for i in micro.sequences])
-    return torch.cat([known.get(i, now) for i, now in zip(micro.sequences, present, strict=True)])
-
-
-def _rollout_logprobs(batch: TrainBatch, micro: MicroBatch, like: Tensor) -> Tensor:
-    return like.new_tensor([x for i in micro.sequences for x in batch.rollout_logprobs[i]])

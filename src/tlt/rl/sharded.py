@@ -88,8 +88,11 @@ class ShardedPolicy(Policy):
     def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
         return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]
 
-    def _clip(self, parameters: list[torch.nn.Parameter], group: ProcessGroup) -> Tensor:
+    def _clip(
+        self, parameters: list[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
         """The layers' gradients are summed by now, and each member has the squares of its own shards."""
+        assert not earlier, "as many members as shards"
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         sum_gradients(rest, group)
         square = get_total_norm([_local(p.grad) for p in layers if p.grad is not None]).square()
