@@ -19,7 +19,7 @@ _FREE = (
     *("reward.timeout_seconds", "reward.workers", "reward.folder"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
-    *("cluster.min_workers", "cluster.grace"),
+    *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token"),
 )
 # these do by rounding: sums are taken in another order, or by other kernels
 _ROUNDS = (

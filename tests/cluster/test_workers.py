@@ -325,6 +325,45 @@ def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None
         own.close()
 
 
+SERVES = """
+import ray, sys
+options = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": sys.argv[1]}
+ray.init(address="local", num_cpus=2, **options)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_ray_that_asks_nobody_for_a_token_is_not_joined(home: Path) -> None:
+    """Unless that is allowed. It is one of this test's own, on loopback."""
+    script = JOINS.replace(
+        'cluster={"address": address}', 'cluster={"address": address, "allow_no_token": folder == "y"}'
+    )
+    serves = (
+        "import ray, sys; ray.init(address='local', num_cpus=2, include_dashboard=False, _node_ip_address='127.0.0.1',"
+    )
+    serves += " _temp_dir=sys.argv[1]); print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()"
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled"}
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        server = subprocess.Popen([sys.executable, "-c", SERVES, folder], env=environment, **pipes)
+        try:
+            assert server.stdout
+            address = server.stdout.readline().strip()
+            command = [sys.executable, "-c", script, str(home), "2", address]
+            refused, allowed = (
+                subprocess.run([*command, answer], env=environment, capture_output=True, text=True, timeout=120)
+                for answer in "ny"
+            )
+        finally:
+            server.communicate("")
+    assert "asks nobody for a token" in refused.stderr.splitlines()[-1]
+    assert allowed.returncode == 0, allowed.stderr[-2000:]
+
+
 def test_without_ray_there_is_one_sentence(home: Path) -> None:
     with patch.dict(sys.modules, {"ray": None}), pytest.raises(ConfigError, match=r"cluster\.workers.*pip install"):
         RayPool(config_of(home, 2, "none"), home)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.cluster.actor import Actor, Place, last_words
-from tlt.cluster.control import Control
+from tlt.cluster.control import Control, lets_in_anybody
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
@@ -80,6 +80,11 @@ class RayPool:
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             reason = (str(error).splitlines() or ["no answer"])[0]
             raise ClusterError(f"no Ray cluster can be joined at {address} ({reason}): see cluster.address") from None
+        if not self._config.cluster.allow_no_token and lets_in_anybody(self._ray.get_runtime_context().gcs_address):
+            raise ConfigError(
+                f"the Ray cluster at {address} asks nobody for a token, so whoever reaches it runs code on its nodes: "
+                "start it with RAY_AUTH_MODE=token, or set cluster.allow_no_token = true where nobody else can"
+            )
 
     def _actor(self, index: int, policy_folder: str) -> Any:
         device = self._config.model.device

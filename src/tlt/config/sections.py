@@ -204,6 +204,8 @@ class ClusterConfig(Section):
     address: str | None = None
     """of the Ray cluster to join, such as `10.0.0.1:6379`, which sees all files under the same paths; left out: this
     machine alone"""
+    allow_no_token: bool = False
+    """join a Ray cluster that asks nobody for a token, as on a network that nobody else reaches"""
     min_workers: int | None = Field(default=None, gt=0)
     """a run begins, and goes on, with so many where there is no place for the others, as a node is gone; it takes these
     in once there is, and the result is the same. Left out: all to begin, 1 to go on; all where train.shard"""
