@@ -18,7 +18,7 @@ LAYERS = (
     ("models", "attention"),
     ("draft",),
     ("engine", "vllm"),
-    ("rl", "measure", "rewards", "tables", "data", "checkpoint", "journal", "folder", "model_card", "build"),
+    ("rl", "measure", "rewards", "tables", "data", "checkpoint", "mirror", "journal", "folder", "model_card", "build"),
     ("loop", "evaluate", "about"),
     ("cluster", "workers_view", "sample_view", "keys", "display", "record"),
     ("parts",),

@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 
 from tlt.files import flush, read_json, share
 
+MANIFEST = "manifest.json"
+
 
 class CheckpointError(ValueError):
     """No checkpoint to go on from; the message says where it was looked for and what to do."""
@@ -59,9 +61,9 @@ def _fill(draft: Path, state: dict[str, Any], write: Callable[[Path], None]) -> 
     (draft / "state.json").write_text(json.dumps(state), encoding="utf-8")
     files = sorted(p for p in draft.rglob("*") if p.is_file())
     manifest = {str(p.relative_to(draft)): _sha256(p) for p in files}
-    (draft / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (draft / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     share(draft)
-    for path in [*files, draft / "manifest.json", draft / "policy", draft]:
+    for path in [*files, draft / MANIFEST, draft / "policy", draft]:
         flush(path)
 
 
@@ -69,13 +71,13 @@ def latest(root: Path) -> Checkpoint:
     """The newest checkpoint whose files all match its manifest. Raises CheckpointError if there is none."""
     damaged = []
     for folder in reversed(_folders(root)):
-        fault = _fault(folder)
-        if fault is None:
+        found = fault(folder)
+        if found is None:
             return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), tuple(damaged))
-        damaged.append(f"{folder.name} ({fault})")
-    found = f"; damaged: {', '.join(damaged)}" if damaged else ""
+        damaged.append(f"{folder.name} ({found})")
+    seen = f"; damaged: {', '.join(damaged)}" if damaged else ""
     raise CheckpointError(
-        f"there is no whole checkpoint in {root}{found}: train without --resume, in another run.folder or with "
+        f"there is no whole checkpoint in {root}{seen}: train without --resume, in another run.folder or with "
         "--run.overwrite true"
     )
 
@@ -92,9 +94,15 @@ def _folders(root: Path) -> list[Path]:
     return sorted(p for p in root.glob(f"step_{'[0-9]' * 8}") if p.is_dir())
 
 
-def _fault(folder: Path) -> str | None:
+def steps_of(name: str) -> int:
+    """After which the checkpoint of this name was saved."""
+    return int(name.removeprefix("step_"))
+
+
+def fault(folder: Path) -> str | None:
+    """How a checkpoint is damaged; None if it is whole."""
     try:
-        manifest = read_json(folder / "manifest.json")
+        manifest = read_json(folder / MANIFEST)
         if not _lists_all(manifest):
             return "manifest.json does not list what a checkpoint holds"
         return next(

@@ -12,6 +12,7 @@ from pathlib import Path
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
 from tlt.config import (
+    Config,
     ConfigError,
     EngineConfig,
     ModelConfig,
@@ -219,6 +220,16 @@ def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def _has_checkpoints(config: Config) -> bool:
+    """Here, or in the mirror."""
+    if newest(Path(config.run.folder) / "checkpoints"):
+        return True
+    from tlt.mirror import mirror_of
+
+    mirror = mirror_of(config.run)
+    return mirror is not None and mirror.newest > 0
+
+
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.force and not arguments.resume:
         raise ConfigError("--force goes with --resume: a new run may have any recipe")
@@ -227,7 +238,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.restarts:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
     resume = arguments.resume is not None
-    if arguments.resume == "auto" and not newest(Path(config.run.folder) / "checkpoints"):
+    if arguments.resume == "auto" and not _has_checkpoints(config):
         overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
         resume, config = False, load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console

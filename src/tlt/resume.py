@@ -15,7 +15,7 @@ from tlt.config.section import section_of
 # nothing of these reaches a weight: prompts, model and the user's reward are known by what their files hold
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
-    *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within"),
+    *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
     *("reward.timeout_seconds", "reward.workers", "reward.folder"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),

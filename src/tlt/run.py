@@ -18,7 +18,7 @@ from tlt.build import (
     settled,
     steps_ahead,
 )
-from tlt.checkpoint import Checkpoint
+from tlt.checkpoint import Checkpoint, CheckpointError
 from tlt.completions_parquet import refuse_without_pyarrow
 from tlt.config import Config
 from tlt.data import (
@@ -35,6 +35,7 @@ from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
+from tlt.mirror import Mirror, mirror_of
 from tlt.model_card import model_card
 from tlt.models.weights import folder_sha256
 from tlt.parts import Lasting, make_parts
@@ -80,6 +81,8 @@ class Run:
     contents: Contents
     changes: list[dict[str, Any]]
     """of the recipe, as it was resumed, that may change the result"""
+    mirror: Mirror | None
+    """of its checkpoints"""
 
     @property
     def watcher(self) -> Watcher:
@@ -115,8 +118,12 @@ def train(
     with stop_request(config.run.stop_within) as stop:
         try:
             with RunFolder(config.run, resume) as folder, ExitStack() as ending:
-                found = checkpoint.latest(folder.path / "checkpoints") if resume else None
-                run = _prepare(config, folder, display or Display(), found, ending, force)
+                if mirror := mirror_of(config.run):
+                    ending.callback(mirror.close)
+                    if not resume:
+                        mirror.refuse_another_run()
+                found = _latest(folder.path / "checkpoints", mirror) if resume else None
+                run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
@@ -125,6 +132,17 @@ def train(
         except GivenUp:
             name = signal.Signals(stop.number).name
             raise Stopped(f"stopped by {name} before its first step: it changed nothing", stop.number) from None
+
+
+def _latest(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
+    """Here, or in the mirror if that has a newer one. Raises CheckpointError."""
+    if mirror:
+        try:
+            done = checkpoint.latest(checkpoints).state["step"]
+        except CheckpointError:
+            done = 0
+        mirror.fetch(checkpoints, newer_than=done)
+    return checkpoint.latest(checkpoints)
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
@@ -158,6 +176,7 @@ def _prepare(
     display: Display,
     found: Checkpoint | None,
     ending: ExitStack,
+    mirror: Mirror | None = None,
     force: Collection[str] = (),
 ) -> Run:
     display.note(f"loading {config.model.path}")
@@ -187,6 +206,7 @@ def _prepare(
         Progress(config.train.steps, found.state["metrics"] if found else None),
         contents,
         changes,
+        mirror,
     )
     if found:
         _restore(run, found, force)
@@ -343,7 +363,10 @@ def _save(run: Run) -> None:
         "metrics": standing.metrics,
     }
     root, write = run.folder.path / "checkpoints", partial(_write_policy, run, standing.done)
-    run.folder.point_to(checkpoint.save(root, standing.done, state, write, run.config.run.keep))
+    saved = checkpoint.save(root, standing.done, state, write, run.config.run.keep)
+    run.folder.point_to(saved)
+    if run.mirror:
+        run.mirror.copy(saved)
     standing.saved = standing.done
     run.folder.forget_before()
     if run.journal:

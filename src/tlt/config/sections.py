@@ -230,6 +230,9 @@ class RunConfig(Section):
     update; then it is given up, and what was done before it is saved"""
     keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
+    mirror: str | None = None
+    """where each checkpoint is copied to in the background, such as `s3://bucket/run` (tlt[s3]) or another place that
+    fsspec knows (tlt[mirror]); --resume fetches the newest one from there, if this machine has none as new"""
     compare_every: int = Field(default=0, ge=0)
     """before every so many-th step its requests are decoded once more, by plain decoding on the same workers, so that
     the run can say what it saved, and that no token differs; 0 is never"""

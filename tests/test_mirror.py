@@ -1,0 +1,153 @@
+"""Checkpoints in a second place: whole there or not at all, and gone on with on a machine that has nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import checkpoint, cli
+from tlt.config import Config, ConfigError
+from tlt.display import Display
+from tlt.mirror import Mirror
+from tlt.run import train
+
+pytestmark = pytest.mark.skipif(find_spec("fsspec") is None, reason="fsspec is an extra")
+places = iter(range(1000))
+
+
+@pytest.fixture
+def url() -> str:
+    """A store of objects in memory: folders are names alone."""
+    return f"memory://bucket/{next(places)}"
+
+
+def save(root: Path, step: int) -> Path:
+    def write(folder: Path) -> None:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "model.safetensors").write_bytes(b"weights %d" % step)
+        (folder / "optimizer.safetensors").write_bytes(b"moments")
+
+    return checkpoint.save(root, step, {"step": step}, write, keep=2)
+
+
+def copy(mirror: Mirror, *checkpoints: Path) -> None:
+    for one in checkpoints:
+        mirror.copy(one)
+    mirror.close()
+
+
+def fetched(url: str, root: Path, newer_than: int = 0) -> list[str]:
+    Mirror(url, 2).fetch(root, newer_than)
+    return sorted(path.name for path in root.glob("*"))
+
+
+def test_what_comes_back_is_what_was_saved(tmp_path: Path, url: str) -> None:
+    saved = [save(tmp_path / "here", step) for step in (2, 10)]
+    copy(Mirror(url, 2), *saved)
+    assert Mirror(url, 2).newest == 10
+    assert fetched(url, tmp_path / "there") == ["step_00000010"]
+    assert checkpoint.latest(tmp_path / "there").state == {"step": 10}
+    found = {p.relative_to(tmp_path / "there"): p.read_bytes() for p in (tmp_path / "there").rglob("*") if p.is_file()}
+    root = tmp_path / "here"
+    assert found == {p.relative_to(root): p.read_bytes() for p in saved[1].rglob("*") if p.is_file()}
+    assert fetched(url, tmp_path / "other", newer_than=10) == []
+
+
+def test_as_many_are_kept_as_the_run_keeps(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, 2)
+    for step in (1, 2, 3, 4):
+        mirror.copy(save(tmp_path, step))
+        mirror._copier.submit(lambda: None).result()
+    mirror.close()
+    assert sorted(Mirror(url, 2)._found()) == ["step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_one_that_was_cut_short_is_not_there(
+    tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever file it was. It goes with the next one that is copied."""
+    first, second = (save(tmp_path / "here", step) for step in (1, 2))
+    copy(Mirror(url, 2), first)
+    mirror, puts = Mirror(url, 2), iter(range(10))
+    real: Callable[..., None] = mirror._files.put_file
+
+    def put(local: str, place: str) -> None:
+        if next(puts) == fails_at:
+            raise OSError("the line is down")
+        real(local, place)
+
+    mirror._files.put_file = put
+    try:
+        copy(mirror, second)
+    finally:
+        del mirror._files.put_file
+    assert "step_00000002 was not copied" in caplog.text
+    assert "the line is down" in caplog.text
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+    copy(Mirror(url, 1), save(tmp_path / "here", 3))
+    assert Mirror(url, 2)._found() == {"step_00000003"}
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    mirror = Mirror(url, 2)
+    copy(mirror, *(save(tmp_path / "here", step) for step in (1, 2)))
+    mirror._files.pipe_file(f"{mirror._root}/step_00000002/optimizer.safetensors", b"other")
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+    assert "optimizer.safetensors is damaged" in caplog.text
+
+
+def test_a_place_that_cannot_be_used_is_one_sentence() -> None:
+    for url in ("nowhere://bucket", "s3://bucket/run" if find_spec("s3fs") is None else "gs2://bucket"):
+        with pytest.raises(ConfigError, match=r"run\.mirror = .* cannot be used"):
+            Mirror(url, 2)
+
+
+def config_of(home: Path, folder: str, steps: int, **run: Any) -> Config:
+    reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent)}
+    run = {"folder": str(home / folder), "save_every": 1, "seed": 1} | run
+    return tiny_config(home, reward=reward, train={"steps": steps, "learning_rate": 1e-3}, run=run)
+
+
+def run(config: Config, resume: bool = False) -> str:
+    return train(config, resume, Display(Console(quiet=True)))["policy_sha256"]
+
+
+def test_a_run_goes_on_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -> None:
+    expected = run(config_of(tmp_path, "undisturbed", 4))
+    run(config_of(tmp_path, "lost", 2, mirror=url))
+    shutil.rmtree(tmp_path / "lost")
+    fresh = config_of(tmp_path, "fresh", 4, mirror=url)
+    with pytest.raises(ConfigError, match="already holds checkpoints: go on with --resume"):
+        run(fresh)
+    assert run(fresh, resume=True) == expected
+    assert Mirror(url, 2).newest == 4
+    shutil.rmtree(tmp_path / "fresh" / "checkpoints" / "step_00000004")
+    (tmp_path / "fresh" / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
+    assert run(fresh, resume=True) == expected, "what is damaged here is fetched"
+
+
+def test_resume_auto_finds_what_is_in_the_mirror_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tlt.config.show import resolved
+
+    place = f"file://{tmp_path}/store"
+    config = config_of(tmp_path, "run", 1, mirror=place)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(resolved(config))
+    for steps in (1, 2):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", str(recipe), "--resume", "auto", "--train.steps", str(steps)])
+        assert ended.value.code == 0
+        if steps == 1:
+            shutil.rmtree(tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines][-1] == 1
+    assert "going on from step 1" in capsys.readouterr().out
