@@ -6,6 +6,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant
 
 CREW = "cluster/test_crew.py"
+MIRROR = "test_mirror.py"
 RESTARTS = "test_restarts.py"
 STOPPING = "test_run.py"
 
@@ -108,6 +109,55 @@ MUTANTS = [
         "            self.crew.take_in()\n",
         "",
         "cluster/test_coordinator.py",
+    ),
+    Mutant(
+        "a cluster that asks nobody for a token is joined",
+        "cluster/control.py",
+        "capture_output=True).returncode == 0",
+        "capture_output=True).returncode == 99",
+        "cluster/test_workers.py",
+    ),
+    Mutant(
+        "a manifest is copied to the mirror first",
+        "mirror.py",
+        "for path in [*files, checkpoint / MANIFEST]:",
+        "for path in [checkpoint / MANIFEST, *files]:",
+        MIRROR,
+    ),
+    Mutant(
+        "what is fetched is not compared with its manifest",
+        "mirror.py",
+        "if wrong := fault(draft):",
+        "if wrong := None:",
+        MIRROR,
+    ),
+    Mutant(
+        "the mirror keeps every checkpoint",
+        "mirror.py",
+        "self._found() - set(sorted(whole)[-self.keep :])",
+        "self._found() - set(whole)",
+        MIRROR,
+    ),
+    Mutant(
+        "nobody is told of a copy that fails",
+        "mirror.py",
+        "        except Exception as error:  # of any library for any place: the run's own",
+        "        except KeyError as error:  # of any library for any place: the run's own",
+        MIRROR,
+    ),
+    Mutant(
+        "an older checkpoint is fetched over a newer one",
+        "mirror.py",
+        "if steps_of(name) > newer_than)",
+        "if True)",
+        MIRROR,
+    ),
+    Mutant(
+        "--resume auto begins anew where only the mirror has a checkpoint",
+        "cli.py",
+        "return mirror is not None and mirror.newest > 0",
+        "return False",
+        MIRROR,
     ),
     Mutant(
         "the run before is gone on with",

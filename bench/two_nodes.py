@@ -1,0 +1,269 @@
+"""Two nodes on one machine: network namespaces with a cable between them, a Ray node in each, and a run on both.
+
+    python bench/two_nodes.py [--steps 60] [--json FILE]
+
+The run must end with the sha256 of one on a single node, whatever happens to the second node: lost and come back,
+behind a slow link, cut off; and a node without the model must be named before the first step. Needs root, ip and tc;
+without these it says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recovery import write_recipe
+
+_ADDRESSES = ("10.213.7.1", "10.213.7.2")
+_PORT = 6399
+_SLOW = ("tbf", "rate", "8mbit", "burst", "32kbit", "latency", "400ms")
+_READY = 60.0  # seconds for a node to come up
+
+
+def can_be_made() -> bool:
+    """Whether this user may make network namespaces here."""
+    if not shutil.which("ip") or not shutil.which("tc"):
+        return False
+    name = f"tlt_try_{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made
+
+
+@dataclass
+class Nodes:
+    """Two of them, 0 the head; each is named by the processes in its namespace."""
+
+    home: Path
+    names: tuple[str, str] = (f"tlt_a_{os.getpid()}", f"tlt_b_{os.getpid()}")
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
+
+    def make(self) -> None:
+        for name in self.names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        ends = [f"v{index}t{os.getpid() % 100000}" for index in (0, 1)]
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(self.names, ends, _ADDRESSES, strict=True):
+            _ip("link", "set", end, "netns", name)
+            _ip("-n", name, "link", "set", end, "name", "cable", "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+
+    def start(self, node: int, *before: str) -> None:
+        """Ray on a node of one CPU; `before`: a command that it is started by."""
+        address = _ADDRESSES[node]
+        joins = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={self.home / 'ray'}"]
+        joins = [f"--address={_ADDRESSES[0]}:{_PORT}"] if node else joins
+        ray = [
+            str(Path(sys.executable).parent / "ray"),
+            "start",
+            f"--node-ip-address={address}",
+            "--num-cpus=1",
+            *joins,
+        ]
+        until = time.monotonic() + _READY
+        while True:
+            started = self.run(node, [*before, *ray, "--disable-usage-stats", "--object-store-memory=100000000"])
+            if started.returncode == 0:
+                return
+            if time.monotonic() > until:
+                raise RuntimeError(f"node {node} does not start: {started.stderr[-1000:]}")
+            time.sleep(1.0)
+
+    def run(self, node: int, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._inside(node, command), env=self.environment, capture_output=True, text=True, check=False
+        )
+
+    def popen(self, node: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as file:
+            return subprocess.Popen(self._inside(node, command), env=self.environment, stdout=file, stderr=file)
+
+    def _inside(self, node: int, command: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.names[node], *command]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def kill(self, node: int) -> None:
+        """All its processes, as where its power is cut."""
+        while pids := _ip("netns", "pids", self.names[node]).split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.1)
+
+    def link(self, state: str) -> None:
+        _ip("-n", self.names[1], "link", "set", "cable", state)
+
+    def slow(self) -> None:
+        for name in self.names:
+            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "cable", "root", *_SLOW], check=True, text=True)
+
+    def fast(self) -> None:
+        for name in self.names:
+            subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", "cable", "root"], check=True)
+
+    def bytes(self) -> int:
+        """That have gone over the cable, both ways."""
+        (found,) = json.loads(_ip("-n", self.names[0], "-s", "-j", "link", "show", "cable"))
+        return found["stats64"]["rx"]["bytes"] + found["stats64"]["tx"]["bytes"]
+
+    def end(self) -> None:
+        for node, name in enumerate(self.names):
+            with suppress(subprocess.CalledProcessError):
+                self.kill(node)
+                _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def nodes() -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory(prefix="t2", dir="/tmp") as folder:
+        made = Nodes(Path(folder))
+        try:
+            made.make()
+            yield made
+        finally:
+            made.end()
+
+
+@dataclass
+class Trial:
+    """A run on both nodes, and what it suffers as it reaches given steps."""
+
+    nodes: Nodes
+    recipe: Path
+    name: str
+    events: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        folder = self.nodes.home / self.name
+        command = [sys.executable, "-m", "tlt", "train", str(self.recipe), "--run.folder", str(folder)]
+        command += ["--cluster.address", f"{_ADDRESSES[0]}:{_PORT}"]
+        before, log = self.nodes.bytes(), self.nodes.home / f"{self.name}.log"
+        process = self.nodes.popen(0, command, log)
+        due = sorted(self.events)
+        while process.poll() is None:
+            if due and _steps(folder) >= due[0]:
+                self.events[due.pop(0)]()
+            time.sleep(0.05)
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+        if process.returncode:
+            return {"name": self.name, "exit": process.returncode, "said": lines[-1]}
+        return facts_of(self.name, folder) | {"bytes": self.nodes.bytes() - before, "events_left": len(due)}
+
+
+def _steps(folder: Path) -> int:
+    with suppress(OSError):
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def facts_of(name: str, folder: Path) -> dict[str, Any]:
+    """Of a run that is done: seconds are the median step's."""
+    from tlt.metrics import read_metrics
+
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    lines = read_metrics(folder)
+    totals = sorted(line["seconds"]["total"] for line in lines[len(lines) // 3 :])
+    absent = [line["step"] for line in lines if any(worker["ABSENT"] > 0 for worker in line["workers"])]
+    return {
+        "name": name,
+        "exit": 0,
+        "sha256": summary["policy_sha256"],
+        "steps": len(lines),
+        "seconds_a_step": round(totals[len(totals) // 2], 3),
+        "longest_step": round(totals[-1], 3),
+        "update_seconds": round(sorted(line["seconds"]["update"] for line in lines)[len(lines) // 2], 3),
+        "steps_with_one_worker": absent,
+    }
+
+
+def alone(recipe: Path, home: Path) -> dict[str, Any]:
+    """Both workers on this machine, without any of this."""
+    folder = home / "alone"
+    command = [sys.executable, "-m", "tlt", "train", str(recipe), "--run.folder", str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    return facts_of("one node", folder)
+
+
+def recipe_of(home: Path, steps: int) -> Path:
+    return write_recipe(
+        home,
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 64},
+        train={"steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 256},
+        cluster={"workers": 2, "slice_seconds": 0.02, "grace": 2.0, "patience": 30.0},
+        speculation={"drafter": "suffix"},
+    )
+
+
+def trials(nodes: Nodes, steps: int) -> Iterator[dict[str, Any]]:
+    recipe = recipe_of(nodes.home, steps)
+    yield alone(recipe, nodes.home)
+    nodes.start(0)
+    nodes.start(1)
+    yield Trial(nodes, recipe, "two nodes").run()
+    third, half = steps // 3, steps // 2
+    lost = {third: lambda: nodes.kill(1), half: lambda: nodes.start(1)}
+    yield Trial(nodes, recipe, "a node lost and come back", lost).run()
+    nodes.slow()
+    yield Trial(nodes, recipe, f"a slow link of {_SLOW[2]}").run()
+    nodes.fast()
+    yield Trial(nodes, recipe, "a node cut off", {third: lambda: nodes.link("down")}).run()
+    nodes.kill(1)
+    nodes.link("up")
+    nodes.start(1, "unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{_model_of(recipe)}" && exec "$@"', "sh")
+    yield Trial(nodes, recipe, "a node without the model").run()
+
+
+def _model_of(recipe: Path) -> str:
+    from tlt.config import load_config
+
+    return str(load_config(recipe).model.path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not can_be_made():
+        print("network namespaces cannot be made here: it takes root, ip and tc")
+        return
+    rows = []
+    with nodes() as made:
+        for row in trials(made, arguments.steps):
+            rows.append(row)
+            print(row, flush=True)
+    if arguments.json:
+        from tlt.metrics import provenance, write_json
+
+        write_json(arguments.json, {"trials": rows, **provenance()})
+
+
+if __name__ == "__main__":
+    main()
