@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from tlt.bench.rollout import ratio
-from tlt.bench.train import Mode, _config_of, _race
+from tlt.bench.train import Mode, mode_config, run_in_turn
 from tlt.config import Config, load_config, parse_config
 from tlt.drafting import train_drafter
 from tlt.metrics import provenance, write_json
@@ -62,10 +62,10 @@ def race(config: Config, bound: str, steps: int, modes: Sequence[str], console: 
     """All modes of one seed, in turn, step by step."""
     best = config.model_copy(update={"speculation": config.speculation.model_copy(update={"path": bound})})
     configs = {
-        name: _config_of(best if name == "bound" else config, "frozen" if name == "bound" else name, 2, steps, 1, name)
+        name: mode_config(best if name == "bound" else config, "frozen" if name == "bound" else name, 2, steps, 1, name)
         for name in modes
     }
-    return {NAMES.get(name, name): mode for name, mode in _race(console, configs).items()}
+    return {NAMES.get(name, name): mode for name, mode in run_in_turn(console, configs).items()}
 
 
 def phases_of(steps: int) -> dict[str, tuple[int, int]]:

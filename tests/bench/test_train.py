@@ -149,7 +149,7 @@ def test_checkpoints_and_responses_are_cleared_away_and_traces_are_kept(home: Pa
 @pytest.fixture(scope="module")
 def pair(home: Path) -> tuple[Path, Path, Config]:
     """A recorded run with all its policies, and its copy."""
-    config = bench._config_of(config_of(home), "plain", 1, STEPS, keep=STEPS, folder="forks")
+    config = bench.mode_config(config_of(home), "plain", 1, STEPS, keep=STEPS, folder="forks")
     folder = Path(config.run.folder)
     folder.mkdir(parents=True)
     (folder / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")

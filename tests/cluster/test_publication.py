@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -92,12 +93,19 @@ def plain(home: Path) -> str:
     return train(config_of(home, "off"))[0]
 
 
+def traced(home: Path) -> list[dict[str, Any]]:
+    return json.loads((home / "run" / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
 def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
     digest, published, pool = train(config_of(home, "adaptive"))
     assert digest == plain
     assert published.life.version > 0
     assert load_latest(published.folder, published.options).number == published.life.version
     assert published.life.in_use is not None
+    decisions = [event["args"] for event in traced(home) if event["name"] in ("drafter trains", "drafter rests")]
+    assert len(decisions) >= 4, "one a rollout"
+    assert {"saves", "seconds", "agreement", "speed", "speed_trained", "steps", "second_costs"} <= set(decisions[0])
     for worker in pool.workers:
         drafter = worker.engine.drafters.usable["eagle"]
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet

@@ -124,9 +124,9 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
     sizes = {name: shape if name == "plain" else workers for name in names}
     reference = next((name for name in names if sizes[name] == workers), None)
     configs = {
-        name: _config_of(config, name, sizes[name], steps, keep=steps if name == reference else 1) for name in names
+        name: mode_config(config, name, sizes[name], steps, keep=steps if name == reference else 1) for name in names
     }
-    done = _race(console, configs)
+    done = run_in_turn(console, configs)
     results = _compared(done, workers)
     _print(console, results)
     if json_file:
@@ -151,7 +151,7 @@ def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def _config_of(config: Config, name: str, workers: int, steps: int, keep: int = 1, folder: str = "") -> Config:
+def mode_config(config: Config, name: str, workers: int, steps: int, keep: int = 1, folder: str = "") -> Config:
     """The reference keeps the policy of every step, as forks are explained by those."""
     tree = config.model_dump(mode="json")
     changed = MODES[name]
@@ -164,7 +164,7 @@ def _config_of(config: Config, name: str, workers: int, steps: int, keep: int = 
     return parse_config(tree)
 
 
-def _race(console: Console, configs: dict[str, Config]) -> dict[str, Mode]:
+def run_in_turn(console: Console, configs: dict[str, Config]) -> dict[str, Mode]:
     """All of them, a step each in turn. `configs` is by mode, or by any other name for more runs of plain decoding."""
     threads = {name: _threads(config.cluster.workers) for name, config in configs.items()}
     console.rule(", ".join(f"{name} {config.cluster.workers} x {threads[name]}" for name, config in configs.items()))
@@ -191,8 +191,8 @@ def _better_shape(config: Config, workers: int, console: Console) -> int:
     if workers == 1:
         return 1
     sizes = {f"plain-{size}": size for size in (workers, 1)}
-    probes = _race(
-        console, {name: _config_of(config, "plain", size, _PROBE, folder=name) for name, size in sizes.items()}
+    probes = run_in_turn(
+        console, {name: mode_config(config, "plain", size, _PROBE, folder=name) for name, size in sizes.items()}
     )
     return sizes[min(probes, key=lambda name: statistics.median(probes[name].step_seconds))]
 
