@@ -249,6 +249,23 @@ def test_a_candidate_that_is_nan_led_nowhere() -> None:
     assert gates[0].state() == gates[1].state()
 
 
+def test_a_drift_is_seen_however_long_it_rested_before_the_last_training() -> None:
+    """0.02 a step, behind many looks and a stretch that was not published."""
+    gate, miss_now = TrainingGate(UNROLL, trained=True), -1.6
+
+    def look(miss_now: float) -> None:
+        gate.fresh(accept_length(1 - math.exp(miss_now), UNROLL))
+        gate.rollout_ended(RUN, [MEASURED])
+
+    for _ in range(20):
+        look(miss_now)
+    gate.gained(*[accept_length(1 - math.exp(miss_now), UNROLL)] * 2, 2.0)
+    for _ in range(8):
+        look(miss_now := miss_now + 0.02)
+    assert gate.decision
+    assert 0.0 < gate.decision.drift <= 0.021
+
+
 def test_every_decision_can_be_noted_once() -> None:
     world = World(0.0)
     world.run(3)

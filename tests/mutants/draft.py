@@ -349,6 +349,13 @@ MUTANTS = [
         "draft/test_horizon.py",
     ),
     Mutant(
+        "a drift is not seen",
+        "draft/gate.py",
+        "if rollout > self.resting_since]",
+        "if False]",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
         "a fall is not seen",
         "draft/gate.py",
         "            self._fell()\n",

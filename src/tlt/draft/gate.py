@@ -110,7 +110,7 @@ class TrainingGate:
         """that the target added to it since: the curve is of a target that stands still"""
         self.looks: deque[tuple[int, float]] = deque(maxlen=self.thresholds.level)
         """at the drafter in use since it was published: (rollout, ln(1 - agreement))"""
-        self.resting_since = 0  # how many of them are from before the last training
+        self.resting_since = -1  # the rollout in which it was judged last
         self.rollouts = 0
         self.horizons: deque[Horizon] = deque(maxlen=self.thresholds.lately)
         self.costs: Sequence[RoundCosts] = ()
@@ -143,7 +143,7 @@ class TrainingGate:
     def _fell(self) -> None:
         """The target moved away at once: what was seen before tells nothing, but for how a drafter learns."""
         self.looks = deque([self.looks[-1]], self.looks.maxlen)
-        self.resting_since, miss = 0, self.looks[-1][1]
+        miss = self.looks[-1][1]
         assert self.curve, "it was seen before"
         self.curve.begin_anew(miss - self.moved)
         self.published = miss - self.moved
@@ -155,7 +155,7 @@ class TrainingGate:
         self.curve = self.curve or self._curve(before)
         self.moved = before - self.published
         self.curve.add(seconds, miss - self.moved)
-        self.resting_since = len(self.looks)
+        self.resting_since = self.rollouts
         if published:
             self.published = miss - self.moved
             self.looks.clear()
@@ -179,8 +179,8 @@ class TrainingGate:
 
     def _drift(self) -> float:
         """That a step adds to ln(1 - agreement) of a drafter at rest, as far as it is sure."""
-        looks = list(self.looks)[self.resting_since :]
-        if len(looks) < self.thresholds.lately or len({rollout for rollout, _ in looks}) < self.thresholds.lately:
+        looks = [(rollout, miss) for rollout, miss in self.looks if rollout > self.resting_since]
+        if len(looks) < self.thresholds.lately:
             return 0.0
         rollouts, misses = zip(*looks, strict=True)
         slope, start = statistics.linear_regression(rollouts, misses)
