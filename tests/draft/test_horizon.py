@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -264,6 +265,17 @@ def test_a_drift_is_seen_however_long_it_rested_before_the_last_training() -> No
         look(miss_now := miss_now + 0.02)
     assert gate.decision
     assert 0.0 < gate.decision.drift <= 0.021
+
+
+def test_what_training_wins_back_from_a_moving_target_counts_as_learned() -> None:
+    """Each stretch gains 0.1, and the target takes it back: the drafter stands still, and learns all the same."""
+    gate = TrainingGate(UNROLL)
+    lengths = [accept_length(1 - math.exp(miss_now), UNROLL) for miss_now in (-1.0, -1.1)]
+    for _ in range(8):
+        gate.gained(*lengths, 5.0, published=True)
+    assert gate.curve
+    steps = [before - after for (_, before), (_, after) in itertools.pairwise(gate.curve.points)]
+    assert steps[2:] == pytest.approx([0.1] * len(steps[2:]))
 
 
 def test_every_decision_can_be_noted_once() -> None:
