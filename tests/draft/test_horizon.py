@@ -91,7 +91,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_what_is_decided(name: str) -> None:
     learning, horizon, trains = TABLE[name]
-    decision = decide(learning, horizon, [MEASURED], UNROLL, least=0.005)
+    decision = decide(learning, horizon, [MEASURED], UNROLL, least=Thresholds().least_saving)
     assert decision.trains == trains, decision
     assert json.loads(json.dumps(decision.numbers()))["steps"] == horizon.steps
 
@@ -114,7 +114,7 @@ def test_the_plan_is_the_cheapest_of_all(learning: Learning, horizon: Horizon) -
             at = at.next_step(idle)
         return total
 
-    decision = decide(learning, horizon, [MEASURED], UNROLL, least=0.005)
+    decision = decide(learning, horizon, [MEASURED], UNROLL, least=Thresholds().least_saving)
     best = price(0) - min(price(k) for k in range(horizon.steps + 1))
     assert 0.8 * best <= decision.saves <= best + 1e-9
     tried = {price(0) - price(k) for k in (1, 2, 4, 8, 16, 32, horizon.steps) if k <= horizon.steps}
@@ -122,7 +122,7 @@ def test_the_plan_is_the_cheapest_of_all(learning: Learning, horizon: Horizon) -
 
 
 def test_where_no_seconds_are_known_drafting_goes_on_at_one_cost() -> None:
-    decision = decide(COLD, RUN, [], UNROLL, least=0.005)
+    decision = decide(COLD, RUN, [], UNROLL, least=Thresholds().least_saving)
     assert decision.trains
     assert decision.speed == pytest.approx(accept_length(0.01, UNROLL))
 

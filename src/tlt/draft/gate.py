@@ -31,7 +31,7 @@ class Thresholds:
     that, and a swap costs a pass over the windows of all live rows"""
     looks: float = 0.02
     """of the workers' time in rollouts, what looks at a drafter at rest may take"""
-    least_saving: float = 0.005
+    least_saving: float = 0.01
     """of the rollouts to come, what training must save beyond its costs"""
     sure: float = 1.0
     """standard errors by which measurements are read against training"""
