@@ -62,7 +62,8 @@ def train(
         pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses, room))
         return join(pools[0], config)
 
-    with patch("tlt.parts._many_workers", many_workers):
+    enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
+    with patch("tlt.parts._many_workers", many_workers), enough_cores:
         summary = run_module.train(config, False, Display(Console(quiet=True)))
     assert pools[0].closed
     kept = ("step", "reward", "lengths", "tokens", "batch", "prompts")
