@@ -44,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(home: Path, **sections: dict[str, Any]) -> Config:
-    training = {"micro_batch_tokens": 8}
+    training = {"micro_batch_tokens": 8, "buffer_tokens": 64}
     named = {"drafter": "adaptive", "path": str(home / "drafter"), "window": 16, "training": training}
     speculation = named | sections.pop("speculation", {})
     rollout = {"stop_strings": list("abcdefghij ")}

@@ -280,7 +280,7 @@ def test_those_who_train_are_called_back(home: Path) -> None:
         home,
         2,
         rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
-        speculation={"drafter": "adaptive", "look_ahead": 0, "training": {"micro_batch_tokens": 8}},
+        speculation={"drafter": "adaptive", "look_ahead": 0, "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}},
     )
     turn, decodes, spot = count(), count(), ThreadWorker.spot
     expected = train(config, lambda n: next(turn))[:2]
@@ -404,7 +404,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
     """It is given them after one more round of the other's, and does not train while it waits."""
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
     expected = train(config_of(home, 2, rollout=rollout))[:2]
-    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8}}}
+    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
     config = config_of(home, 2, rollout=rollout, **drafter)
     taken: list[int] = []
     turn = count()
@@ -438,7 +438,7 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
 def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training: float, helps: bool) -> None:
     """Help is predicted to save a second, training to save so much in the rollouts to come."""
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
-    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8}}}
+    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
     taken: list[int] = []
     turn = count()
     decode = ThreadWorker.decode

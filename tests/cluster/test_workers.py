@@ -180,7 +180,7 @@ def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
 
 
 def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
-    sections = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8}}}
+    sections = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
     config = config_of(home, 2, "run", **sections)
     params = SamplingParams(max_new_tokens=24)
     work = Work(1, [Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(8)])

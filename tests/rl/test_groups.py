@@ -37,7 +37,7 @@ def group(row: int, *rewards: float | None, lengths: list[int] | None = None) ->
 
 
 @pytest.mark.parametrize(
-    ("rewards", "comparable", "shard_policy"),
+    ("rewards", "comparable", "spread"),
     [
         ((1.0, 0.0), True, True),
         ((0.5, 0.5, 0.5), True, False),
