@@ -129,6 +129,7 @@ def in_trl(
     size = config.rollout.prompts_per_step * config.rollout.group_size
     return {
         "seconds": steps,
+        "rollout": [log.get("tlt/seconds/rollout") for log in logs],
         "reward": [round(log["reward"], 3) for log in logs],
         "tokens": [round(log["completions/mean_length"] * size) for log in logs],
         "accept_length": [round(log.get("tlt/accept_length", 1.0), 2) for log in logs],
