@@ -280,7 +280,11 @@ def test_those_who_train_are_called_back(home: Path) -> None:
         home,
         2,
         rollout={"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24},
-        speculation={"drafter": "adaptive", "look_ahead": 0, "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}},
+        speculation={
+            "drafter": "adaptive",
+            "look_ahead": 0,
+            "training": {"micro_batch_tokens": 8, "buffer_tokens": 64},
+        },
     )
     turn, decodes, spot = count(), count(), ThreadWorker.spot
     expected = train(config, lambda n: next(turn))[:2]

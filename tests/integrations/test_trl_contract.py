@@ -219,8 +219,13 @@ def test_two_evaluations_in_one_step_are_alike_and_those_of_two_data_sets_share_
     assert trainer.evaluate(mine, PROMPTS, PROMPTS) == first
     with_others = trainer.evaluate(mine, [PROMPTS[0], PROMPTS[-1]])[0]
     assert with_others[0] == first[0][0]
-    seeds = [[r.seed for r in mine._process._requests(texts, trainer)] for texts in (["a"], ["b"])]  # type: ignore[union-attr]
-    assert seeds[0] != seeds[1]
+    assert mine._process
+    trainer.model.eval()
+    seeds = []
+    for texts in (["a"], ["b"]):
+        mine._process.place.evaluated()
+        seeds += [request.seed for request in mine._process._requests(texts, trainer)]
+    assert len(set(seeds)) == 2, "the same place in another data set"
 
 
 def test_a_group_may_span_processes(folder: Path) -> None:
