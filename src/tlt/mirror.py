@@ -9,10 +9,10 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from tlt.checkpoint import MANIFEST, CheckpointError, fault, steps_of
+from tlt.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, latest, steps_of
 from tlt.config import ConfigError
+from tlt.config.sections import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,17 @@ def _said(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def mirror_of(run: Any) -> Mirror | None:
-    """As the section `run` of a recipe says."""
+def mirror_of(run: RunConfig) -> Mirror | None:
+    """As the recipe says. Raises ConfigError."""
     return Mirror(run.mirror, run.keep) if run.mirror else None
+
+
+def latest_of(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
+    """The newest whole one, fetched from the mirror if that has one of more steps. Raises CheckpointError."""
+    if mirror:
+        try:
+            done = latest(checkpoints).state["step"]
+        except CheckpointError:
+            done = 0
+        mirror.fetch(checkpoints, newer_than=done)
+    return latest(checkpoints)

@@ -18,7 +18,7 @@ from tlt.build import (
     settled,
     steps_ahead,
 )
-from tlt.checkpoint import Checkpoint, CheckpointError
+from tlt.checkpoint import Checkpoint
 from tlt.completions_parquet import refuse_without_pyarrow
 from tlt.config import Config
 from tlt.data import (
@@ -35,7 +35,7 @@ from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
-from tlt.mirror import Mirror, mirror_of
+from tlt.mirror import Mirror, latest_of, mirror_of
 from tlt.model_card import model_card
 from tlt.models.weights import folder_sha256
 from tlt.parts import Lasting, make_parts
@@ -122,7 +122,7 @@ def train(
                     ending.callback(mirror.close)
                     if not resume:
                         mirror.refuse_another_run()
-                found = _latest(folder.path / "checkpoints", mirror) if resume else None
+                found = latest_of(folder.path / "checkpoints", mirror) if resume else None
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
@@ -132,17 +132,6 @@ def train(
         except GivenUp:
             name = signal.Signals(stop.number).name
             raise Stopped(f"stopped by {name} before its first step: it changed nothing", stop.number) from None
-
-
-def _latest(checkpoints: Path, mirror: Mirror | None) -> Checkpoint:
-    """Here, or in the mirror if that has a newer one. Raises CheckpointError."""
-    if mirror:
-        try:
-            done = checkpoint.latest(checkpoints).state["step"]
-        except CheckpointError:
-            done = 0
-        mirror.fetch(checkpoints, newer_than=done)
-    return checkpoint.latest(checkpoints)
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
