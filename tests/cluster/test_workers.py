@@ -339,10 +339,6 @@ def test_a_ray_that_asks_nobody_for_a_token_is_not_joined(home: Path) -> None:
     script = JOINS.replace(
         'cluster={"address": address}', 'cluster={"address": address, "allow_no_token": folder == "y"}'
     )
-    serves = (
-        "import ray, sys; ray.init(address='local', num_cpus=2, include_dashboard=False, _node_ip_address='127.0.0.1',"
-    )
-    serves += " _temp_dir=sys.argv[1]); print(ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()"
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join(map(str, (tests / "cluster", tests, tests.parent / "src")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}

@@ -113,9 +113,16 @@ MUTANTS = [
     Mutant(
         "a cluster that asks nobody for a token is joined",
         "cluster/control.py",
-        "capture_output=True).returncode == 0",
-        "capture_output=True).returncode == 99",
-        "cluster/test_workers.py",
+        "return done.returncode == 0",
+        "return False",
+        "cluster/test_control.py",
+    ),
+    Mutant(
+        "whatever goes wrong is taken for a refusal of who has no token",
+        "cluster/control.py",
+        'or "AuthenticationError" in done.stderr:',
+        "or done.stderr is not None:",
+        "cluster/test_control.py",
     ),
     Mutant(
         "a manifest is copied to the mirror first",

@@ -19,10 +19,18 @@ _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.ar
 
 
 def lets_in_anybody(address: str) -> bool:
-    """Whether who has no token is answered there: in a process of its own, as Ray takes one up when it is imported."""
+    """Whether who has no token is answered there: in a process of its own, as Ray takes one up when it is imported.
+    Raises ClusterError where that cannot be told."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     asked = [sys.executable, "-c", _ASKS, address]
-    return subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True).returncode == 0
+    done = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True)
+    if done.returncode == 0 or "AuthenticationError" in done.stderr:
+        return done.returncode == 0
+    said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    raise ClusterError(
+        f"whether the Ray cluster at {address} asks for a token cannot be told ({said}): set cluster.allow_no_token = "
+        "true where nobody else can reach it"
+    )
 
 
 class Control:

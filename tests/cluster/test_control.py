@@ -1,0 +1,36 @@
+"""Whom a Ray cluster lets in, by what its control process answers to who has no token."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tlt.cluster.control import lets_in_anybody
+from tlt.cluster.pool import ClusterError
+
+REFUSED = "Traceback ...\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: token is missing. Note: ..."
+
+
+@pytest.mark.parametrize(("code", "said", "expected"), [(0, "", True), (0, "a warning", True), (1, REFUSED, False)])
+def test_only_who_is_refused_for_want_of_a_token_finds_a_cluster_that_asks_for_one(
+    code: int, said: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(command: list[str], env: dict[str, str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append((command[-1], env["RAY_AUTH_MODE"], "RAY_AUTH_TOKEN" in env))
+        return subprocess.CompletedProcess(command, code, "", said)
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert lets_in_anybody("10.0.0.1:6379") is expected
+    assert asked == [("10.0.0.1:6379", "disabled", False)]
+
+
+@pytest.mark.parametrize("said", ["ImportError: cannot import name 'GcsClient'", "", "RpcError: Timed out"])
+def test_what_cannot_be_told_is_not_taken_for_a_refusal(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another version of Ray has no such client."""
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
+    with pytest.raises(ClusterError, match=r"cannot be told \(.+\): set cluster\.allow_no_token = true"):
+        lets_in_anybody("10.0.0.1:6379")
