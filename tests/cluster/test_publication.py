@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from tlt.display import Display
 from tlt.draft import buffer
 from tlt.draft import gate as gates
 from tlt.draft.gate import TrainingGate
+from tlt.draft.lifecycle import Borrow, Stage
 from tlt.draft.saving import load_latest
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
@@ -304,3 +306,17 @@ def test_a_judgement_that_is_broken_off_is_gone_on_with(home: Path, plain: str) 
     assert published.life.version > 0
     assert {*broken} == {True, False}
     assert ("broken off", "replica") not in itertools.pairwise(order), "of the same candidate"
+
+
+def test_one_that_the_run_goes_on_without_is_not_waited_for(home: Path) -> None:
+    asked: list[tuple[int, str]] = []
+    crew: Any = SimpleNamespace(size=3, present=[0, 2], call=lambda index, method: asked.append((index, method)))
+    publication = Publication(crew, config_of(home, "adaptive"))
+    life = publication.life
+    publication.do(life._ask(Stage.BORROWING, Borrow([1, 2])))
+    assert asked == [(2, "evidence")]
+    assert life.idle([0]) == []
+    assert life.stage == Stage.BORROWING, "the other one is still to answer"
+    life.answered(2, None)
+    life.idle([0])
+    assert life.stage == Stage.TRAINING

@@ -194,4 +194,11 @@ MUTANTS = [
         "if False:",
         STOPPING,
     ),
+    Mutant(
+        "one that the run goes on without is waited for",
+        "cluster/publication.py",
+        "if worker in self.crew.present:",
+        "if True:",
+        "cluster/test_publication.py",
+    ),
 ]

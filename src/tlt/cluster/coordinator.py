@@ -78,7 +78,7 @@ class Coordinator:
         self.trains_when_idle = config.speculation.training.idle
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
-        self.idle_time = IdleTime(self.drafter, self.ahead, crew.size)
+        self.idle_time = IdleTime(self.drafter, self.ahead, crew)
         self._ended, self._pause = time.monotonic(), 0.0  # the last rollout; and seconds from there to the update
         self._version = 0  # of the target
         self._plain = False  # whether this is a comparison with plain decoding
@@ -122,7 +122,7 @@ class Coordinator:
             self._decode_ahead(index)
         self.now = self._look()
         stats = self._stats(responses)
-        self.ahead.end(stats, self._rollout_seconds, self.crew.size)
+        self.ahead.end(stats, self._rollout_seconds, len(self.crew.present))
         return responses, stats
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tlt.cluster.ahead import LookingAhead
+from tlt.cluster.crew import Crew
 from tlt.cluster.publication import Publication
 from tlt.draft.guard import Guard
 
@@ -10,8 +11,8 @@ from tlt.draft.guard import Guard
 class IdleTime:
     """By the seconds that each is predicted to save in the rollouts to come."""
 
-    def __init__(self, drafter: Guard[Publication], ahead: LookingAhead, workers: int) -> None:
-        self.drafter, self.ahead, self.workers = drafter, ahead, workers
+    def __init__(self, drafter: Guard[Publication], ahead: LookingAhead, crew: Crew) -> None:
+        self.drafter, self.ahead, self.crew = drafter, ahead, crew
         self._in_turn = False
 
     def may_train(self) -> bool:
@@ -21,7 +22,7 @@ class IdleTime:
         return self.drafter(lambda it: it.life.gate.saves(seconds), 0.0)
 
     def training_saves_more(self) -> bool:
-        training, ahead = self.training_saves(1.0), self.ahead.value.saves(1.0, self.workers)
+        training, ahead = self.training_saves(1.0), self.ahead.value.saves(1.0, len(self.crew.present))
         return training > ahead
 
     def rather_trains(self) -> bool:

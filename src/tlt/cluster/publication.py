@@ -57,7 +57,7 @@ class Publication:
         self, version: int, seconds: float, beside: Beside, costs: Sequence[RoundCosts], tracer: Tracer
     ) -> None:
         """By the target of this version; what is decided of training is marked in the trace."""
-        idle, steps = beside.idle_seconds(seconds * self.crew.size), max(0, self.steps - version - 1)
+        idle, steps = beside.idle_seconds(seconds * len(self.crew.present)), max(0, self.steps - version - 1)
         self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs), costs)
         mark_decisions(self.life.gate, tracer)
 
@@ -68,7 +68,7 @@ class Publication:
     def _do(self, action: Action) -> None:
         match action:
             case Collect(workers):
-                self._call(workers, "replica")
+                self._ask(workers, "replica")
             case Combine(replicas):
                 common = average(replicas)
                 self.life.combined(Shared(common, self.crew.pool.put(common)))
@@ -76,9 +76,7 @@ class Publication:
                 for worker in workers:
                     self.crew.call_idle(worker, "judge", candidate.given if candidate else None, lent)
             case Borrow(workers):
-                self._call(workers, "evidence")
-                for absent in set(workers) - set(self.crew.present):
-                    self.life.answered(absent, None)
+                self._ask(workers, "evidence")
             case Publish(version, candidate, agreement):
                 self._call(range(self.crew.size), "take_drafter", candidate.given, agreement)
                 if self.saver:
@@ -87,6 +85,14 @@ class Publication:
                 self._call(workers, "take_drafter", candidate.given, agreement)
             case Adopt(worker, start):
                 self._call([worker], "adopt", start.given)
+
+    def _ask(self, workers: Iterable[int], method: str) -> None:
+        """One that the run goes on without has nothing to say."""
+        for worker in workers:
+            if worker in self.crew.present:
+                self.crew.call(worker, method)
+            else:
+                self.life.answered(worker, None)
 
     def _call(self, workers: Iterable[int], method: str, *arguments: object) -> None:
         for worker in workers:
