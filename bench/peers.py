@@ -1,10 +1,14 @@
 """Whole GRPO steps of trainers that a user could pick: same model, tasks, batch, bound of tokens, optimizer, threads.
 
-    .venv-trl/bin/python bench/peers.py [RECIPE] --json FILE [--only "NAME;NAME"] [--steps 3] [--tokens 512]
+    .venv-trl/bin/python bench/peers.py [RECIPE] --json FILE [--only "NAME;NAME"] [--steps 3] [--tokens 512] [--runs 1]
 
 Each contender is a process of its own, and they come in turn; what is in the file already stays, so that a contender
 can be run at a time. A step is generation, rewards and update, by the wall clock. TRL is in the environment of
 `make trl`, which wants `pip install -e '.[tasks]'` too.
+
+TRL's own sampling draws other responses than tlt, and other lengths take other times. So `TRL, generate, tlt's tokens`
+has transformers generate the very responses of `TRL with tlt, off`: each forward pass and each draw is done, and the
+token is put in its place. Those two and all of TRL with tlt do the same work, which the sha256 of the weights shows.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ LEARNED = {"drafter": "adaptive", "path": str(DRAFTER)}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "TRL, generate": {},
     "TRL, continuous batching": {"batching": True},
+    "TRL, generate, tlt's tokens": {"speculation": {"drafter": "off"}, "generated": True},
+    "TRL with tlt, off": {"speculation": {"drafter": "off"}},
     "TRL with tlt, suffix": {"speculation": {"drafter": "suffix"}},
     "TRL with tlt, adaptive": {"speculation": LEARNED},
     "tlt, suffix": {"alone": {"drafter": "suffix"}},
@@ -39,6 +45,7 @@ def main() -> None:
     parser.add_argument("--only", default=";".join(CONTENDERS), help="contenders, separated by semicolons")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=1, help="of each contender, all in turn")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -48,7 +55,7 @@ def main() -> None:
 
     names = arguments.only.split(";")
     found = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {"contenders": {}}
-    for name in names:
+    for name in names * arguments.runs:
         command = [sys.executable, __file__, arguments.recipe, "--json", str(arguments.json), "--one", name]
         command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -92,9 +99,67 @@ def alone(config: Any, folder: str, speculation: dict[str, Any]) -> dict[str, An
     }
 
 
+class Generate:
+    """Transformers' `generate` in the place of tlt: of the responses that a run with tlt had."""
+
+    def __init__(self, responses: list[dict[str, Any]]) -> None:
+        self.responses = responses
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        import torch
+        from transformers import LogitsProcessorList
+
+        had, tokenizer = self.responses.pop(0), trainer.processing_class
+        padded = tokenizer.pad({"input_ids": had["prompt_ids"]}, padding_side="left", return_tensors="pt")
+        start, wanted = padded["input_ids"].shape[1], had["completion_ids"]
+        rows = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(row) for row in wanted], batch_first=True, padding_value=tokenizer.pad_token_id
+        )
+
+        def put(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            one = rows[:, ids.shape[1] - start, None]
+            return torch.full_like(scores, -torch.inf).scatter_(1, one, scores.gather(1, one))
+
+        with torch.no_grad(), torch.random.fork_rng():  # TRL shuffles by the global generator
+            found = trainer.model.generate(
+                **padded,
+                generation_config=trainer.generation_config,
+                logits_processor=LogitsProcessorList([put]),
+            )
+        assert torch.equal(found[:, start:], rows)
+        return had
+
+
+class Recorder:
+    """What a `rollout_func` answered."""
+
+    def __init__(self, rollout: Any) -> None:
+        self.rollout, self.answers = rollout, list[dict[str, Any]]()
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        self.answers.append(self.rollout(prompts, trainer))
+        return self.answers[-1]
+
+
 def in_trl(
-    config: Any, folder: str, batching: bool = False, speculation: dict[str, Any] | None = None
+    config: Any,
+    folder: str,
+    batching: bool = False,
+    speculation: dict[str, Any] | None = None,
+    generated: bool = False,
 ) -> dict[str, Any]:
+    from tlt.integrations.trl import Rollout
+
+    rollout = Recorder(Rollout(speculation, {"max_rows": config.engine.max_rows})) if speculation else None
+    measured = trl_steps(config, folder, batching, rollout)
+    if generated:
+        assert rollout
+        expected, measured = measured, trl_steps(config, folder, batching, Generate(rollout.answers))
+        assert measured["policy_sha256"] == expected["policy_sha256"], "the same responses lead to the same weights"
+    return measured
+
+
+def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[str, Any]:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
@@ -102,7 +167,7 @@ def in_trl(
 
     from tlt.build import load_tokenizer
     from tlt.data import encoder, load_prompts
-    from tlt.integrations.trl import Rollout
+    from tlt.models.weights import sha256
 
     prompts = load_prompts(config.data, encoder(load_tokenizer(config.model.path), config.data))
     score, close = reward_of(config, prompts)
@@ -121,7 +186,7 @@ def in_trl(
         args=GRPOConfig(**grpo_settings(config, folder, batching)),
         train_dataset=Dataset.from_list([{"prompt": p.text, "row": i} for i, p in enumerate(prompts)]),
         callbacks=[Clock()],
-        rollout_func=Rollout(speculation, {"max_rows": config.engine.max_rows}) if speculation else None,
+        rollout_func=rollout,
     )
     trainer.train()
     close()
@@ -133,6 +198,7 @@ def in_trl(
         "reward": [round(log["reward"], 3) for log in logs],
         "tokens": [round(log["completions/mean_length"] * size) for log in logs],
         "accept_length": [round(log.get("tlt/accept_length", 1.0), 2) for log in logs],
+        "policy_sha256": sha256(trainer.model.state_dict()),
     }
 
 

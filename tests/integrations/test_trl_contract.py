@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import EOS, tiny_model
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.cluster.budget import Budget
@@ -69,6 +70,8 @@ class FakeTrainer:
             "use_transformers_continuous_batching": False,
             "bf16": False,
             "fp16": False,
+            "bf16_full_eval": False,
+            "fp16_full_eval": False,
             "max_completion_length": 12,
             "seed": 42,
             "output_dir": str(folder / "out"),
@@ -507,6 +510,12 @@ def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:
     trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
     with pytest.raises(trl_terms.UnsupportedError, match="FSDP version 1"):
         off()(PROMPTS, trainer)
+    sharded = SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy())
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=sharded)
+    with pytest.raises(trl_terms.UnsupportedError, match="cpu_offload"):
+        off()(PROMPTS, trainer)
+    with pytest.raises(trl_terms.UnsupportedError, match="bf16_full_eval"):  # behind training it casts the model
+        off()(PROMPTS, FakeTrainer(folder, bf16_full_eval=True))
     with pytest.raises(trl_terms.UnsupportedError, match="backend"):
         Rollout(engine={"backend": "vllm"})(PROMPTS, FakeTrainer(folder))
     with pytest.raises(ValueError, match="did you mean drafter"):

@@ -22,6 +22,7 @@ from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
 _PROMPT, _REPEATS = 96, 5
+_LONG_ENOUGH = 0.15  # seconds of a call, after which it is not repeated: what takes long varies little
 _SHORT, _LONG = 1, 5  # levels of the drafts that are timed: the first one costs more than those below
 _ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 17, 33, 64)
 _MOST_TOKENS = 4096  # of a pass that is timed; what wider ones take is told from the others
@@ -102,12 +103,15 @@ def _chain(nodes: int) -> DraftTree:
 
 def _least_seconds(calls: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
     """Of each call, in turns and at its fastest: a machine that is slow for a moment must not make one look dear."""
-    least = dict.fromkeys(calls, math.inf)
+    least, spent = dict.fromkeys(calls, math.inf), dict.fromkeys(calls, 0.0)
     for _ in range(_REPEATS):
         for name, call in calls.items():
+            if spent[name] > _LONG_ENOUGH:
+                continue
             start = time.perf_counter()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            least[name] = min(least[name], time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            least[name], spent[name] = min(least[name], seconds), spent[name] + seconds
     return least

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tlt.config import EngineConfig
 from tlt.integrations import UnsupportedError
@@ -47,6 +48,12 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (args.use_vllm, "use_vllm", "set it to False: tlt decodes; docs/vllm.md has tlt inside vLLM"),
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching", "set it to False"),
         (args.fp16 or model.dtype == torch.float16, "fp16", "set bf16=True, and load the model in bfloat16 or float32"),
+        (args.fp16_full_eval, "fp16_full_eval", "leave it out"),
+        (
+            args.bf16_full_eval and not (args.bf16 or model.dtype == torch.bfloat16),
+            "bf16_full_eval of a model that is trained in another dtype",
+            "leave it out, or set bf16=True",
+        ),
         (getattr(model, "is_quantized", False), "a quantized model", "load it in bfloat16"),
         (
             getattr(args, "cast_lm_head_to_fp32", False) and not args.bf16,
@@ -57,6 +64,7 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (args.temperature == 0, "temperature = 0", "all completions of a group would be the same: set it above 0"),
         (engine.backend != "tlt", f"engine.backend = {engine.backend!r}", "leave it out"),
         (plugin is not None and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", "set fsdp_version: 2"),
+        (isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy), "FSDP's cpu_offload", "set it to False"),
         (zero == 3, "DeepSpeed ZeRO-3", "take ZeRO-2 or FSDP2"),
     ):
         if asked:
