@@ -140,6 +140,9 @@ def test_training_a_drafter(home: Path) -> None:
     said = run_example("train_drafter.py", home / "recipe.toml", home / "drafter", 200, 1)
     assert (home / "drafter" / "model.safetensors").is_file()
     assert "eagle" in said.splitlines()[-1]
+    curve = json.loads((home / "drafter" / "training.json").read_text())["curve"]
+    assert [point["seconds"] for point in curve] == sorted({point["seconds"] for point in curve})
+    assert curve[-1]["accept_length"] > curve[0]["accept_length"] >= 1.0
 
 
 def test_a_loop_of_ones_own_learns_and_decodes_with_what_was_learned(home: Path) -> None:

@@ -19,12 +19,13 @@ from rich.table import Table
 
 from tlt.build import open_workplace
 from tlt.config import Config, ConfigError
-from tlt.draft.buffer import HarvestBuffer
+from tlt.draft.buffer import Harvest, HarvestBuffer
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.trainer import DrafterTrainer
+from tlt.draft.unroll import packs
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.files import refuse_to_overwrite
@@ -34,6 +35,8 @@ from tlt.sampling import make_requests
 from tlt.types import Request
 
 _HELD_OUT = 16  # prompts that no drafter is trained on
+_LOOKS = 40  # at the held-back harvest while a drafter is trained
+_LOOK_TOKENS = 8192  # entries of it that are looked at
 _HARVEST_WITH = Strategy("suffix", 6, 1, 7, 0.6)
 _CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 
@@ -76,8 +79,12 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         buffer = harvest(bench, layer, harvest_tokens, progress)
         harvested = time.perf_counter() - began
         trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
-        trainer.prepare(buffer.items, from_scratch=True)
-        overlaps = _train(trainer, buffer, seconds, progress)
+        taught = [item for item in buffer.items if not item.held_back]
+        if not taught:
+            raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
+        trainer.prepare(taught, from_scratch=True)
+        curve = Curve([item for item in buffer.items if item.held_back], seconds)
+        overlaps = _train(trainer, taught, curve, seconds, progress)
     results = judge(bench, layer)
     layer.agreement = results[0]["agreement"][0]
     save_drafter(layer, folder)
@@ -87,10 +94,17 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "train_seconds": seconds,
         "steps": int(trainer.steps),
         "overlap": overlaps,
+        "curve": curve.points,
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
     write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
     _print(console, results)
+    if len(curve.points) > 1:
+        middle, end = (curve.points[n]["accept_length"] for n in (len(curve.points) // 2, -1))
+        console.print(
+            f"on harvest that is held back a chain committed {middle:.2f} tokens after half of the training, "
+            f"{end:.2f} at its end"
+        )
     console.print(f"the drafter is in {folder}: --speculation.drafter adaptive --speculation.path {folder}")
 
 
@@ -110,17 +124,46 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress
     return buffer
 
 
-def _train(trainer: DrafterTrainer, buffer: HarvestBuffer, seconds: float, progress: Progress) -> list[float]:
+class Curve:
+    """What the drafter is worth on harvest of prompts that it is not trained on, while it is trained: whether training
+    for longer would have paid."""
+
+    def __init__(self, held_back: Sequence[Harvest], seconds: float) -> None:
+        self.held_back, self.every = held_back, seconds / _LOOKS
+        self.looks = 0
+        self.points: list[dict[str, float]] = []
+        """seconds of training, and the accept length of a chain of `unroll` guesses by laws (1 - TV)"""
+        self.took = 0.0
+        """seconds, which are not of training"""
+
+    def look(self, trainer: DrafterTrainer, spent: float) -> None:
+        """Where one is due."""
+        if spent < self.looks * self.every:
+            return
+        self.looks += 1
+        began, config = time.perf_counter(), trainer.config
+        sample = list(packs(self.held_back, config.micro_batch_tokens, trainer.target.device, random.Random(0)))
+        sums = [trainer.judge(trainer.layer, batch) for batch in sample[: _LOOK_TOKENS // config.micro_batch_tokens]]
+        if entries := sum(count for _, _, count in sums):
+            accepted = sum(length for length, _, _ in sums) / entries
+            self.points.append({"seconds": spent, "accept_length": accepted})
+        self.took += time.perf_counter() - began
+
+
+def _train(
+    trainer: DrafterTrainer, taught: Sequence[Harvest], curve: Curve, seconds: float, progress: Progress
+) -> list[float]:
     """For that long, the learning rate falling to a tenth; returns the last steps' mean overlap by guess."""
     task = progress.add_task("train", total=seconds, note="")
     recent: list[list[float]] = []
     began = time.perf_counter()
     while True:
-        for overlaps in trainer.epoch(buffer.items):
-            spent = time.perf_counter() - began
+        for overlaps in trainer.epoch(taught):
+            spent = time.perf_counter() - began - curve.took
             recent = [*recent[-49:], overlaps]
             means = [sum(column) / len(column) for column in zip(*recent, strict=False)]  # that all of them had
             progress.update(task, completed=min(spent, seconds), note=f"agreement of laws {means[0]:.3f}")
+            curve.look(trainer, min(spent, seconds))
             if spent >= seconds:
                 return means
             trainer.rate_scale = 1 - 0.9 * spent / seconds
