@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from object_store import BUCKET, Cut, Environ, Forbidden, ObjectStore, object_store
 from rich.console import Console
 from tiny import tiny_config
 
@@ -20,13 +22,28 @@ from tlt.mirror import Mirror
 from tlt.run import train
 
 pytestmark = pytest.mark.skipif(find_spec("fsspec") is None, reason="fsspec is an extra")
+needs_s3 = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs and moto are extras")
 places = iter(range(1000))
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
 @pytest.fixture
-def url() -> str:
-    """A store of objects in memory: folders are names alone."""
-    return f"memory://bucket/{next(places)}"
+def store(served: ObjectStore) -> Iterator[ObjectStore]:
+    yield served
+    served.door = lambda environ: None
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=needs_s3)])
+def url(request: pytest.FixtureRequest) -> str:
+    """Of a store of objects, in which folders are names alone."""
+    if request.param == "s3":
+        request.getfixturevalue("store")
+    return f"{request.param}://{BUCKET}/{next(places)}"
 
 
 def save(root: Path, step: int) -> Path:
@@ -67,6 +84,7 @@ def test_as_many_are_kept_as_the_run_keeps(tmp_path: Path, url: str) -> None:
         mirror.copy(save(tmp_path, step))
         mirror._copier.submit(lambda: None).result()
     mirror.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
     assert sorted(Mirror(url, 2)._found()) == ["step_00000003", "step_00000004"]
 
 
@@ -81,7 +99,7 @@ def test_one_that_was_cut_short_is_not_there(
     real: Callable[..., None] = mirror._files.put_file
 
     def put(local: str, place: str) -> None:
-        if next(puts) == fails_at:
+        if next(puts) >= fails_at:
             raise OSError("the line is down")
         real(local, place)
 
@@ -91,7 +109,7 @@ def test_one_that_was_cut_short_is_not_there(
     finally:
         del mirror._files.put_file
     assert "step_00000002 was not copied" in caplog.text
-    assert "the line is down" in caplog.text
+    assert "(the line is down): tried again" in caplog.text
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
     copy(Mirror(url, 1), save(tmp_path / "here", 3))
     assert Mirror(url, 2)._found() == {"step_00000003"}
@@ -103,6 +121,106 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, url: str, caplog: pytest.L
     mirror._files.pipe_file(f"{mirror._root}/step_00000002/optimizer.safetensors", b"other")
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
     assert "optimizer.safetensors is damaged" in caplog.text
+
+
+def test_the_one_that_was_cut_short_at_last_is_copied_at_the_end(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, 2)
+    real, mirror._files.put_file = mirror._files.put_file, None
+    mirror.copy(save(tmp_path / "here", 1))
+    mirror._copier.submit(lambda: None).result()
+    mirror._files.put_file = real
+    mirror.close()
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+
+
+def test_the_newest_is_copied_however_slow_the_line_is(tmp_path: Path, url: str) -> None:
+    """The run has removed the one under way by then; of those that wait the others are left out."""
+    mirror, begun, up = Mirror(url, 4), threading.Event(), threading.Event()
+    real: Callable[..., None] = mirror._files.put_file
+
+    def put(local: str, place: str) -> None:
+        begun.set()
+        assert up.wait(30)
+        real(local, place)
+
+    mirror._files.put_file = put
+    try:
+        mirror.copy(save(tmp_path, 1))
+        assert begun.wait(30)
+        for step in (2, 3, 4):
+            mirror.copy(save(tmp_path, step))
+        up.set()
+        mirror.close()
+    finally:
+        del mirror._files.put_file
+    assert sorted(Mirror(url, 4)._whole()) == ["step_00000001", "step_00000004"]
+
+
+@needs_s3
+def test_a_server_that_goes_away_amid_an_upload_and_comes_back(
+    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"s3://{BUCKET}/{next(places)}"
+    saved = [save(tmp_path / "here", step) for step in (1, 2)]
+    mirror = Mirror(url, 2)
+    mirror.copy(saved[0])
+    mirror._copier.submit(lambda: None).result()
+
+    def goes_away(environ: Environ) -> None:
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("model.safetensors"):
+            store.go_away()
+            raise Cut
+
+    store.door = goes_away
+    mirror.copy(saved[1])
+    mirror._copier.submit(lambda: None).result()
+    store.door = lambda environ: None
+    assert "step_00000002 was not copied" in caplog.text
+    store.come_back()
+    assert fetched(url, tmp_path / "there") == ["step_00000001"], "half of the second one is there"
+    mirror.close()
+    assert fetched(url, tmp_path / "there") == ["step_00000001", "step_00000002"]
+
+
+@needs_s3
+def test_an_upload_that_is_cut_once_goes_through(
+    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, cut = f"s3://{BUCKET}/{next(places)}", set[str]()
+
+    def cuts(environ: Environ) -> None:
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"] not in cut:
+            cut.add(environ["PATH_INFO"])
+            raise Cut
+
+    store.door = cuts
+    copy(Mirror(url, 2), save(tmp_path / "here", 1))
+    assert len(cut) == 5, "four files, and the one that shows that the place can be written to"
+    assert not caplog.text
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+
+
+@needs_s3
+def test_a_store_that_is_closed_to_us_is_one_sentence(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(url: str) -> str:
+        with pytest.raises(
+            ConfigError, match=r"run\.mirror = .* cannot be written to \([^\n]*\): see that the"
+        ) as said:
+            Mirror(url, 2)
+        return str(said.value)
+
+    assert "The specified bucket does not exist" in refusal("s3://another/run")
+    assert "The specified bucket does not exist" in refusal("s3://another")
+
+    def read_only(environ: Environ) -> None:
+        if environ["REQUEST_METHOD"] == "PUT":
+            raise Forbidden
+
+    store.door = read_only
+    assert "Access Denied" in refusal(f"s3://{BUCKET}/run")
+    store.door = lambda environ: None
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)  # from now on keys are looked at
+    assert "Access Key" in refusal(f"s3://{BUCKET}/run")
 
 
 def test_a_place_that_cannot_be_used_is_one_sentence() -> None:

@@ -1,13 +1,16 @@
-"""Checkpoints in a second place, such as `s3://bucket/run`: any that fsspec knows. A run works in its own folder; each
-checkpoint is copied from there in the background, and is there whole or not at all: its manifest is copied last, and is
-the first to be removed."""
+"""Checkpoints in a second place, such as `s3://bucket/run`: any that fsspec knows. A run works in its own folder, and
+its checkpoints are copied from there in the background. A copy is whole or does not count: its manifest is copied last,
+and is the first file to be removed."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from tlt.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, latest, steps_of
@@ -20,18 +23,30 @@ log = logging.getLogger(__name__)
 class Mirror:
     def __init__(self, url: str, keep: int) -> None:
         """Keeps the newest `keep` checkpoints. Raises ConfigError where fsspec, or what it needs for such a place, is
-        missing, or the place cannot be reached."""
+        missing, or where nothing can be written there."""
         self.url, self.keep = url, keep
+        self._newest: Path | None = None  # of those that are to be copied
+        self._copied: Path | None = None  # the last one that was
         try:
             from fsspec.core import url_to_fs  # an extra
 
             self._files, self._root = url_to_fs(url)
+            self._refuse_to_be_kept_out()
             self._there = self._whole()
         except (ImportError, ValueError) as error:
             raise ConfigError(f"run.mirror = {url!r} cannot be used ({error}): see tlt[mirror] and tlt[s3]") from None
         except Exception as error:  # of any library for any place
-            raise ConfigError(f"run.mirror = {url!r} cannot be reached ({_said(error)})") from None
+            remedy = "see that the bucket, or the folder above, is there, and that these keys may write to it"
+            raise ConfigError(f"run.mirror = {url!r} cannot be written to ({_said(error)}): {remedy}") from None
         self._copier = ThreadPoolExecutor(1, "mirror")
+
+    def _refuse_to_be_kept_out(self) -> None:
+        """Raises what the library raises where nothing can be written. A bucket that is missing is not made."""
+        if "/" in self._root:
+            self._make(self._root)
+        place = f"{self._root}/.writable"
+        self._files.pipe_file(place, b"")
+        self._files.rm_file(place)
 
     @property
     def newest(self) -> int:
@@ -46,22 +61,37 @@ class Mirror:
     # -- there ---------------------------------------------------------------------------------------------------------
 
     def copy(self, checkpoint: Path) -> None:
-        """In the background. Where the one before is still on its way this one waits for it."""
+        """In the background. Where one before is still on its way this one waits for it, in the place of any other that
+        waits."""
+        self._newest = checkpoint
         self._copier.submit(self._copy, checkpoint)
 
     def _copy(self, checkpoint: Path) -> None:
+        if checkpoint != self._newest or checkpoint == self._copied:
+            return
         try:
-            self._remove(checkpoint.name)
-            files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
-            for path in [*files, checkpoint / MANIFEST]:
-                place = f"{self._root}/{checkpoint.name}/{path.relative_to(checkpoint).as_posix()}"
-                self._files.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
-                self._files.put_file(str(path), place)
+            with _held(checkpoint) as held:
+                self._put(held, checkpoint.name)
+            self._copied = checkpoint
             whole = self._whole()
             for name in sorted(self._found() - set(sorted(whole)[-self.keep :])):
                 self._remove(name)
         except Exception as error:  # of any library for any place: the run's own checkpoints are there
-            log.warning("%s was not copied to %s (%s): the next one will be", checkpoint.name, self.url, _said(error))
+            then = "tried again at the end of the run, unless a newer one is copied until then"
+            log.warning("%s was not copied to %s (%s): %s", checkpoint.name, self.url, _said(error), then)
+
+    def _put(self, checkpoint: Path, name: str) -> None:
+        self._remove(name)
+        paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
+        self._make(f"{self._root}/{name}")
+        for path in [*paths, checkpoint / MANIFEST]:
+            place = f"{self._root}/{name}/{path.relative_to(checkpoint).as_posix()}"
+            self._make(place) if path.is_dir() else self._files.put_file(str(path), place)
+
+    def _make(self, folder: str) -> None:
+        """Below one that is there. In a store of objects only the bucket is looked for."""
+        with suppress(FileExistsError):
+            self._files.mkdir(folder, create_parents=False)
 
     def _remove(self, name: str) -> None:
         place = f"{self._root}/{name}"
@@ -71,7 +101,9 @@ class Mirror:
             self._files.rm(place, recursive=True)
 
     def close(self) -> None:
-        """Once all is copied."""
+        """Once the newest one is copied, or cannot be."""
+        if self._newest:
+            self._copier.submit(self._copy, self._newest)
         self._copier.shutdown(wait=True)
 
     # -- and back ------------------------------------------------------------------------------------------------------
@@ -107,6 +139,25 @@ class Mirror:
 
     def _whole(self) -> list[str]:
         return [name for name in self._found() if self._files.exists(f"{self._root}/{name}/{MANIFEST}")]
+
+
+@contextmanager
+def _held(checkpoint: Path) -> Iterator[Path]:
+    """The same files under a name that stays while the run saves others, and removes this one."""
+    held = checkpoint.with_name(f".{checkpoint.name}.copied")
+    for left_over in checkpoint.parent.glob(".step_*.copied"):
+        shutil.rmtree(left_over)
+    try:
+        yield Path(shutil.copytree(checkpoint, held, copy_function=_link))
+    finally:
+        shutil.rmtree(held, ignore_errors=True)
+
+
+def _link(path: str, other: str) -> None:
+    try:
+        os.link(path, other)
+    except OSError:  # as on file systems that have none
+        shutil.copy2(path, other)
 
 
 def _said(error: Exception) -> str:

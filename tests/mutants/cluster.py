@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "a manifest is copied to the mirror first",
         "mirror.py",
-        "for path in [*files, checkpoint / MANIFEST]:",
-        "for path in [checkpoint / MANIFEST, *files]:",
+        "for path in [*paths, checkpoint / MANIFEST]:",
+        "for path in [checkpoint / MANIFEST, *paths]:",
         MIRROR,
     ),
     Mutant(
@@ -150,6 +150,41 @@ MUTANTS = [
         "mirror.py",
         "        except Exception as error:  # of any library for any place: the run's own",
         "        except KeyError as error:  # of any library for any place: the run's own",
+        MIRROR,
+    ),
+    Mutant(
+        "a checkpoint that the run removes is no longer copied",
+        "mirror.py",
+        "self._put(held, checkpoint.name)",
+        "self._put(checkpoint, checkpoint.name)",
+        MIRROR,
+    ),
+    Mutant(
+        "every checkpoint waits for the one before",
+        "mirror.py",
+        "if checkpoint != self._newest or checkpoint == self._copied:",
+        "if checkpoint == self._copied:",
+        MIRROR,
+    ),
+    Mutant(
+        "a copy that failed at last is left so",
+        "mirror.py",
+        "            self._copier.submit(self._copy, self._newest)\n",
+        "            pass\n",
+        MIRROR,
+    ),
+    Mutant(
+        "a bucket that is missing is made",
+        "mirror.py",
+        "self._files.mkdir(folder, create_parents=False)",
+        "self._files.mkdir(folder, create_parents=True)",
+        MIRROR,
+    ),
+    Mutant(
+        "that nothing can be written to the mirror is seen with the first checkpoint",
+        "mirror.py",
+        "            self._refuse_to_be_kept_out()\n",
+        "",
         MIRROR,
     ),
     Mutant(
