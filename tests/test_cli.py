@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import QUESTIONS, tiny_tree
 
 from tlt import __version__
@@ -297,6 +299,27 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
         (row, index, QUESTIONS[row]) for row in range(2) for index in range(2)
     ]
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
+
+
+@pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60, dtype=torch.uint8)])
+def test_a_lack_of_memory_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object]
+) -> None:
+    """Of the host: of what torch raises for a device, the class has a name of its own."""
+
+    def train(*arguments: Any, **options: Any) -> None:
+        try:
+            allocate()
+        except Exception as error:
+            error.add_note("saved after step 3: go on with --resume")
+            raise
+
+    monkeypatch.setattr("tlt.run.train", train)
+    assert exit_code("train", recipe) == 75
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"tlt: out of memory.*: lower engine\.kv_memory_mb, .*; saved after step 3: go on with --resume", said
+    )
 
 
 def test_words_of_others_are_printed_as_they_are(

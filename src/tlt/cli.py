@@ -36,24 +36,38 @@ _OVERRIDES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 all workers or the cluster were
-    lost; 130 interrupted, 143 terminated, 129 hung up: a run that was under way has saved and says how to go on."""
+    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 memory, all workers or the cluster
+    gave out; 130 interrupted, 143 terminated, 129 hung up: a run that was under way has saved and says how to go on."""
     arguments, overrides = _parser().parse_known_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
         code = arguments.command(arguments, overrides)
-    except (ValueError, OSError) as error:
-        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
-        print(f"tlt: {_one_line(said)}", file=sys.stderr)
-        code = LOST if isinstance(error, ClusterError) else 2
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
         code = stopped.exit_code
     except KeyboardInterrupt:
         print("tlt: interrupted", file=sys.stderr)
         code = 130
+    except Exception as error:
+        told = _sentence(error)
+        if told is None:  # a bug of ours, which its traceback helps to find
+            raise
+        print(f"tlt: {_one_line('; '.join([told, *getattr(error, '__notes__', [])]))}", file=sys.stderr)
+        code = LOST if isinstance(error, ClusterError) or _is_out_of_memory(error) else 2
     sys.exit(code)
+
+
+def _sentence(error: Exception) -> str | None:
+    if _is_out_of_memory(error):
+        why = f" ({error})" if str(error) else ""
+        return f"out of memory{why}: lower engine.kv_memory_mb, engine.max_rows or train.micro_batch_tokens"
+    return str(error) if isinstance(error, (ValueError, OSError)) else None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a class of its own for devices, and for the host's memory nothing but words."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error)
 
 
 def _one_line(text: str) -> str:

@@ -90,6 +90,16 @@ def test_every_call_has_a_deadline(method: str) -> None:
     assert crew.trouble.startswith(f"worker 1 was lost amid {method} (no answer for 0 s; worker_1.log ends with: the")
 
 
+def test_what_a_worker_raises_says_where() -> None:
+    class Raises(OneThatHangs):
+        def result(self, handle: int) -> Any:
+            raise MemoryError("no more")
+
+    with pytest.raises(MemoryError) as raised:
+        Crew(Raises()).someone("save")
+    assert raised.value.__notes__ == ["raised by worker 0 amid save"]
+
+
 def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
     """All are late, as they wait for one."""
     pool = OneThatHangs()

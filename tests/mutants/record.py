@@ -50,6 +50,13 @@ MUTANTS = [
         RECORD,
     ),
     Mutant(
+        "a response whose reward's process was killed by somebody else has no reward",
+        "rewards/pool.py",
+        "verdict == DIED and not one.again",
+        "verdict == DIED and one.again",
+        "rewards/test_pool.py",
+    ),
+    Mutant(
         "a term of the reward is recorded after its weight",
         "rewards/isolated.py",
         "scores[term.name] = score",

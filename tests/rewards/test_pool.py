@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -68,6 +69,17 @@ def test_what_was_submitted_is_scored_meanwhile() -> None:
         again = responses("three")  # the next step's, of which nothing was said before
         made(again)
         assert again[0].reward == 5.0
+
+
+def test_what_somebody_else_has_killed_is_scored_once_more() -> None:
+    with judges("waits") as made:
+        given = responses("1.5")
+        made.submit(given[0])
+        time.sleep(0.5)
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        made(given)
+        assert (given[0].reward, given[0].outcome) == (1.0, "")
 
 
 # -- how many processes ------------------------------------------------------------------------------------------------

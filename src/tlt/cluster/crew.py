@@ -157,6 +157,8 @@ class Crew:
             raise _shard_lost("another worker", method, str(error)) from None
         except Exception as error:
             if method != "take_state":
+                if not isinstance(error, ValueError):  # which is a sentence for the user as it is
+                    error.add_note(f"raised by worker {index} amid {method}")
                 raise
             self.replace(index, method, str(error))  # it cannot even be built, where it is
             return Done(index, method, None, lost=True)

@@ -43,6 +43,9 @@ class Verdict(NamedTuple):
     """of each term, before its weight; none where there is no reward"""
 
 
+DIED = Verdict(None, "crash", "its process ended")
+
+
 def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
     return score_all(terms, [(prompt, answer)])[0]
 
@@ -126,7 +129,7 @@ class IsolatedScore:
                 return [Verdict(*verdict) for verdict in self._connection.recv()]
             verdict = Verdict(None, "timeout", f"no answer in {limit:g} s")
         except (EOFError, OSError):
-            verdict = Verdict(None, "crash", "its process ended")
+            verdict = DIED
         except MemoryError as error:
             verdict = Verdict(None, "crash", str(error))
         self.close()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from tlt.rewards.isolated import IsolatedScore, Verdict
+from tlt.rewards.isolated import DIED, IsolatedScore, Verdict
 from tlt.rewards.scores import Answer
 from tlt.types import Prompt
 
@@ -23,6 +23,8 @@ class Waiting(NamedTuple):
     verdict: Future[Verdict]
     alone: bool = False
     """it was given to a process together with others, and none of them came back"""
+    again: bool = False
+    """its process has ended once"""
 
 
 class ScorePool:
@@ -130,14 +132,21 @@ class ScorePool:
             return taken
 
     def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
-        """What a process did not come back from is asked for again, one by one, to see who it was."""
+        """What a process did not come back from is asked for again, one by one, to see who it was; and once more where
+        it has ended, as somebody else may have ended it."""
         if len(taken) > 1 and not verdicts:
-            with self._changed:
-                self._queue.extendleft(one._replace(alone=True) for one in reversed(taken))
-                self._changed.notify_all()
+            self._put_back(one._replace(alone=True) for one in reversed(taken))
             return
         for one, verdict in zip(taken, verdicts, strict=True):
-            one.verdict.set_result(verdict)
+            if verdict == DIED and not one.again:
+                self._put_back([one._replace(alone=True, again=True)])
+            else:
+                one.verdict.set_result(verdict)
+
+    def _put_back(self, asked: Iterable[Waiting]) -> None:
+        with self._changed:
+            self._queue.extendleft(asked)
+            self._changed.notify_all()
 
     def _lose(self, server: _Server, taken: Sequence[Waiting], error: BaseException) -> None:
         with self._changed:

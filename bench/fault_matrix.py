@@ -1,0 +1,229 @@
+"""Every fault at every point where it makes sense: role x phase x fault, in real processes, with two workers.
+
+    python bench/fault_matrix.py [--role worker ...] [--fault SIGKILL ...] [--phase decode ...] [--json FILE]
+
+Each cell must end by itself within `_LIMIT` seconds: the run goes on, or ends with a sentence that names the cause and
+says how to go on, and is resumed. Whatever befell it, each checkpoint must hold the policy and the optimizer's moments
+of the undisturbed run after as many steps, and a process that has ended must leave nothing behind. A reward that
+raises or does not answer leaves its response without a reward, on record; such a run is not compared any further.
+
+Cells of one role and one fault share a run, one after the other: a cell is over when two more steps are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from disturbed import CELLS, PATIENCE, Cell, DisturbedRun, disk, recipe_of
+
+from tlt.metrics import provenance, read_metrics, write_json
+
+_LIMIT = 12 * PATIENCE + 40.0  # seconds: the longest deadline of a call, and a new worker
+_COMES_WITHIN = 20.0  # seconds: a point that is armed is come to
+_TRIES = 3  # at that
+_STOPPED = PATIENCE + 1.0  # seconds that a stopped driver stays so
+_MEGABYTES = 96  # of the disk that runs are on
+_FILES = ("policy/model.safetensors", "optimizer.safetensors")
+_CAUSES = {
+    "SIGKILL": r"worker \d+ was lost amid \w+ \(",
+    "SIGSTOP": r"worker \d+ was lost amid \w+ \(no answer for",
+    "exception": "struck",
+    "out of memory": r"[Mm]emory",
+    "disk full": r"No space left|make room",
+}
+"""what is said on the screen, or in the log of a worker"""
+
+
+def digests(folder: Path) -> dict[int, list[str]]:
+    """Of the checkpoints of a run that are there: steps -> sha256 of policy and moments."""
+    found = {}
+    for path in (folder / "checkpoints").glob("step_*/manifest.json"):
+        with suppress(OSError, ValueError):  # it is an old one, and goes at this moment
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            found[int(path.parent.name.removeprefix("step_"))] = [manifest[name] for name in _FILES]
+    return found
+
+
+class Matrix:
+    def __init__(self, home: Path, place: Path, steps: int) -> None:
+        """`place`: where the disturbed runs are, a small disk."""
+        self.place, self.recipe = place, recipe_of(home, "whole weights", steps)
+        self.rows: list[dict[str, Any]] = []
+        whole = DisturbedRun(self.recipe, home / "whole", ("--run.save_every", "1", "--run.keep", str(steps)))
+        whole.start()
+        whole.note_end()
+        self.expected = digests(home / "whole")
+        self.undisturbed = {
+            "steps": len(self.expected),
+            "step_seconds": sum(line["seconds"]["total"] for line in read_metrics(home / "whole")) / steps,
+            "left_behind": whole.left_behind,
+        }
+
+    def go_through(self, cells: Sequence[Cell], name: str) -> None:
+        """One run suffers these, one after the other."""
+        run = DisturbedRun(self.recipe, self.place / name)
+        run.start()
+        rows = []
+        for cell in cells:
+            if run.has_ended():  # all its steps are done
+                break
+            rows.append(self.suffer(run, cell))
+            print(_told(rows[-1]), flush=True)
+        if not run.has_ended():
+            run.process.send_signal(signal.SIGTERM)
+        run.note_end()
+        rows[-1]["other_steps"] += self._other_steps(run, cells[-1])
+        rows[-1]["left_behind"] += run.left_behind
+        self.rows += rows
+        shutil.rmtree(run.folder)
+
+    def suffer(self, run: DisturbedRun, cell: Cell) -> dict[str, Any]:
+        """What becomes of the run."""
+        row: dict[str, Any] = {"role": cell.role, "phase": cell.phase, "fault": cell.fault, "ends": "did not come"}
+        heard_before, step = _logs(run), run.last_step()
+        if not (struck := _struck(run, cell)):
+            return row | {"said": "", "other_steps": self._other_steps(run, cell), "left_behind": []}
+        began = time.monotonic()
+        if (cell.role, cell.fault) == ("driver", "SIGSTOP"):
+            time.sleep(_STOPPED)
+            os.kill(struck, signal.SIGCONT)
+        step = max(step, run.last_step())
+        row["ends"] = _goes_on(run, step + 2)
+        row["seconds"] = time.monotonic() - began
+        said = "".join(text.removeprefix(heard_before.get(name, "")) for name, text in _logs(run).items())
+        causes = [line.strip() for line in said.splitlines() if re.search(_CAUSES[cell.fault], line)]
+        row["said"] = _on_record(run, step) or (causes or [""])[-1][:300]
+        run.make_room()
+        if row["ends"] == "went on" and cell.lets_go:
+            run.process.send_signal(signal.SIGTERM)
+            run.process.wait(_LIMIT)
+        if row["ends"] != "went on" or cell.lets_go:
+            self._resume(run, row, step)
+        row["left_behind"], run.left_behind = run.left_behind, []
+        return row | {"other_steps": self._other_steps(run, cell)}
+
+    def _resume(self, run: DisturbedRun, row: dict[str, Any], step: int) -> None:
+        """One that has ended, or hangs."""
+        if run.process.poll() is None:
+            run.process.kill()
+        row["last_line"] = run.note_end()
+        began = time.monotonic()
+        run.go_on()
+        if _goes_on(run, step + 2) != "went on":
+            row["ends"] = f"{row['ends']}, and is not resumed"
+            run.process.kill()
+            row["last_line"] = run.note_end()
+            run.go_on()
+        row["resumed_after"] = time.monotonic() - began
+
+    def _other_steps(self, run: DisturbedRun, cell: Cell) -> list[int]:
+        """Steps after which a checkpoint is not that of the undisturbed run."""
+        if cell.is_on_record:
+            return []
+        return [step for step, found in digests(run.folder).items() if found != self.expected[step]]
+
+
+def _struck(run: DisturbedRun, cell: Cell) -> int | None:
+    for _ in range(_TRIES):
+        if cell.first:
+            (first,) = (c for c in CELLS if (c.role, c.phase, c.fault) == (cell.role, cell.first, "SIGKILL"))
+            run.is_struck(first, _COMES_WITHIN)
+        if struck := run.is_struck(cell, _COMES_WITHIN):
+            return struck
+    return None
+
+
+def _goes_on(run: DisturbedRun, to_step: int) -> str:
+    until = time.monotonic() + _LIMIT
+    while time.monotonic() < until:
+        if run.last_step() >= to_step or run.process.poll() == 0:
+            return "went on"
+        if run.has_ended():
+            return "ended"
+        time.sleep(0.02)
+    return "HANGS"
+
+
+def _logs(run: DisturbedRun) -> dict[str, str]:
+    """What was said, by whom."""
+    workers = {path.name: path.read_text("utf-8", "replace") for path in run.folder.glob("worker_*.log")}
+    return {"driver": run.said()} | workers
+
+
+def _on_record(run: DisturbedRun, step: int) -> str:
+    """Why responses of these steps have no reward."""
+    with suppress(ValueError):
+        for line in read_metrics(run.folder)[max(0, step) :]:
+            if line.get("outcomes"):
+                return f"on record: {line['outcomes']}"
+            if line.get("eval", {}).get("without_reward"):
+                return f"on record: {line['eval']['without_reward']} of the evaluation without a reward"
+    return ""
+
+
+def held(row: dict[str, Any]) -> bool:
+    silent = row["role"] == "driver" and row["fault"] in ("SIGKILL", "SIGSTOP")
+    silent |= row["role"] == "reward" and row["fault"] == "SIGKILL"
+    clean = not row["other_steps"] and not row["left_behind"]
+    return row["ends"] in ("went on", "ended") and clean and bool(row["said"] or silent)
+
+
+def _told(row: dict[str, Any]) -> str:
+    words = [f"{row['role']}, {row['phase']}, {row['fault']}: {row['ends']} in {row.get('seconds', 0.0):.1f} s"]
+    if "resumed_after" in row:
+        words.append(f"resumed in {row['resumed_after']:.1f} s")
+    return "; ".join([*words, row["said"], *([] if held(row) else [f"DID NOT HOLD {row}"])])
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By role and fault: cells, those that held, the worst seconds until a run went on or had ended."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        of = found.setdefault(f"{row['role']}, {row['fault']}", {"cells": 0, "held": 0, "ended": 0, "worst": 0.0})
+        of["cells"] += 1
+        of["held"] += held(row)
+        of["ended"] += row["ends"] == "ended"
+        of["worst"] = max(of["worst"], row.get("seconds", 0.0))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("role", "phase", "fault"):
+        parser.add_argument(f"--{name}", nargs="+", choices=sorted({getattr(cell, name) for cell in CELLS}))
+    parser.add_argument("--steps", type=int, default=500, help="of each run")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, disk(Path(folder), _MEGABYTES) as place:
+        wanted = [cell for cell in CELLS if place.is_mount() or cell.fault != "disk full"]
+        for name in ("role", "phase", "fault"):
+            chosen = getattr(arguments, name)
+            wanted = [cell for cell in wanted if not chosen or getattr(cell, name) in chosen]
+        matrix = Matrix(Path(folder), place, arguments.steps)
+        print(f"undisturbed: {matrix.undisturbed}", flush=True)
+        for (role, fault), cells in groupby(wanted, lambda cell: (cell.role, cell.fault)):
+            matrix.go_through(list(cells), f"{role} {fault}")
+    rows = matrix.rows
+    failed = [row for row in rows if not held(row)]
+    print(f"{len(rows)} of {len(wanted)} cells tried, {len(rows) - len(failed)} held")
+    if arguments.json:
+        tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(rows)}
+        write_json(arguments.json, {**tree, "cells": rows, **provenance()})
+    sys.exit(1 if failed or len(rows) < len(wanted) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Python imports this in every process of a run whose PYTHONPATH begins with this folder. It stands at some points of
+the program, and strikes the process that comes to the one that is armed, once.
+
+$TLT_FAULTS/armed.json says what happens where; it may be written at any time, and is renamed to struck.json by the
+process that it strikes, which writes its number there:
+
+    at      the points that the thread is within, the innermost last: these and no others
+    call    of these, the one that is struck
+    during  the points that the driver is within meanwhile, if that matters
+    how     SIGKILL, SIGSTOP, exception, out of memory, disk full
+
+Training of the drafter goes on in each idle moment, and each candidate is published: a short run would not come to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+POINTS = {
+    "tlt.cluster.worker": (
+        *(f"Worker.{method}" for method in ("decode", "look_ahead", "spot", "judge", "replica", "take_drafter")),
+        *(f"Worker.{method}" for method in ("update", "rollback", "sync", "save", "state", "take_state", "rendezvous")),
+        "take_weights",
+    ),
+    "tlt.engine.engine": ("Engine.round", "Engine.draft_with"),
+    "tlt.draft.trainer": ("DrafterTrainer.step",),
+    "tlt.rl.parallel": ("Processes.sum_shards",),
+    "tlt.rl.policy": ("save_file",),
+    "tlt.cluster.coordinator": ("Coordinator._took", "Coordinator._look_at_update", "Coordinator.sync"),
+    "tlt.cluster.ahead": ("LookingAhead.heard",),
+    "tlt.draft.lifecycle": ("Lifecycle.trained",),
+    "tlt.cluster.publication": ("average",),
+    "tlt.draft.saving": ("flush",),
+    "tlt.checkpoint": ("flush",),
+    "tlt.run": ("_evaluate",),
+    "tiny_rewards": ("share_of_low_bytes",),
+}
+"""module -> functions and methods in it, which are called there"""
+_OF_THE_DRIVER = ("tlt.run:_evaluate",)
+"""which the other processes are to know of"""
+_HOME = os.environ.get("TLT_FAULTS", "")
+
+
+class Place(threading.local):
+    """Of a thread: the points that it is within."""
+
+    def __init__(self) -> None:
+        self.points: list[str] = []
+
+
+class Armed:
+    """The fault that is to come, as of the file that says so."""
+
+    def __init__(self) -> None:
+        self._read_at, self._fault, self._calls = 0, dict[str, Any](), 0
+        self._lock = threading.Lock()
+        self._path = os.path.join(_HOME, "armed.json")
+
+    def arrive(self, points: Sequence[str]) -> None:
+        try:
+            written = os.stat(self._path).st_mtime_ns
+        except OSError:
+            return
+        with self._lock:
+            if written != self._read_at:
+                with suppress(OSError, ValueError), open(self._path, encoding="utf-8") as file:
+                    self._fault, self._read_at, self._calls = json.load(file), written, 0
+            if self._fault.get("at") != list(points) or not _driver_is_at(self._fault["during"]):
+                return
+            self._calls += 1
+            if self._calls < self._fault["call"] or not self._is_ours():
+                return
+        strike(self._fault["how"], self._fault["fill"])
+
+    def _is_ours(self) -> bool:
+        """Of several processes that come to the point at once, the fault is one's."""
+        struck = os.path.join(_HOME, "struck.json")
+        try:
+            os.rename(self._path, f"{struck}.partial")
+        except OSError:
+            return False
+        with open(f"{struck}.partial", "w", encoding="utf-8") as file:
+            json.dump({"pid": os.getpid()}, file)
+        os.rename(f"{struck}.partial", struck)
+        return True
+
+
+def strike(how: str, fill: str) -> None:
+    if how in ("SIGKILL", "SIGSTOP"):
+        os.kill(os.getpid(), signal.Signals[how])
+    elif how == "exception":
+        raise RuntimeError("struck")
+    elif how == "out of memory":
+        torch = sys.modules.get("torch")
+        bytearray(1 << 60) if torch is None else torch.empty(1 << 60, dtype=torch.uint8)
+    elif how == "disk full":
+        with suppress(OSError), open(fill, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+
+
+def _driver_is_at(points: Sequence[str]) -> bool:
+    return all(os.path.exists(os.path.join(_HOME, point)) for point in points)
+
+
+@contextmanager
+def _told_to_others(point: str) -> Iterator[None]:
+    path = os.path.join(_HOME, point)
+    if point in _OF_THE_DRIVER:
+        open(path, "w").close()
+    try:
+        yield
+    finally:
+        if point in _OF_THE_DRIVER:
+            os.unlink(path)
+
+
+_place, _armed = Place(), Armed()
+
+
+def _pointed(call: Callable[..., Any], point: str) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def called(*arguments: Any, **options: Any) -> Any:
+        points = _place.points
+        points.append(point)
+        try:
+            with _told_to_others(point):
+                _armed.arrive(points)
+                return call(*arguments, **options)
+        finally:
+            points.pop()
+
+    return called
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for name in POINTS.get(module.__name__, ()):
+            owner_name, _, own = name.rpartition(".")
+            owner = getattr(module, owner_name) if owner_name else module
+            setattr(owner, own, _pointed(getattr(owner, own), f"{module.__name__}:{name}"))
+        if module.__name__ == "tlt.draft.gate":
+            module.TrainingGate.should_train = lambda gate: True
+            module.Judgement.is_better = property(lambda judgement: judgement.entries > 0)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in POINTS and fullname != "tlt.draft.gate":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec and spec.loader:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+if _HOME:
+    sys.meta_path.insert(0, _Finder())
