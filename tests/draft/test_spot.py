@@ -118,14 +118,17 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     assert not same(before, replica_of(spot))
 
 
-def test_what_is_published_is_the_running_mean_of_the_weights(model: Model, items: list[Harvest]) -> None:
-    """By 2 / (2 + steps) of the distance, so that it is of the later half; once that is small, by 1 / 50."""
+@pytest.mark.parametrize(("wrong", "weight"), [(1.0, 1 / 16), (0.64, 0.04), (0.2, 1 / 50), (0.0, 1 / 50)])
+def test_what_is_published_is_the_running_mean_of_the_weights(
+    model: Model, items: list[Harvest], wrong: float, weight: float
+) -> None:
+    """Of 50 micro-batches; of fewer where most guesses are wrong, and the weights move away from what they were."""
     spot = make_spot(model, items)
     mean = spot.trainer.layer.fc.weight.detach().clone()
-    for step in (1, 2, 3, 400):
-        spot.trainer.steps = step - 1.0
+    for _ in range(3):
+        spot.trainer.reach = (1 - wrong) * spot.config.unroll
         spot.train(0)
-        mean += max(2 / (2 + step), 1 / 50) * (spot.trainer.layer.fc.weight.detach() - mean)
+        mean += weight * (spot.trainer.layer.fc.weight.detach() - mean)
         assert torch.allclose(replica_of(spot).weights["fc.weight"], mean, rtol=0, atol=1e-12)
 
 

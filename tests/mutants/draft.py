@@ -358,7 +358,7 @@ MUTANTS = [
     Mutant(
         "a fall is not seen",
         "draft/gate.py",
-        "            self._fell()\n",
+        "            self._begin_anew()\n",
         "            pass\n",
         "draft/test_horizon.py",
     ),
@@ -626,5 +626,26 @@ MUTANTS = [
         "for key in list(self.histories):",
         "for key in reversed(list(self.histories)):",
         "draft/test_suffix.py",
+    ),
+    Mutant(
+        "one stretch that gained little ends training where the target has just moved away",
+        "draft/gate.py",
+        "if curve.judged < self.thresholds.trial:",
+        "if False:",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "a fall is seen by the mean of several looks alone",
+        "draft/gate.py",
+        " or last - self.thresholds.sure_of_drift * spread > known",
+        "",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "what is published lags behind by as much where most is wrong",
+        "draft/spot.py",
+        "max(1 / _MEMORY, self.trainer.rate_scale / _LEAST_MEMORY)",
+        "1 / _MEMORY",
+        "draft/test_spot.py",
     ),
 ]

@@ -36,17 +36,21 @@ class Thresholds:
     sure: float = 1.0
     """standard errors by which measurements are read against training"""
     sure_of_drift: float = 2.0
-    """and those by which a drift at rest must differ from none"""
+    """and those by which a drift at rest must differ from none, or one look from those before it"""
     lately: int = 4
     """looks, and rollouts, that the present is a mean of"""
     level: int = 8
     """looks that the drift at rest, and the level of a drafter that was trained before, are taken over"""
     fallen: float = 0.2
     """in ln(1 - agreement): a fall below the curve of training by which the target is seen to have moved away"""
-    slope: float = 0.5
-    """b of the curve of training before anything was judged: 0.44 to 0.66 were measured from random weights"""
+    slope: float = 0.6
+    """b of the curve of training before anything was judged: from random weights 0.70 were measured after 10 s, 0.65
+    after 30 s, 0.57 after 60 s and 0.49 after 120 s"""
     cold_seconds: float = 3.0
     """that a random drafter's training counts as so many more, so that the curve begins at no agreement"""
+    trial: int = 4
+    """judgements after the start, or after such a fall, before which what is measured of learning does not end it: the
+    first ones tell of weights, and of harvest, that are mostly of before"""
     measured: int = 8
     """judgements after which the curve of one that was trained before is known beyond its first level"""
     second_costs: float = 0.12
@@ -132,21 +136,26 @@ class TrainingGate:
     def fresh(self, accept_length: float) -> None:
         """Once a rollout: of the drafter in use, on harvest of the present target."""
         self.looks.append((self.rollouts, self._miss(accept_length)))
-        miss, error = self._present()
-        known = self.published + self.moved + self.thresholds.fallen
-        if self.curve and miss - self.thresholds.sure * error > known:
-            self._fell()
+        if self.curve and self._has_fallen():
+            self._begin_anew()
         elif self.trained and len(self.looks) < self.thresholds.level and not (self.curve and self.curve.judged):
-            self.level, self.curve = miss, self._curve(miss)
+            self.level, _ = self._present()
+            self.curve = self._curve(self.level)
         self._decide()
 
-    def _fell(self) -> None:
-        """The target moved away at once: what was seen before tells nothing, but for how a drafter learns."""
+    def _has_fallen(self) -> bool:
+        """By its looks of late; or by the last one alone, where that is far off from all before it."""
+        known = self.published + self.moved + self.thresholds.fallen
+        miss, error = self._present()
+        *before, last = [miss for _, miss in self.looks]
+        spread = max(Curve.NOISE, statistics.stdev(before)) if len(before) > 1 else math.inf
+        return miss - self.thresholds.sure * error > known or last - self.thresholds.sure_of_drift * spread > known
+
+    def _begin_anew(self) -> None:
+        """The target moved away at once: what was seen before tells nothing, of learning neither, which is fast again
+        where most is wrong."""
         self.looks = deque([self.looks[-1]], self.looks.maxlen)
-        miss = self.looks[-1][1]
-        assert self.curve, "it was seen before"
-        self.curve.begin_anew(miss - self.moved)
-        self.published = miss - self.moved
+        self.curve = self._curve(self.looks[-1][1])
 
     def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
         """So many seconds of training led from the candidate before to this one. One that is not finite led nowhere."""
@@ -195,6 +204,8 @@ class TrainingGate:
         miss -= self.thresholds.sure * error
         _, b, doubt = curve.fit()
         slope = max(0.0, b - self.thresholds.sure * doubt)
+        if curve.judged < self.thresholds.trial:
+            slope = max(slope, curve.slope - self.thresholds.sure * Curve.DOUBT)
         known = not self.trained or curve.judged >= self.thresholds.measured or not self._is_useful(self.level)
         best = -math.inf if known else self.level
         return Learning(miss, curve.position(miss - self.moved), slope, best, self._drift())

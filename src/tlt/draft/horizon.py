@@ -230,8 +230,3 @@ class Curve:
         """Seconds of training after which a drafter stands there."""
         c, b, _ = self.fit()
         return math.exp(max(-5.0, min(15.0, (c - miss) / max(0.05, b))))
-
-    def begin_anew(self, miss: float) -> None:
-        """The target moved away: it stands there now, and the law goes on from there."""
-        seconds, slope = self.position(miss), self.fit()[1]
-        self.slope, self.points, self.judged = max(0.05, slope), [(seconds, miss)], 0

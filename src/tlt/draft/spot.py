@@ -34,7 +34,7 @@ _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more
 _READY = 2  # micro-batches of harvest before training starts
 _SPREAD = 4  # entries before it starts from random weights, to each input of fc: they are what it begins with
 _ENOUGH = 16  # micro-batches likewise of a drafter trained before, which a few responses make worse on all others
-_MEMORY = 50  # micro-batches that the published weights are a mean of
+_MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches that the published weights are a mean of, at the least rate and at most
 _SAMPLE = 16  # entries of harvest that `fc`'s inputs are known by, to each of them
 _LEAST_RATE = 0.1  # of the configured one
 
@@ -140,7 +140,8 @@ class SpotTrainer:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        weight = max(1 / _MEMORY, 2 / (2 + self.trainer.steps))  # from a cold start, of the later half
+        """The higher the rate, the faster the weights move away from what they were."""
+        weight = max(1 / _MEMORY, self.trainer.rate_scale / _LEAST_MEMORY)
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, weight)
 
