@@ -110,6 +110,7 @@ def test_one_that_was_cut_short_is_not_there(
         del mirror._files.put_file
     assert "step_00000002 was not copied" in caplog.text
     assert "(the line is down): tried again" in caplog.text
+    assert Mirror(url, 2).newest == 1
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
     copy(Mirror(url, 1), save(tmp_path / "here", 3))
     assert Mirror(url, 2)._found() == {"step_00000003"}

@@ -53,6 +53,7 @@ def train(
     choose: Choose = lambda n: 0,
     loses: Loses = lambda i, m: "",
     room: Callable[[], int] = lambda: 99,
+    resume: bool = False,
 ) -> tuple[str, Any, TestPool]:
     """sha256, what was learned from in each step, and the pool."""
     pools: list[TestPool] = []
@@ -64,7 +65,7 @@ def train(
 
     enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
     with patch("tlt.parts._many_workers", many_workers), enough_cores:
-        summary = run_module.train(config, False, Display(Console(quiet=True)))
+        summary = run_module.train(config, resume, Display(Console(quiet=True)))
     assert pools[0].closed
     kept = ("step", "reward", "lengths", "tokens", "batch", "prompts")
     lines = [{key: line[key] for key in kept} for line in read_metrics(Path(config.run.folder))]
@@ -187,6 +188,55 @@ def test_a_worker_that_never_comes_up_is_one_sentence_where_it_is_needed(home: P
     )
     with pytest.raises(ClusterError, match=sentence):
         train(config_of(home, 2, cluster={"min_workers": 2}), loses=never_comes_up)
+
+
+def never_gets_past(method: str, *, step: int) -> Loses:
+    """Worker 1, from this step on: its node has not the memory for it."""
+    calls = count()
+    return lambda worker, called: "amid" if (worker, called) == (1, method) and next(calls) >= step else ""
+
+
+@pytest.mark.parametrize("method", ["decode", "update"])
+@pytest.mark.parametrize("undisturbed", [2], indirect=True)
+def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
+    home: Path, undisturbed: Any, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often it takes the state before that, and answers other calls."""
+    size, *expected = undisturbed
+    turn = count()
+    digest, learned, pool = train(config_of(home, size), lambda n: next(turn), never_gets_past(method, step=1))
+    assert [digest, learned] == expected
+    assert pool.log.count((1, "take_state")) == 3
+    told = [record.getMessage() for record in caplog.records if "times in a row" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(
+        f"{size - 1} of {size} workers are left, and the run goes on with them, and tries worker 1"
+    )
+    assert f"worker 1 was lost 4 times in a row; worker 1 was lost amid {method} (" in told[0]
+
+
+@pytest.mark.parametrize("undisturbed", [3], indirect=True)
+def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, undisturbed: Any) -> None:
+    """Two of three die in turn, until both are left out."""
+    _, *expected = undisturbed
+    attempts = [count() for _ in range(3)]
+
+    def loses(worker: int, method: str) -> str:
+        return "amid" if worker and method == "update" and next(attempts[worker]) % 2 == worker - 1 else ""
+
+    digest, learned, pool = train(config_of(home, 3), loses=loses)
+    assert [digest, learned] == expected
+    assert [pool.log.count((worker, "update")) for worker in range(3)] == [8 + STEPS, 7, 8]
+
+
+def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> None:
+    """What was before that update."""
+    config = config_of(home, 2, cluster={"min_workers": 2})
+    sentence = r"1 of 2 workers are left, and a run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
+    with pytest.raises(ClusterError, match=sentence) as ended:
+        train(config, loses=never_gets_past("update", step=1))
+    assert ended.value.__notes__ == [f"saved after step 1 in {config.run.folder}: go on with --resume"]
+    assert train(config, resume=True)[0] == train(config_of(home, 2))[0]
 
 
 @pytest.mark.parametrize("amid", ["decode", "update", "sync"])

@@ -224,6 +224,64 @@ def test_fewer_than_are_needed_end_the_run() -> None:
         crew.all_sound()
 
 
+def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pauses(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has taken part in an update: by then what was counted is forgotten."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Dies(OneThatHangs):
+        """Worker 1 answers, but for one call."""
+
+        def _is_done(self, handle: int) -> bool:
+            return True
+
+        def result(self, handle: int) -> Any:
+            if self._methods[handle] == "die":
+                raise WorkerLost("its node has no memory")
+            return {}
+
+    pool = Dies()
+    crew = Crew(pool, patience=1e9)
+
+    def dies(times: int) -> None:
+        for _ in range(times):
+            crew.all_sound()
+            crew.call(1, "die")
+            before = len(pool.replaced)
+            while len(pool.replaced) == before:
+                crew.done()
+
+    def pause() -> float:
+        began = now[0]
+        while 1 not in crew.present:
+            now[0] += 1.0
+            crew.take_in()
+        return now[0] - began
+
+    dies(3)
+    assert crew.present == [0, 1]
+    dies(1)
+    assert crew.present == [0]
+    assert 30 <= pause() <= 32
+    dies(1)
+    assert 60 <= pause() <= 62
+    dies(1)
+    assert 120 <= pause() <= 122
+    crew.all_sound()
+    crew.everyone("update")
+    dies(4)
+    assert 30 <= pause() <= 32
+    last = [record.getMessage() for record in caplog.records if "tries worker" in record.getMessage()][2]
+    assert last.startswith(
+        "1 of 2 workers are left, and the run goes on with them, and tries worker 1 again in 120 s: "
+    )
+    assert (
+        "worker 1 was lost 6 times in a row; worker 1 was lost amid die (its node has no memory; worker_1.log" in last
+    )
+
+
 def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
     class NoModel(NoPlace):
         def result(self, handle: int) -> Any:

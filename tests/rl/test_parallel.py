@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -195,9 +198,20 @@ def test_a_batch_without_responses_changes_nothing(folder: Path) -> None:
         assert all(torch.equal(tensors[name], before[name]) for name in before)
 
 
+def silence_of_connections() -> set[int]:
+    """Milliseconds that those of this process bear; what listens among them too."""
+    found: set[int] = set()
+    for one in psutil.Process().net_connections("tcp"):
+        with socket.socket(fileno=os.dup(one.fd)) as end:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            found.add(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return found
+
+
 def test_processes_meet_sum_and_gather() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     group = Processes(rendezvous.address, 0, 1, 2, CPU)
+    assert silence_of_connections() == {30_000}, "who is cut off is waited for for hours"
     total = torch.tensor([1.0, 2.0])
     group.sum_(total)
     assert total.tolist() == [1.0, 2.0]

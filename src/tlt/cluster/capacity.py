@@ -11,6 +11,10 @@ log = logging.getLogger(__name__)
 
 _TELLS = 10.0  # seconds: a process that takes longer to begin is told of
 _LOOKS = 1.0  # seconds between two looks
+_PAUSE, _LONGEST = (
+    30.0,
+    3600.0,
+)  # seconds before one that was lost too often is tried again, and twice as many each time
 
 
 class Capacity:
@@ -20,7 +24,7 @@ class Capacity:
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
         """since when"""
         self._told: set[int] = set()
-        self._absent: dict[int, float] = {}  # since when
+        self._absent: dict[int, float] = {}  # until when at least
         self._next = 0.0
 
     @property
@@ -47,20 +51,23 @@ class Capacity:
                 log.warning("%s: it has %g s in all (cluster.grace)", late, self.grace)
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
-    def leave_out(self, index: int, why: str) -> None:
-        """The run goes on without it. Raises ClusterError where too few are left."""
+    def leave_out(self, index: int, why: str, times: int = 0) -> None:
+        """The run goes on without it until there is room for it; or for a while, as it does so for so many `times`
+        now. Raises ClusterError where too few are left."""
         self.awaited.pop(index, None)
         self._told.discard(index)
-        self._absent[index] = time.monotonic()
+        pause = min(_PAUSE * 2 ** (times - 1), _LONGEST) if times else _LOOKS
+        self._absent[index] = time.monotonic() + pause
         left = f"{len(self.present)} of {self.pool.size} workers are left"
         if len(self.present) < self.least:
             raise ClusterError(f"{left}, and a run needs {self.least} (cluster.min_workers): {why}")
-        log.warning("%s, and the run goes on with them: %s", left, why)
+        again = f", and tries worker {index} again in {pause:g} s" if times else ""
+        log.warning("%s, and the run goes on with them%s: %s", left, again, why)
 
     def back(self) -> list[int]:
-        """Those that were left out, and whose process is there: one that may be lost again waits for some time."""
+        """Those that were left out, whose time has come and whose process is there."""
         now = time.monotonic()
         if not self._absent or now < self._next:
             return []
         self._next = now + _LOOKS
-        return [i for i, since in self._absent.items() if now - since > _LOOKS and self.pool.has_begun(i)]
+        return [i for i, until in self._absent.items() if now > until and self.pool.has_begun(i)]

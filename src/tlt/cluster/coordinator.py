@@ -27,7 +27,7 @@ from tlt.draft.guard import Guard
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
-_ATTEMPTS = 5  # at an update from which workers are lost
+_ATTEMPTS = 5  # at an update that fails, although no worker is lost
 _AHEAD = 2  # slices that one decodes ahead for, before it is told anew which requests are worth most
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
 _HANGS = 30.0  # seconds after which one that trains is given up
@@ -362,8 +362,9 @@ class Coordinator:
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
-        given = self.crew.pool.put(batch)
-        for _ in range(_ATTEMPTS):
+        given, left = self.crew.pool.put(batch), _ATTEMPTS
+        while left:
+            losses = self.crew.losses
             self.crew.all_sound()
             members = self.crew.present
             rendezvous = self._rendezvous_of(members)
@@ -374,6 +375,7 @@ class Coordinator:
                 return reports[0]
             self._rendezvous = None
             self.crew.everyone("rollback")
+            left -= self.crew.losses == losses
         raise ClusterError(f"the update of step {step} failed {_ATTEMPTS} times; {self.crew.trouble}")
 
     def _look_at_update(self) -> None:

@@ -21,7 +21,7 @@ _LOOK = 1.0  # seconds between two looks at who does not answer
 BREAKABLE = ("spot", "judge", "look_ahead")  # they take the call's number last
 _JOINT = ("update", "shard_policy")  # a worker that hangs in one of these holds up all others
 _PING = 5.0  # seconds that a sound worker may take to say that it is there
-_IN_A_ROW = 3  # times that a worker may be lost before it has answered once
+_IN_A_ROW = 3  # times that a worker may be lost with no update in between
 
 
 class Done(NamedTuple):
@@ -162,13 +162,14 @@ class Crew:
                 raise
             self.replace(index, method, str(error))  # it cannot even be built, where it is
             return Done(index, method, None, lost=True)
-        self._in_a_row[index] = 0
         if method == "take_state":
             self.sound.add(index)
         if isinstance(result, Broken):
             self.trouble = result.reason
-        else:
-            self.deadlines.took(method, self._since[index] - began)
+            return Done(index, method, result)
+        self.deadlines.took(method, self._since[index] - began)
+        if method == "update":  # it takes most memory: who gets that far is sound
+            self._in_a_row[index] = 0
         return Done(index, method, result)
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
@@ -259,8 +260,9 @@ class Crew:
         self._forget(index)
         self._source()  # the run cannot go on without one
         self.pool.replace(index)
-        if self._in_a_row[index] > _IN_A_ROW:
-            self._leave_out(index, f"worker {index} was lost {self._in_a_row[index]} times in a row; {self.trouble}")
+        if (times := self._in_a_row[index]) > _IN_A_ROW:
+            why = f"worker {index} was lost {times} times in a row; {self.trouble}"
+            self._leave_out(index, why, times - _IN_A_ROW)
         else:
             self._bring_up(index)
 
@@ -271,10 +273,10 @@ class Crew:
         self._sources[index] = source, state
         self.call(index, "take_state", state)
 
-    def _leave_out(self, index: int, why: str) -> None:
+    def _leave_out(self, index: int, why: str, times: int = 0) -> None:
         self._forget(index)
         self.losses += 1
-        self.capacity.leave_out(index, why)
+        self.capacity.leave_out(index, why, times)
 
     def _forget(self, index: int) -> None:
         self.sound.discard(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,16 @@ class ClusterPolicy:
         return self.coordinator.updated
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """Raises ClusterError; the state before is whole by then, if those who are left could go back to it."""
         self.version = None
-        metrics = self.coordinator.update(batch, step)
+        try:
+            metrics = self.coordinator.update(batch, step)
+        except ClusterError:
+            if not self.crew.shards:
+                with suppress(ClusterError):
+                    self.crew.everyone("rollback")
+                    self.version = step
+            raise
         self.version = step + 1
         return metrics
 

@@ -6,8 +6,12 @@ bits depend neither on who was fast nor on how many members there are to compute
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
+import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,8 +28,9 @@ from torch.distributed import (  # documented, not exported
 )
 
 _BUCKET = 1 << 24  # numbers that are summed at once
-_PATIENCE = timedelta(minutes=60)  # with a member that is slow; one that is lost closes its connections
+_PATIENCE = timedelta(minutes=60)  # with a member that is slow; the connections of one that is lost end
 _RENDEZVOUS = timedelta(seconds=10)
+_SILENT = 30  # seconds without a sign of life from the machine at the other end, after which a connection ends
 
 
 class GroupBroken(RuntimeError):
@@ -183,6 +188,7 @@ class Processes:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_RENDEZVOUS)
             dist.barrier()
             dist.distributed_c10d._set_pg_timeout(_PATIENCE)
+            _end_silent_connections()
         except RuntimeError as error:  # torch raises subclasses of it
             self.leave()
             raise GroupBroken(f"{size} workers did not meet at {address}: {_first_line(error)}") from None
@@ -224,6 +230,21 @@ class Processes:
         """Closes the connections: those who wait for this one notice."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _end_silent_connections() -> None:
+    """Of this process, gloo's and NCCL's among them. A machine that is cut off closes nothing, and the system waits for
+    it for hours; the machine of a process that is slow, or stopped, still answers."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed by now
+            if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as end:
+                if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 3)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT // 6)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT)
 
 
 def broken(error: RuntimeError) -> GroupBroken | None:
