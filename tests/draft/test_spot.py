@@ -13,7 +13,7 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.average import Replica, average
-from tlt.draft.buffer import Harvest
+from tlt.draft.buffer import Harvest, is_held_back
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.gate import Judgement, summed
 from tlt.draft.spot import SpotTrainer
@@ -266,6 +266,18 @@ def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_mor
     spot.target_moved()
     assert spot.judge(None) != before, "another part of it"
     spot.target.version -= 1
+
+
+def test_judgements_are_of_the_last_steps_whatever_was_before(model: Model, items: list[Harvest]) -> None:
+    """Else a target that moved away would not be seen to, for as many steps as harvest is kept."""
+    spot = make_spot(model, [])
+    held = next(n for n in range(100) if is_held_back(n))
+    for version in range(4):
+        for item in items[:4]:
+            spot.harvest(item._replace(prompt_id=held, target_version=version))
+        spot.target_moved()
+    assert len(spot.held_back.versions) > 1
+    assert {item.target_version for item in spot.evidence()} == {3}
 
 
 def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:

@@ -119,15 +119,24 @@ class HarvestBuffer:
                 break
         return drawn
 
-    def pieces(self, tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
-        """Up to `tokens` entries of as many items, so at most `longest` of one; by target version."""
-        drawn: list[Harvest] = []
-        for item in _weighted(self.items, rng):
-            if len(item.tokens) > longest:
-                item = item.cut(rng.randrange(len(item.tokens) - longest + 1), longest)
-            if item.drafted and len(item.tokens) + sum(len(other.tokens) for other in drawn) <= tokens:
-                drawn.append(item)
-        return sorted(drawn, key=lambda item: item.target_version)
+    def newest(self, tokens: int) -> list[Harvest]:
+        """Of the last steps, as few as hold so many entries together."""
+        found: list[Harvest] = []
+        for step in (self.now, *reversed(self.before)):
+            if sum(len(item.tokens) for item in found) < tokens:
+                found += step
+        return found
+
+
+def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
+    """Up to `tokens` entries of as many items, so at most `longest` of one; by target version."""
+    drawn: list[Harvest] = []
+    for item in _weighted(items, rng):
+        if len(item.tokens) > longest:
+            item = item.cut(rng.randrange(len(item.tokens) - longest + 1), longest)
+        if item.drafted and len(item.tokens) + sum(len(other.tokens) for other in drawn) <= tokens:
+            drawn.append(item)
+    return sorted(drawn, key=lambda item: item.target_version)
 
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:

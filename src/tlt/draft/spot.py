@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.average import Replica
-from tlt.draft.buffer import Harvest, HarvestBuffer, Transcript
+from tlt.draft.buffer import Harvest, HarvestBuffer, Transcript, pieces
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.gate import THRESHOLDS, Judgement, SpotReport, summed
 from tlt.draft.recompute import Recompute
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _HELD = 16  # micro-batches of harvest held back
 _LENT = 4  # responses whose harvest is still to be computed
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
+_FRESH = 2  # times the entries that are judged by, what the last steps must hold to be all that they are drawn from
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
 _READY = 2  # micro-batches of harvest before training starts
@@ -128,7 +129,7 @@ class SpotTrainer:
     def _prepare(self) -> None:
         """Before the first step, and after twice as many: by then the harvest is of more prompts."""
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
-        sample = self.buffer.pieces(entries, _PIECE, random.Random(steps))
+        sample = pieces(self.buffer.items, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
     def _recompute_one(self, stop: Callable[[], bool], held_back: bool = False) -> bool:
@@ -216,9 +217,9 @@ class SpotTrainer:
         return sum(len(item.tokens) for item in self.held_back.now)
 
     def evidence(self) -> list[Harvest]:
-        """Of what is held back; another part at every step."""
+        """Of what was held back last, since the target moves; another part at every step."""
         rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
-        return self.held_back.pieces(self.judged_tokens, _PIECE, rng)
+        return pieces(self.held_back.newest(_FRESH * self.judged_tokens), self.judged_tokens, _PIECE, rng)
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer
