@@ -105,12 +105,14 @@ def test_one_that_was_cut_short_is_not_there(
 
     mirror._files.put_file = put
     try:
-        copy(mirror, second)
+        mirror.copy(second)
+        mirror._copier.submit(lambda: None).result()
+        assert Mirror(url, 2).newest == 1
+        mirror.close()
     finally:
         del mirror._files.put_file
     assert "step_00000002 was not copied" in caplog.text
     assert "(the line is down): tried again" in caplog.text
-    assert Mirror(url, 2).newest == 1
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
     copy(Mirror(url, 1), save(tmp_path / "here", 3))
     assert Mirror(url, 2)._found() == {"step_00000003"}
@@ -134,8 +136,11 @@ def test_the_one_that_was_cut_short_at_last_is_copied_at_the_end(tmp_path: Path,
     assert fetched(url, tmp_path / "there") == ["step_00000001"]
 
 
-def test_the_newest_is_copied_however_slow_the_line_is(tmp_path: Path, url: str) -> None:
+def test_the_newest_is_copied_however_slow_the_line_is(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run has removed the one under way by then; of those that wait the others are left out."""
+    monkeypatch.setattr("tlt.mirror._TELLS", 0.0)
     mirror, begun, up = Mirror(url, 4), threading.Event(), threading.Event()
     real: Callable[..., None] = mirror._files.put_file
 
@@ -150,10 +155,11 @@ def test_the_newest_is_copied_however_slow_the_line_is(tmp_path: Path, url: str)
         assert begun.wait(30)
         for step in (2, 3, 4):
             mirror.copy(save(tmp_path, step))
-        up.set()
+        threading.Timer(0.2, up.set).start()
         mirror.close()
     finally:
         del mirror._files.put_file
+    assert f"step_00000004 is on its way to {url}" in caplog.text
     assert sorted(Mirror(url, 4)._whole()) == ["step_00000001", "step_00000004"]
 
 

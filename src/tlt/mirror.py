@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +18,7 @@ from tlt.config import ConfigError
 from tlt.config.sections import RunConfig
 
 log = logging.getLogger(__name__)
+_TELLS = 3.0  # seconds: a run that waits longer for the last copy says so
 
 
 class Mirror:
@@ -103,7 +104,9 @@ class Mirror:
     def close(self) -> None:
         """Once the newest one is copied, or cannot be."""
         if self._newest:
-            self._copier.submit(self._copy, self._newest)
+            under_way = self._copier.submit(self._copy, self._newest)
+            if under_way not in wait([under_way], _TELLS).done:
+                log.warning("%s is on its way to %s: the run ends once it is there", self._newest.name, self.url)
         self._copier.shutdown(wait=True)
 
     # -- and back ------------------------------------------------------------------------------------------------------
