@@ -3,8 +3,8 @@
     python bench/two_nodes.py [--steps 60] [--json FILE]
 
 The run must end with the sha256 of one on a single node, whatever happens to the second node: lost and come back,
-behind a slow link, cut off; and a node without the model must be named before the first step. Needs root, ip and tc;
-without these it says so and ends.
+behind a slow link, its worker stopped, its cable pulled amid a rollout and amid an update; and a node without the model
+must be named before the first step. Else the exit status is 1. Needs root, ip and tc, and says so and ends without.
 """
 
 from __future__ import annotations
@@ -31,6 +31,20 @@ _ADDRESSES = ("10.213.7.1", "10.213.7.2")
 _PORT = 6399
 _SLOW = ("tbf", "rate", "8mbit", "burst", "32kbit", "latency", "400ms")
 _READY = 60.0  # seconds for a node to come up
+_LIMIT = 240.0  # seconds for a run to end
+_TELLS = """
+import sys
+from tlt import cli
+from tlt.display import Display
+
+def phase(self, step, name, total, real=Display.phase):
+    print(f"phase {step} {name}", flush=True)
+    real(self, step, name, total)
+
+Display.phase = phase
+cli.main(sys.argv[1:])
+"""
+"""tlt, with a line about every phase as it begins"""
 
 
 def can_be_made() -> bool:
@@ -112,6 +126,13 @@ class Nodes:
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.1)
 
+    def stop(self, node: int) -> None:
+        """Its worker, as where it hangs."""
+        for pid in _ip("netns", "pids", self.names[node]).split():
+            with suppress(OSError):
+                if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGSTOP)
+
     def link(self, state: str) -> None:
         _ip("-n", self.names[1], "link", "set", "cable", state)
 
@@ -152,34 +173,42 @@ def nodes() -> Iterator[Nodes]:
 
 @dataclass
 class Trial:
-    """A run on both nodes, and what it suffers as it reaches given steps."""
+    """A run on both nodes, and what it suffers as it reaches given phases of given steps."""
 
     nodes: Nodes
     recipe: Path
     name: str
-    events: dict[int, Callable[[], None]] = field(default_factory=dict)
+    events: dict[tuple[int, str], Callable[[], None]] = field(default_factory=dict)
+    """by step and phase"""
 
     def run(self) -> dict[str, Any]:
         folder = self.nodes.home / self.name
-        command = [sys.executable, "-m", "tlt", "train", str(self.recipe), "--run.folder", str(folder)]
+        command = [sys.executable, "-c", _TELLS, "train", str(self.recipe), "--run.folder", str(folder)]
         command += ["--cluster.address", f"{_ADDRESSES[0]}:{_PORT}"]
         before, log = self.nodes.bytes(), self.nodes.home / f"{self.name}.log"
         process = self.nodes.popen(0, command, log)
-        due = sorted(self.events)
+        until, due = time.monotonic() + _LIMIT, sorted(self.events)
         while process.poll() is None:
-            if due and _steps(folder) >= due[0]:
+            if due and _has_come_to(*due[0], log):
                 self.events[due.pop(0)]()
-            time.sleep(0.05)
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+            if time.monotonic() > until:
+                process.kill()
+                process.wait()
+            time.sleep(0.02)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [line for line in lines if line.strip() and not line.startswith("phase ")]
+        told = [line for line in said if "worker 1" in line]
         if process.returncode:
-            return {"name": self.name, "exit": process.returncode, "said": lines[-1]}
-        return facts_of(self.name, folder) | {"bytes": self.nodes.bytes() - before, "events_left": len(due)}
+            return {"name": self.name, "exit": process.returncode, "said": (said or [""])[-1], "told": told}
+        moved = {"bytes": self.nodes.bytes() - before, "events_left": len(due), "told": told}
+        return facts_of(self.name, folder) | moved
 
 
-def _steps(folder: Path) -> int:
-    with suppress(OSError):
-        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
-    return 0
+def _has_come_to(step: int, phase: str, log: Path) -> bool:
+    """Or is past it."""
+    lines = [line.split() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    seen = [(int(words[1]), words[2]) for words in lines if len(words) == 3 and words[0] == "phase"]
+    return bool(seen) and (seen[-1][0] > step or (step, phase) in seen)
 
 
 def facts_of(name: str, folder: Path) -> dict[str, Any]:
@@ -216,7 +245,7 @@ def recipe_of(home: Path, steps: int) -> Path:
         home,
         rollout={"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 64},
         train={"steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 256},
-        cluster={"workers": 2, "slice_seconds": 0.02, "grace": 2.0, "patience": 30.0},
+        cluster={"workers": 2, "slice_seconds": 0.02, "grace": 2.0, "patience": 20.0},
         speculation={"drafter": "suffix"},
     )
 
@@ -227,17 +256,31 @@ def trials(nodes: Nodes, steps: int) -> Iterator[dict[str, Any]]:
     nodes.start(0)
     nodes.start(1)
     yield Trial(nodes, recipe, "two nodes").run()
-    third, half = steps // 3, steps // 2
+    third, half = (steps // 3, "rollout"), (steps // 2, "rollout")
     lost = {third: lambda: nodes.kill(1), half: lambda: nodes.start(1)}
     yield Trial(nodes, recipe, "a node lost and come back", lost).run()
+    yield Trial(nodes, recipe, "a worker stopped", {third: lambda: nodes.stop(1)}).run()
     nodes.slow()
     yield Trial(nodes, recipe, f"a slow link of {_SLOW[2]}").run()
     nodes.fast()
-    yield Trial(nodes, recipe, "a node cut off", {third: lambda: nodes.link("down")}).run()
+    for phase in ("rollout", "update"):
+        cut = {(steps // 3, phase): lambda: nodes.link("down")}
+        yield Trial(nodes, recipe, f"a cable pulled amid {'an' if phase == 'update' else 'a'} {phase}", cut).run()
+        nodes.kill(1)
+        nodes.link("up")
+        nodes.start(1)
     nodes.kill(1)
-    nodes.link("up")
     nodes.start(1, "unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{_model_of(recipe)}" && exec "$@"', "sh")
     yield Trial(nodes, recipe, "a node without the model").run()
+
+
+def faults_of(rows: list[dict[str, Any]]) -> list[str]:
+    """What did not end as it should, in a sentence each."""
+    expected, without_model = rows[0]["sha256"], rows[-1]
+    found = [f"{row['name']} ended otherwise" for row in rows[:-1] if row.get("sha256") != expected]
+    if without_model["exit"] != 2 or "model" not in without_model["said"]:
+        found.append("a node without the model is not named")
+    return found
 
 
 def _model_of(recipe: Path) -> str:
@@ -251,6 +294,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that it made removed
     if not can_be_made():
         print("network namespaces cannot be made here: it takes root, ip and tc")
         return
@@ -263,6 +307,8 @@ def main() -> None:
         from tlt.metrics import provenance, write_json
 
         write_json(arguments.json, {"trials": rows, **provenance()})
+    if faults := faults_of(rows):
+        sys.exit("\n".join(faults))
 
 
 if __name__ == "__main__":
