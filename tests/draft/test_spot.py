@@ -273,7 +273,7 @@ def test_judgements_are_of_the_last_steps_whatever_was_before(model: Model, item
     spot = make_spot(model, [])
     held = next(n for n in range(100) if is_held_back(n))
     for version in range(4):
-        for item in items[:4]:
+        for item in items[:6]:
             spot.harvest(item._replace(prompt_id=held, target_version=version))
         spot.target_moved()
     assert len(spot.held_back.versions) > 1
