@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -291,7 +292,9 @@ SHARED_BEFORE = _shared()
 
 @contextmanager
 def disk(home: Path, megabytes: int) -> Iterator[Path]:
-    """A small one of its own, where this user may mount one; else the same as everything else."""
+    """A small one of its own, where this user may mount one; else the same as everything else. SIGTERM ends the block
+    in order."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     place = home / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(place)]

@@ -76,6 +76,8 @@ class Matrix:
         """One run suffers these, one after the other."""
         run = DisturbedRun(self.recipe, self.place / name)
         run.start()
+        while not (run.has_ended() or run.has_a_checkpoint()):
+            time.sleep(0.1)
         rows = []
         for cell in cells:
             if run.has_ended():  # all its steps are done

@@ -96,11 +96,19 @@ class Armed:
         return True
 
 
+class Struck(Exception):
+    """One that is hard to send to another process, as it cannot be made again from its message."""
+
+    def __init__(self, message: str, pid: int) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
 def strike(how: str, fill: str) -> None:
     if how in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), signal.Signals[how])
     elif how == "exception":
-        raise RuntimeError("struck")
+        raise Struck("struck", os.getpid())
     elif how == "out of memory":
         torch = sys.modules.get("torch")
         bytearray(1 << 60) if torch is None else torch.empty(1 << 60, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from tlt import run as run_module
 from tlt.cluster import remote
+from tlt.cluster.actor import portable
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
 from tlt.cluster.worker import Work
@@ -271,6 +273,33 @@ def test_what_a_worker_cannot_do_comes_back_as_its_own_sentence(home: Path) -> N
     broken = config.model_copy(update={"model": config.model.model_copy(update={"path": str(home / "no model")})})
     with pytest.raises(ModelError, match="no model"):
         remote.join(RayPool(broken, home / "no model"), broken)
+
+
+class TwoArguments(Exception):
+    """Pickled by its message alone, from which it cannot be made again."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(f"{what} {number}")
+
+
+class HoldsALock(Exception):
+    def __init__(self) -> None:
+        super().__init__("it is locked")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(TwoArguments("disk", 3), "TwoArguments: disk 3"), (HoldsALock(), "HoldsALock: it is locked")],
+)
+def test_what_cannot_be_sent_is_told_in_words(error: Exception, said: str) -> None:
+    found = pickle.loads(pickle.dumps(portable(error)))
+    assert (type(found), str(found)) == (RuntimeError, said)
+
+
+def test_what_can_be_sent_is_sent() -> None:
+    error = OSError(28, "No space left on device")
+    assert portable(error) is error
 
 
 def test_cores_are_shared_evenly() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import logging
 import os
@@ -43,9 +44,9 @@ class Actor:
             self._worker = self._build()
         try:
             return getattr(self._worker, method)(*arguments)
-        except Exception:
+        except Exception as error:
             log.exception("%s failed", method)
-            raise
+            raise portable(error) from None
 
     def process(self) -> int:
         """Its number. In a thread of its own, like the next two."""
@@ -72,6 +73,15 @@ class Actor:
         if self._place.cores:
             torch.set_num_threads(len(self._place.cores))
         return Worker(*self._arguments, meets=Path(self._place.folder) if self._place.folder else host)
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it would not arrive: Ray takes such a one for the loss of a worker."""
+    try:
+        copy.deepcopy(error)  # by the protocol of pickle
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _write_to(path: str) -> None:
