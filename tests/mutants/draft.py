@@ -648,4 +648,11 @@ MUTANTS = [
         "1 / _MEMORY",
         "draft/test_spot.py",
     ),
+    Mutant(
+        "drafters are judged on what the target was many steps ago",
+        "draft/spot.py",
+        "if item.target_version > self.target.version - _FRESH]",
+        "]",
+        "draft/test_spot.py",
+    ),
 ]
