@@ -260,10 +260,15 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -
     assert run(fresh, resume=True) == expected, "what is damaged here is fetched"
 
 
-def test_resume_auto_finds_what_is_in_the_mirror_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=needs_s3)])
+def test_resume_auto_finds_what_is_in_the_mirror_alone(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tlt.config.show import resolved
 
-    place = f"file://{tmp_path}/store"
+    if kind == "s3":
+        request.getfixturevalue("store")
+    place = f"s3://{BUCKET}/{next(places)}" if kind == "s3" else f"file://{tmp_path}/store"
     config = config_of(tmp_path, "run", 1, mirror=place)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(resolved(config))
