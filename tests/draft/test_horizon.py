@@ -212,17 +212,21 @@ def test_one_that_was_trained_before_rests_until_it_falls(noise: float) -> None:
     assert world.agreement > 0.7
 
 
-def test_the_first_stretches_after_a_fall_do_not_end_training() -> None:
+@pytest.mark.parametrize("judged", [False, True])
+def test_the_first_stretches_after_a_fall_do_not_end_training(judged: bool) -> None:
     """Seen where the task changed: the first one brought 0.013, and training for 12 s would have brought 4. If several
     bring nothing it does end."""
     gate = TrainingGate(UNROLL, trained=True)
     for _ in range(8):
         gate.fresh(6.0)
         gate.rollout_ended(RUN, [MEASURED])
-    gate.gained(6.0, 6.0, 40.0)  # late in training nothing more is learned
+    if judged:
+        gate.gained(6.0, 6.0, 40.0)  # late in training nothing more is learned
     assert not gate.should_train()
-    gate.fresh(1.19)
-    assert gate.should_train()
+    for accept_length in (1.19, 1.18, 1.2):  # none of which is a level that it could not be trained beyond
+        gate.fresh(accept_length)
+        gate.rollout_ended(RUN, [MEASURED])
+        assert gate.should_train()
     gate.gained(1.225, 1.238, 1.5)
     assert gate.should_train()
     for _ in range(5):

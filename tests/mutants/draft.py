@@ -655,4 +655,11 @@ MUTANTS = [
         "]",
         "draft/test_spot.py",
     ),
+    Mutant(
+        "where a drafter fell to is taken for the level that it began with",
+        "draft/gate.py",
+        "self._curve(self.looks[-1][1]), False",
+        "self._curve(self.looks[-1][1]), self.trained",
+        "draft/test_horizon.py",
+    ),
 ]

@@ -63,6 +63,7 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
+_NUMBERS = ("level", "starting", "published", "moved", "resting_since", "rollouts")  # of a gate, in its checkpoint
 
 
 class SpotReport(NamedTuple):
@@ -106,8 +107,8 @@ class TrainingGate:
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
         self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
         self.curve: Curve | None = None if trained else self._curve(0.0)
-        self.level = 0.0
-        """ln(1 - agreement) that one which was trained before began with"""
+        self.starting, self.level = trained, 0.0
+        """whether it is still seen what ln(1 - agreement) one that was trained before begins with; and that"""
         self.published = 0.0
         """ln(1 - agreement) of the drafter in use when it was published, on the curve"""
         self.moved = 0.0
@@ -138,7 +139,7 @@ class TrainingGate:
         self.looks.append((self.rollouts, self._miss(accept_length)))
         if self.curve and self._has_fallen():
             self._begin_anew()
-        elif self.trained and len(self.looks) < self.thresholds.level and not (self.curve and self.curve.judged):
+        elif self.starting and len(self.looks) < self.thresholds.level:
             self.level, _ = self._present()
             self.curve = self._curve(self.level)
         self._decide()
@@ -155,13 +156,13 @@ class TrainingGate:
         """The target moved away at once: what was seen before tells nothing, of learning neither, which is fast again
         where most is wrong."""
         self.looks = deque([self.looks[-1]], self.looks.maxlen)
-        self.curve = self._curve(self.looks[-1][1])
+        self.curve, self.starting = self._curve(self.looks[-1][1]), False
 
     def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
         """So many seconds of training led from the candidate before to this one. One that is not finite led nowhere."""
         before = self._miss(in_use)
         miss = self._miss(candidate) if math.isfinite(candidate) else before
-        self.curve = self.curve or self._curve(before)
+        self.curve, self.starting = self.curve or self._curve(before), False
         self.moved = before - self.published
         self.curve.add(seconds, miss - self.moved)
         self.resting_since = self.rollouts
@@ -245,8 +246,7 @@ class TrainingGate:
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
         curve = self.curve and [self.curve.slope, [list(point) for point in self.curve.points], self.curve.judged]
-        names = ("level", "published", "moved", "resting_since", "rollouts")
-        numbers = {name: getattr(self, name) for name in names}
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
         trains = {"trained": self.trained, "horizons": [list(horizon) for horizon in self.horizons]}
         return {"curve": curve, "looks": [list(look) for look in self.looks], **numbers, **trains}
 
@@ -256,7 +256,7 @@ class TrainingGate:
             self.curve = Curve.of(slope, [(seconds, miss) for seconds, miss in points], judged)
         self.trained = state.get("trained", self.trained)
         self.looks.extend((rollout, miss) for rollout, miss in state.get("looks", ()))
-        for name in ("level", "published", "moved", "resting_since", "rollouts"):
+        for name in _NUMBERS:
             setattr(self, name, state.get(name, 0))
         self.horizons.extend(Horizon(*horizon) for horizon in state.get("horizons", ()))
         self._decide()
