@@ -99,6 +99,16 @@ def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_newest_are_of_as_few_steps_as_will_do() -> None:
+    buffer = HarvestBuffer(1000, steps=4)
+    for version, lengths in enumerate([(50, 60), (30,), (), (20, 25), (10,)]):
+        buffer.next_step()
+        for length in lengths:
+            buffer.add(harvest(0, length)._replace(target_version=version))
+    for tokens, versions in [(1, [4]), (10, [4]), (11, [4, 3, 3]), (56, [4, 3, 3, 1]), (999, [4, 3, 3, 1, 0, 0])]:
+        assert [item.target_version for item in buffer.newest(tokens)] == versions
+
+
 def test_late_positions_are_drawn_more_often() -> None:
     """In proportion to how far into its sequence an item reaches."""
     buffer, rng = HarvestBuffer(10_000), random.Random(0)

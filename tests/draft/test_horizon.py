@@ -223,10 +223,12 @@ def test_the_first_stretches_after_a_fall_do_not_end_training(judged: bool) -> N
     if judged:
         gate.gained(6.0, 6.0, 40.0)  # late in training nothing more is learned
     assert not gate.should_train()
-    for accept_length in (1.19, 1.18, 1.2):  # none of which is a level that it could not be trained beyond
-        gate.fresh(accept_length)
-        gate.rollout_ended(RUN, [MEASURED])
+    cheap = MEASURED._replace(drafted={2: 1.8e-3, 8: 2.2e-3})  # so that even such a drafter is of use
+    for fallen in (1.19, 1.18, 1.2):  # none of which is a level that it could not be trained beyond
+        gate.fresh(fallen)
+        gate.rollout_ended(RUN, [cheap])
         assert gate.should_train()
+    gate.rollout_ended(RUN, [MEASURED])
     gate.gained(1.225, 1.238, 1.5)
     assert gate.should_train()
     for _ in range(5):

@@ -268,20 +268,22 @@ def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_mor
     spot.target.version -= 1
 
 
-def test_judgements_are_of_the_last_three_steps_whatever_was_before(model: Model, items: list[Harvest]) -> None:
+def test_judgements_are_of_the_last_steps_and_never_of_long_ago(model: Model, items: list[Harvest]) -> None:
     """Else a target that moved away would not be seen to, for as many steps as harvest is kept."""
     spot, version = make_spot(model, []), model.decoder.version
     held = next(n for n in range(100) if is_held_back(n))
+    ages = []
     try:
-        for step in range(6):
-            for item in items[:1]:
+        for step in range(14):
+            for item in items[:4] if step < 8 else ():
                 spot.harvest(item._replace(prompt_id=held, target_version=version + step))
+            ages.append({version + step - item.target_version for item in spot.evidence()})
             model.decoder.version = version + step + 1
             spot.target_moved()
-        assert len(spot.held_back.versions) == 6
-        assert {item.target_version - version for item in spot.evidence()} == {4, 5}
     finally:
         model.decoder.version = version
+    assert len(spot.held_back.versions) > 1
+    assert ages == [{0}, *({0} for _ in range(7)), {1}, {2}, {3}, {4}, {5}, set()]
 
 
 def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:

@@ -651,7 +651,7 @@ MUTANTS = [
     Mutant(
         "drafters are judged on what the target was many steps ago",
         "draft/spot.py",
-        "if item.target_version > self.target.version - _FRESH]",
+        " if item.target_version > self.target.version - _FRESH]",
         "]",
         "draft/test_spot.py",
     ),
@@ -661,5 +661,12 @@ MUTANTS = [
         "self._curve(self.looks[-1][1]), False",
         "self._curve(self.looks[-1][1]), self.trained",
         "draft/test_horizon.py",
+    ),
+    Mutant(
+        "drafters are judged on all that is held back, as if it were of now",
+        "draft/spot.py",
+        "newest = self.held_back.newest(self.judged_tokens)",
+        "newest = self.held_back.items",
+        "draft/test_spot.py",
     ),
 ]

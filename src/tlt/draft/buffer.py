@@ -119,6 +119,14 @@ class HarvestBuffer:
                 break
         return drawn
 
+    def newest(self, tokens: int) -> list[Harvest]:
+        """Of the last steps, as few as hold so many entries together."""
+        found: list[Harvest] = []
+        for step in (self.now, *reversed(self.before)):
+            if sum(len(item.tokens) for item in found) < tokens:
+                found += step
+        return found
+
 
 def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
     """Up to `tokens` entries of as many items, so at most `longest` of one; by target version."""

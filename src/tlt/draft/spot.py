@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _HELD = 16  # micro-batches of harvest held back
 _LENT = 4  # responses whose harvest is still to be computed
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
-_FRESH = 3  # steps whose harvest drafters are judged on, the present one among them
+_FRESH = 6  # steps whose harvest drafters are judged on at most: two prompts a step seldom hold none back for so long
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
 _READY = 2  # micro-batches of harvest before training starts
@@ -217,9 +217,10 @@ class SpotTrainer:
         return sum(len(item.tokens) for item in self.held_back.now)
 
     def evidence(self) -> list[Harvest]:
-        """Of what is held back, as far as it is of late, since the target moves; another part at every step."""
+        """Of what was held back last, as the target moves, and never of long ago; another part at every step."""
         rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
-        fresh = [item for item in self.held_back.items if item.target_version > self.target.version - _FRESH]
+        newest = self.held_back.newest(self.judged_tokens)
+        fresh = [item for item in newest if item.target_version > self.target.version - _FRESH]
         return pieces(fresh, self.judged_tokens, _PIECE, rng)
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
