@@ -120,7 +120,8 @@ def sum_gradients(
     for bucket in _buckets([p.grad for p in parameters if p.grad is not None], earlier):
         shards = [torch.cat([gradient.reshape(-1) for gradient in shard]) for shard in zip(*bucket, strict=True)]
         last = shards[-1]
-        total = group.sum_shards(torch.stack([shard.to(last.device) for shard in shards]))
+        stacked = torch.stack([shard.to(last.device) for shard in shards]) if len(shards) > 1 else last[None]
+        total = group.sum_shards(stacked)
         own = [gradients[-1] for gradients in bucket]
         for gradient, part in zip(own, total.split([g.numel() for g in own]), strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -128,8 +129,10 @@ def sum_gradients(
 
 def in_order(shards: Tensor) -> Tensor:
     """[shards, n] -> [n], the sum in their order."""
-    total = shards[0].clone()
-    for shard in shards[1:]:
+    if len(shards) == 1:
+        return shards[0]
+    total = shards[0] + shards[1]
+    for shard in shards[2:]:
         total += shard
     return total
 
@@ -200,7 +203,8 @@ class Processes:
         """Each member sums a part of all shards, and gives it to the others: as many bytes as an all-reduce moves."""
         count, n = own.shape
         width = -(-n // self.size)
-        parts = F.pad(own, (0, width * self.size - n)).view(count, self.size, width).transpose(0, 1)
+        whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # a copy takes as long as the sum
+        parts = whole.view(count, self.size, width).transpose(0, 1)
         counts = [len(numbers_of(rank, self.size, self.shards)) for rank in range(self.size)]
         mine = own.new_empty(self.shards, width)
         sent = parts.reshape(self.size * count, width)
