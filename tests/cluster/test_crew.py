@@ -109,6 +109,24 @@ def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
     assert crew.trouble == "connection closed"
 
 
+def test_one_that_comes_back_late_from_a_joint_call_that_broke_is_not_lost() -> None:
+    """Where a machine is cut off, its connections take half a minute to end."""
+
+    class Slowly(OneThatHangs):
+        ends = 0.0
+
+        def replace(self, index: int) -> None:
+            super().replace(index)
+            self.ends = time.monotonic() + 0.6
+
+        def _is_done(self, handle: int) -> bool:
+            return super()._is_done(handle) and not (self._calls[handle] == 0 and time.monotonic() < self.ends)
+
+    pool = Slowly()
+    assert Crew(pool, patience=0.02).together("update", {0: (), 1: ()}) is None
+    assert pool.replaced == [1]
+
+
 def test_where_all_that_are_late_answer_one_of_them_is_replaced() -> None:
     """Nobody can tell which it is: their network, perhaps."""
 

@@ -97,6 +97,13 @@ MUTANTS = [
         CREW,
     ),
     Mutant(
+        "who comes back late from a joint call that broke is lost",
+        "cluster/crew.py",
+        "if method != self._broken}",
+        "}",
+        CREW,
+    ),
+    Mutant(
         "who takes the run's state counts as sound",
         "cluster/crew.py",
         '        if method == "update":  # it takes most',

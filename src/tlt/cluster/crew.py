@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from tlt.cluster.capacity import Capacity
 from tlt.cluster.deadlines import Deadlines
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
-from tlt.rl.parallel import Broken, GroupBroken
+from tlt.rl.parallel import SILENT, Broken, GroupBroken
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 10.0  # seconds for the others to come back from what they did with a worker that was lost
+_PATIENCE = SILENT + 10.0  # seconds for the others to come back from what they did with a worker that was lost
 _LOOK = 1.0  # seconds between two looks at who does not answer
 BREAKABLE = ("spot", "judge", "look_ahead")  # they take the call's number last
 _JOINT = ("update", "shard_policy")  # a worker that hangs in one of these holds up all others
@@ -55,6 +55,7 @@ class Crew:
         self._since = [0.0] * pool.size  # when each began what it is at
         self._kept: list[Done] = []  # came back while another call was waited for
         self._number = 0  # of the last call that may be broken off
+        self._broken = ""  # a joint call that a worker was lost from: `together` knows how long the others have
 
     @property
     def present(self) -> list[int]:
@@ -113,7 +114,8 @@ class Crew:
         now = time.monotonic()
         there = [index for index in self.present if index not in self.capacity.awaited]
         firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
-        late = {i: method for i, method in firsts.items() if now - self._since[i] > self.deadlines.seconds(method)}
+        watched = {i: method for i, method in firsts.items() if method != self._broken}
+        late = {i: method for i, method in watched.items() if now - self._since[i] > self.deadlines.seconds(method)}
         if not late:
             return []
         index, method = self._to_blame(*max(late.items()))
@@ -211,7 +213,8 @@ class Crew:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
         """A call in which these workers need each other, and return Broken where another one was lost. None if so: by
-        then all are back, as one that still waits 10 s later is replaced too. `meanwhile` is called now and then."""
+        then all are back, as one that still waits when all connections to a lost one have ended is replaced too.
+        `meanwhile` is called now and then."""
         for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -229,6 +232,8 @@ class Crew:
                     results[done.worker] = done.result
                 if done.lost or (done.method == method and isinstance(done.result, Broken)):
                     until = min(until, time.monotonic() + _PATIENCE)
+                    self._broken = method
+        self._broken = ""
         return [results[i] for i in arguments] if until == math.inf else None
 
     def call_back(self, methods: Collection[str], patience: float) -> None:

@@ -30,7 +30,7 @@ from torch.distributed import (  # documented, not exported
 _BUCKET = 1 << 24  # numbers that are summed at once
 _PATIENCE = timedelta(minutes=60)  # with a member that is slow; the connections of one that is lost end
 _RENDEZVOUS = timedelta(seconds=10)
-_SILENT = 30  # seconds without a sign of life from the machine at the other end, after which a connection ends
+SILENT = 30  # seconds without a sign of life from the machine at the other end, after which a connection ends
 
 
 class GroupBroken(RuntimeError):
@@ -246,9 +246,9 @@ def _end_silent_connections() -> None:
             with socket.socket(fileno=os.dup(int(number))) as end:
                 if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 3)
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT // 6)
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT // 3)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT // 6)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT)
 
 
 def broken(error: RuntimeError) -> GroupBroken | None:
