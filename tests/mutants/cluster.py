@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "who is lost too often is tried again at once",
         "cluster/capacity.py",
-        "pause = min(_PAUSE * 2 ** (times - 1), _LONGEST) if times else _LOOKS",
+        "pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS",
         "pause = _LOOKS",
         CREW,
     ),

@@ -11,10 +11,8 @@ log = logging.getLogger(__name__)
 
 _TELLS = 10.0  # seconds: a process that takes longer to begin is told of
 _LOOKS = 1.0  # seconds between two looks
-_PAUSE, _LONGEST = (
-    30.0,
-    3600.0,
-)  # seconds before one that was lost too often is tried again, and twice as many each time
+_PAUSE = 30.0  # seconds before one that was lost too often is tried again; twice as many each time, up to the longest
+_LONGEST_PAUSE = 3600.0
 
 
 class Capacity:
@@ -56,7 +54,7 @@ class Capacity:
         now. Raises ClusterError where too few are left."""
         self.awaited.pop(index, None)
         self._told.discard(index)
-        pause = min(_PAUSE * 2 ** (times - 1), _LONGEST) if times else _LOOKS
+        pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS
         self._absent[index] = time.monotonic() + pause
         left = f"{len(self.present)} of {self.pool.size} workers are left"
         if len(self.present) < self.least:
