@@ -89,7 +89,7 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "gives its state": {"at": (f"{_WORKER}state",), "first": "decode"},
         "comes up": {"at": (f"{_WORKER}take_state",), "first": "decode"},
         "spot": {"at": (f"{_WORKER}spot", "tlt.draft.trainer:DrafterTrainer.step"), "call": 3},
-        "judgement": {"at": (f"{_WORKER}judge",)},
+        "judgement": {"at": (f"{_WORKER}judge", "tlt.draft.spot:SpotTrainer.judge")},
         "publication": {"at": (f"{_WORKER}take_drafter", "tlt.engine.engine:Engine.draft_with")},
     },
     "driver": {

@@ -218,12 +218,12 @@ def main() -> None:
         print(f"undisturbed: {matrix.undisturbed}", flush=True)
         for (role, fault), cells in groupby(wanted, lambda cell: (cell.role, cell.fault)):
             matrix.go_through(list(cells), f"{role} {fault}")
+            if arguments.json:
+                tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(matrix.rows)}
+                write_json(arguments.json, {**tree, "cells": matrix.rows, **provenance()})
     rows = matrix.rows
     failed = [row for row in rows if not held(row)]
     print(f"{len(rows)} of {len(wanted)} cells tried, {len(rows) - len(failed)} held")
-    if arguments.json:
-        tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(rows)}
-        write_json(arguments.json, {**tree, "cells": rows, **provenance()})
     sys.exit(1 if failed or len(rows) < len(wanted) else 0)
 
 

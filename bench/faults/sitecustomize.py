@@ -34,6 +34,7 @@ POINTS = {
         "take_weights",
     ),
     "tlt.engine.engine": ("Engine.round", "Engine.draft_with"),
+    "tlt.draft.spot": ("SpotTrainer.judge",),
     "tlt.draft.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
     "tlt.rl.policy": ("save_file",),
