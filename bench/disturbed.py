@@ -294,7 +294,12 @@ SHARED_BEFORE = _shared()
 def disk(home: Path, megabytes: int) -> Iterator[Path]:
     """A small one of its own, where this user may mount one; else the same as everything else. SIGTERM ends the block
     in order."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     place = home / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(place)]

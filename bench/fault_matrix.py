@@ -8,6 +8,7 @@ of the undisturbed run after as many steps, and a process that has ended must le
 raises or does not answer leaves its response without a reward, on record; such a run is not compared any further.
 
 Cells of one role and one fault share a run, one after the other: a cell is over when two more steps are recorded.
+Parts of the matrix may be tried one after the other, into one FILE.
 """
 
 from __future__ import annotations
@@ -202,6 +203,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def write(path: Path, matrix: Matrix) -> None:
+    """Cells of former runs stay there, where they were not tried again."""
+    before = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else []
+    by_cell = {(row["role"], row["phase"], row["fault"]): row for row in (*before, *matrix.rows)}
+    rows = [by_cell[cell[:3]] for cell in CELLS if cell[:3] in by_cell]
+    tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(rows), "cells": rows}
+    write_json(path, {**tree, **provenance()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("role", "phase", "fault"):
@@ -219,8 +229,7 @@ def main() -> None:
         for (role, fault), cells in groupby(wanted, lambda cell: (cell.role, cell.fault)):
             matrix.go_through(list(cells), f"{role} {fault}")
             if arguments.json:
-                tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(matrix.rows)}
-                write_json(arguments.json, {**tree, "cells": matrix.rows, **provenance()})
+                write(arguments.json, matrix)
     rows = matrix.rows
     failed = [row for row in rows if not held(row)]
     print(f"{len(rows)} of {len(wanted)} cells tried, {len(rows) - len(failed)} held")
