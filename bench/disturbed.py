@@ -28,20 +28,21 @@ _WORKER, _COORDINATOR = "tlt.cluster.worker:Worker.", "tlt.cluster.coordinator:C
 _EVALUATION = "tlt.run:_evaluate"
 
 
-def recipe_of(home: Path, way: str, steps: int, **run: Any) -> Path:
-    """A long tail for its size, so that one worker is often idle, and a drafter small enough to be trained then."""
-    training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
+def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **kept: int) -> Path:
+    """A long tail for its size, so that one worker is often idle, and a drafter small enough to be trained then.
+    `kept`: bounds in tokens, of [speculation]."""
+    training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2, "buffer_tokens": buffer_tokens}
     held_out = home / "held_out.jsonl"
     held_out.write_text('{"question": "and?", "answer": "a"}\n{"question": "or?", "answer": "o"}\n', encoding="utf-8")
     reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(ROOT / "tests"), "timeout_seconds": 2.0}
     return write_recipe(
         home,
         rollout={"prompts_per_step": 2, "group_size": 3, "max_new_tokens": 64, "stop_strings": list("abcdefghijklm ")},
-        speculation={"drafter": "adaptive", "window": 32, "training": training},
+        speculation={"drafter": "adaptive", "window": 32, "training": training} | kept,
         train={"steps": steps, "updates_per_step": 2, "learning_rate": 1e-3, "micro_batch_tokens": 256} | WAYS[way],
         cluster={"workers": 2, "slice_seconds": 0.02, "patience": PATIENCE},
         eval={"every": 4, "samples": 1, "path": str(held_out), "keep_best": False},
-        run={"folder": str(home / "run"), "save_every": 4, "keep": 2} | run,
+        run={"folder": str(home / "run"), "save_every": 4, "keep": 2},
         reward=reward,
     )
 
