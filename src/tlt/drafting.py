@@ -83,7 +83,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         if not taught:
             raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
         trainer.prepare(taught, from_scratch=True)
-        curve = Curve([item for item in buffer.items if item.held_back], seconds)
+        curve = HeldBackCurve([item for item in buffer.items if item.held_back], seconds)
         overlaps = _train(trainer, taught, curve, seconds, progress)
     results = judge(bench, layer)
     layer.agreement = results[0]["agreement"][0]
@@ -124,7 +124,7 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress
     return buffer
 
 
-class Curve:
+class HeldBackCurve:
     """What the drafter is worth on harvest of prompts that it is not trained on, while it is trained: whether training
     for longer would have paid."""
 
@@ -151,7 +151,7 @@ class Curve:
 
 
 def _train(
-    trainer: DrafterTrainer, taught: Sequence[Harvest], curve: Curve, seconds: float, progress: Progress
+    trainer: DrafterTrainer, taught: Sequence[Harvest], curve: HeldBackCurve, seconds: float, progress: Progress
 ) -> list[float]:
     """For that long, the learning rate falling to a tenth; returns the last steps' mean overlap by guess."""
     task = progress.add_task("train", total=seconds, note="")
