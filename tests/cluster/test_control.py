@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from tlt.cluster import control
 from tlt.cluster.control import lets_in_anybody
 from tlt.cluster.pool import ClusterError
 
@@ -33,4 +34,11 @@ def test_what_cannot_be_told_is_not_taken_for_a_refusal(said: str, monkeypatch: 
     """As where another version of Ray has no such client."""
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
     with pytest.raises(ClusterError, match=r"cannot be told \(.+\): set cluster\.allow_no_token = true"):
+        lets_in_anybody("10.0.0.1:6379")
+
+
+def test_a_cluster_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_ASKS", "import time; time.sleep(600)")
+    monkeypatch.setattr(control, "_TELLS", 0.2)
+    with pytest.raises(ClusterError, match=r"cannot be told \(no answer in 0\.2 s\)"):
         lets_in_anybody("10.0.0.1:6379")

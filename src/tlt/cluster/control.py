@@ -13,8 +13,7 @@ from tlt.cluster.pool import ClusterError
 _EVERY = 5.0  # seconds between two looks
 _MISSES = 3  # looks in a row that find nobody: a cluster that is busy may be slow to answer
 _ANSWERS = 3.0  # seconds
-
-
+_TELLS = 120.0  # seconds, within which a process that asks has started, and was answered or not
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -23,10 +22,15 @@ def lets_in_anybody(address: str) -> bool:
     Raises ClusterError where that cannot be told."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     asked = [sys.executable, "-c", _ASKS, address]
-    done = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True)
-    if done.returncode == 0 or "AuthenticationError" in done.stderr:
-        return done.returncode == 0
-    said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    env = own | {"RAY_AUTH_MODE": "disabled"}
+    try:
+        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=_TELLS)
+    except subprocess.TimeoutExpired:
+        said = f"no answer in {_TELLS:g} s"
+    else:
+        if done.returncode == 0 or "AuthenticationError" in done.stderr:
+            return done.returncode == 0
+        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
     raise ClusterError(
         f"whether the Ray cluster at {address} asks for a token cannot be told ({said}): set cluster.allow_no_token = "
         "true where nobody else can reach it"
