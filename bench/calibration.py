@@ -110,7 +110,8 @@ def main() -> None:
     rows = config.engine.model_copy(update={"max_rows": 2})
     watched = Watched()
     layout = layer.options.layout
-    engine = Engine(bench.target, rows, [drafter], Fixed(TREE), layout=layout, calibration=watched)
+    engine = Engine(bench.target, rows, [drafter], Fixed(TREE), layout=layout)
+    engine.calibration = watched
     for _ in engine.generate(bench.held_out):
         pass
     points = reliability(watched.seen_pairs)

@@ -115,9 +115,9 @@ class Life:
             drafters,
             self.tuner,
             layout=layout,
-            calibration=Still(),
             kv_tokens=self.bound_tokens,
         )
+        self.engine.calibration = Still()
         drafters[0].engine = self.engine  # type: ignore[union-attr]
         draft = self.engine.draft
 

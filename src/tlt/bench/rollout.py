@@ -242,7 +242,7 @@ class _Bench:
         store = AheadStore(sum(len(known.tokens) for known in ahead))
         store.put(ahead if contender.looks_ahead else ())
         buffer = HarvestBuffer(self.config.speculation.training.buffer_tokens)
-        return Engine(
+        engine = Engine(
             self.target,
             self.config.engine.model_copy(update={"max_rows": batch}),
             drafters,
@@ -250,8 +250,9 @@ class _Bench:
             layout=layout,
             on_harvest=buffer.add if contender.harvest else None,
             store=store,
-            calibration=contender.calibration,
         )
+        engine.calibration = contender.calibration  # what it learned in runs before
+        return engine
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:
         plain = contenders[0].speeds

@@ -64,7 +64,6 @@ class Engine(Generates):
         on_harvest: Callable[[Harvest], None] | None = None,
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
-        calibration: Calibration | None = None,
         yardstick: Yardstick | None = None,
         kv_tokens: int | None = None,
     ) -> None:
@@ -73,7 +72,7 @@ class Engine(Generates):
         self.drafters = Drafters(drafters)
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
-        self.calibration = calibration or Calibration()
+        self.calibration = Calibration()
         self.yardstick = yardstick or Yardstick(every=0)
         self.stops = Stops(detokenize)
         o = target.options
