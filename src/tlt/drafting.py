@@ -35,6 +35,7 @@ from tlt.sampling import make_requests
 from tlt.types import Request
 
 _HELD_OUT = 16  # prompts that no drafter is trained on
+_HELD_BACK = 5  # one of so many of the others is not either: its harvest tells how far training has come
 _LOOKS = 40  # at the held-back harvest while a drafter is trained
 _LOOK_TOKENS = 8192  # entries of it that are looked at
 _HARVEST_WITH = Strategy("suffix", 6, 1, 7, 0.6)
@@ -79,11 +80,12 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         buffer = harvest(bench, layer, harvest_tokens, progress)
         harvested = time.perf_counter() - began
         trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
-        taught = [item for item in buffer.items if not item.held_back]
+        held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
+        taught = [item for item in buffer.items if item.prompt_id not in held]
         if not taught:
             raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
         trainer.prepare(taught, from_scratch=True)
-        curve = HeldBackCurve([item for item in buffer.items if item.held_back], seconds)
+        curve = HeldBackCurve([item for item in buffer.items if item.prompt_id in held], seconds)
         overlaps = _train(trainer, taught, curve, seconds, progress)
     results = judge(bench, layer)
     layer.agreement = results[0]["agreement"][0]

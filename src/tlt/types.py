@@ -171,7 +171,7 @@ class RolloutStats(Passes):
     alarms: dict[str, float] = field(default_factory=dict)
     """those whose agreement is below half of what it was when they were published"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """prefill, draft, verify, commit; and spot, of one worker that trains its drafter in between"""
+    """prefill, draft, verify, commit; and spot, for which training of the drafter held the run up"""
     against_plain: dict[str, float] = field(default_factory=dict)
     """of rounds without a prefill: seconds, what plain decoding would have taken for their tokens, and the rounds that
     say so because they were plain"""

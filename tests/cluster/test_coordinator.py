@@ -498,7 +498,8 @@ def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training
     decode = ThreadWorker.decode
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        taken.extend(work.release)
+        if work.rollout > 1:  # in the first one there is nothing to train on
+            taken.extend(work.release)
         return decode(self, work, seconds)
 
     gains = patch("tlt.cluster.balance.Forecast.helping", lambda *arguments: 1.0)

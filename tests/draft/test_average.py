@@ -36,3 +36,21 @@ def test_of_one_replica_nothing_changes() -> None:
 
 def test_where_nobody_trained_the_start_is_kept() -> None:
     assert average([replica(0, 0), replica(1, 0)]).tensors["weight.a"].equal(replica(0, 0).tensors["weight.a"])
+
+
+def test_a_start_from_disk_may_be_less_exact() -> None:
+    start = Replica({name: tensor.float() for name, tensor in replica(9, 0).tensors.items()}, 0)
+    found = average([replica(0, 1), replica(1, 1)], start)
+    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float64}
+
+
+@pytest.mark.parametrize(("count", "farther"), [(1, 1.0), (2, 2**0.5), (3, 1.5), (9, 1.5)])
+def test_the_more_replicas_the_farther_from_the_start(count: int, farther: float) -> None:
+    """By the square root of how many trained, and 1.5 times at most; moments and steps are the mean's."""
+    start, replicas = replica(99, 0), [replica(i, 10) for i in range(count)]
+    mean, found = average(replicas), average([*replicas, replica(77, 0)], start)
+    for name, got in found.tensors.items():
+        want = mean.tensors[name].numpy()
+        if name.startswith(("weight.", "mean.")):
+            want = start.tensors[name].numpy() + farther * (want - start.tensors[name].numpy())
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-12)

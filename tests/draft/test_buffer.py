@@ -99,21 +99,12 @@ def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_are_of_as_few_steps_as_will_do() -> None:
-    buffer = HarvestBuffer(1000, steps=4)
-    for version, lengths in enumerate([(50, 60), (30,), (), (20, 25), (10,)]):
-        buffer.next_step()
-        for length in lengths:
-            buffer.add(harvest(0, length)._replace(target_version=version))
-    for tokens, versions in [(1, [4]), (10, [4]), (11, [4, 3, 3]), (56, [4, 3, 3, 1]), (999, [4, 3, 3, 1, 0, 0])]:
-        assert [item.target_version for item in buffer.newest(tokens)] == versions
-
-
 def test_late_positions_are_drawn_more_often() -> None:
     """In proportion to how far into its sequence an item reaches."""
     buffer, rng = HarvestBuffer(10_000), random.Random(0)
     for start in (0, 90, 890):
         buffer.add(harvest(start, 10))
+    buffer.next_step()
     drawn = Counter(buffer.sample(10, rng)[0].start for _ in range(11_000))
     assert drawn[0] == pytest.approx(11_000 * 10 / 1010, rel=0.2)
     assert drawn[90] == pytest.approx(11_000 * 100 / 1010, rel=0.1)
@@ -124,6 +115,7 @@ def test_a_sample_is_never_larger_than_asked_for(lengths: list[int], tokens: int
     buffer = HarvestBuffer(10_000)
     for i, length in enumerate(lengths):
         buffer.add(numbered(100 * i, length))
+    buffer.next_step()
     drawn = buffer.sample(tokens, random.Random(seed))
     assert drawn
     assert sum(len(item.tokens) for item in drawn) <= tokens
@@ -138,10 +130,32 @@ def numbered(start: int, length: int) -> Harvest:
     return Harvest(0, start, 0, tokens, tokens[:, None].expand(-1, 2).float())
 
 
-# -- held back ---------------------------------------------------------------------------------------------------------
+def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
+    """The present step is what drafters are judged on."""
+    buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
+    for version in range(4):
+        buffer.next_step()
+        buffer.add(harvest(0, 10)._replace(target_version=version))
+    drawn = Counter(buffer.sample(10, rng)[0].target_version for _ in range(11_000))
+    assert set(drawn) == {0, 1, 2}
+    total = 1 + 0.8 + 0.64
+    for age, weight in enumerate((1, 0.8, 0.64)):
+        assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.1)
 
 
-def test_about_a_fifth_of_the_prompts_is_held_back_whatever_their_ids() -> None:
-    for ids in (range(4000), range(0, 40_000, 10), range(-4000, 0)):
-        share = sum(harvest(0, 5)._replace(prompt_id=i).held_back for i in ids) / 4000
-        assert share == pytest.approx(1 / 5, abs=0.02)
+def test_what_comes_late_is_of_the_step_before_and_displaces_the_oldest() -> None:
+    buffer = HarvestBuffer(40, steps=2)
+    buffer.add_past(harvest(0, 5))
+    assert not buffer.items, "there was no step before"
+    for version in range(2):
+        buffer.add(harvest(0, 5)._replace(target_version=version))
+        buffer.next_step()
+    for length in (1, 5, 5, 3):
+        buffer.add_past(harvest(9, length)._replace(target_version=2))
+    assert [(item.target_version, len(item.tokens)) for item in buffer.past] == [(1, 5), (2, 5), (2, 5), (2, 3)]
+    assert buffer.tokens == buffer.past_tokens == 18
+    for _ in range(3):
+        buffer.add(harvest(0, 7)._replace(target_version=3))
+    buffer.add_past(harvest(9, 19)._replace(target_version=2))
+    assert [len(item.tokens) for item in buffer.past] == [19]
+    assert (buffer.past_tokens, buffer.tokens) == (19, 40), "the present step stays what it is"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tlt.draft.gate import Thresholds, TrainingGate
+from tlt.draft.gate import SpotReport, Thresholds, TrainingGate
 from tlt.draft.horizon import (
     Curve,
     Horizon,
@@ -127,6 +127,140 @@ def test_where_no_seconds_are_known_drafting_goes_on_at_one_cost() -> None:
     assert decision.speed == pytest.approx(accept_length(0.01, UNROLL))
 
 
+# -- catching up -----------------------------------------------------------------------------------------------------
+
+
+BEHIND = Horizon(steps=100, rollout_seconds=3.0, idle_seconds=0.5, second_costs=0.12, workers=2)
+FAR_BEHIND = FALLEN._replace(slope=0.6)
+CATCH_UPS = {
+    "one that fell far, with a long run before it": (FAR_BEHIND, BEHIND, True),
+    "not near the end": (FAR_BEHIND, BEHIND._replace(steps=6), False),
+    "nor one that is good": (GOOD, BEHIND, False),
+    "nor where idle time does it": (FAR_BEHIND, BEHIND._replace(idle_seconds=30.0, second_costs=0.0), False),
+    "nor where it learns no more": (FAR_BEHIND._replace(slope=0.0), BEHIND, False),
+    "nor where there is nobody to": (FAR_BEHIND, BEHIND._replace(workers=0), False),
+}
+
+
+@pytest.mark.parametrize("name", CATCH_UPS)
+def test_a_step_is_held_up_where_that_repays_beyond_what_idle_time_would(name: str) -> None:
+    learning, horizon, catches_up = CATCH_UPS[name]
+    decision = decide(learning, horizon, [MEASURED], UNROLL, least=Thresholds().least_saving)
+    assert (decision.catch_up > 0) == catches_up, decision
+
+
+def test_as_long_as_is_cheapest() -> None:
+    """Against the price of every length, step by step, with training in the idle time of every step."""
+
+    def price(seconds: float) -> float:
+        at, total = FAR_BEHIND.trained(2 * seconds), seconds
+        for _ in range(BEHIND.steps):
+            before, now = (speed(1 - math.exp(x.miss), MEASURED) for x in (FAR_BEHIND, at))
+            total += BEHIND.rollout_seconds * before / now + BEHIND.idle_seconds * BEHIND.second_costs
+            at = at.next_step(BEHIND.idle_seconds)
+        return total
+
+    decision = decide(FAR_BEHIND, BEHIND, [MEASURED], UNROLL, least=Thresholds().least_saving)
+    best = min(1.5 * 2**k for k in range(7) if price(1.5 * 2**k) == min(price(1.5 * 2**n) for n in range(7)))
+    assert decision.seconds == BEHIND.steps * BEHIND.idle_seconds + 2 * decision.catch_up
+    assert decision.catch_up == best
+    assert price(best) < price(0.0)
+
+
+def test_it_is_done_in_parts_and_by_a_pace_that_was_measured() -> None:
+    gate = TrainingGate(UNROLL)
+    for _ in range(2):
+        gate.fresh(1.1)
+        gate.rollout_ended(BEHIND, [MEASURED])
+    assert gate.decision
+    assert gate.decision.catch_up > 0
+    assert gate.catch_up(1.0) == 0.0, "nobody has trained yet"
+    gate.trained_for(SpotReport(4, 1000, 4 * Thresholds().pace))
+    assert gate.catch_up(1.0) == BEHIND.rollout_seconds
+    assert gate.catch_up(0.5) == BEHIND.rollout_seconds / 2
+    assert gate.catch_up(0.0) == 0.0
+    assert gate.catch_up(99.0) == gate.decision.catch_up
+
+
+def test_what_is_never_judged_holds_nobody_up_for_long() -> None:
+    """As where all responses are shorter than what a judgement needs."""
+    gate, held_up = TrainingGate(UNROLL), 0.0
+    gate.fresh(1.1)
+    for _ in range(200):
+        gate.rollout_ended(BEHIND, [MEASURED])
+        seconds = gate.catch_up(1.0)
+        gate.trained_for(SpotReport(8, 2000, 8 * Thresholds().pace))
+        held_up += seconds
+    assert 0 < held_up < 10 * BEHIND.rollout_seconds
+    assert gate.tried > Thresholds().trial
+    gate.gained(1.1, 1.3, 5.0)
+    assert gate.unjudged == 0
+
+
+def test_an_evaluation_lets_nobody_catch_up_for_longer() -> None:
+    gate = TrainingGate(UNROLL)
+    gate.fresh(1.1)
+    gate.trained_for(SpotReport(8, 2000, 8 * Thresholds().pace))
+    for seconds in (3.0, 90.0):
+        gate.rollout_ended(BEHIND._replace(rollout_seconds=seconds), [MEASURED])
+    assert gate.catch_up(1.0) <= 3.0
+
+
+def test_idle_time_that_was_of_no_use_is_tried_again() -> None:
+    gate = TrainingGate(UNROLL)
+    for _ in range(30):
+        gate.fresh(1.1)
+        gate.rollout_ended(LONG, [MEASURED], 0.001)
+    assert gate.used < 0.01
+    for _ in range(30):
+        gate.rollout_ended(LONG, [MEASURED])
+    assert gate.used > 0.9
+
+
+def test_idle_time_counts_as_far_as_training_gets_it() -> None:
+    """Much of it comes in parts that are too short: where a fifth of it was used, a fifth is counted on."""
+    gates = [TrainingGate(UNROLL) for _ in range(2)]
+    for gate, share in zip(gates, (1.0, 0.2), strict=True):
+        for _ in range(20):
+            gate.fresh(1.1)
+            gate.rollout_ended(LONG, [MEASURED], share * LONG.idle_seconds)
+    plenty, little = [gate.decision for gate in gates]
+    assert plenty
+    assert little
+    assert little.seconds == pytest.approx(0.2 * plenty.seconds, rel=0.02)
+
+
+def test_before_the_first_judgement_the_curve_is_of_so_many_micro_batches() -> None:
+    """A model whose micro-batches take a hundred times as long learns as much from each, as far as is known."""
+    gates = [TrainingGate(UNROLL), TrainingGate(UNROLL, trained=True)]
+    gates[1].fresh(1.5)
+    for gate in gates:
+        assert gate.curve
+        before = gate.curve.seconds
+        gate.trained_for(SpotReport())
+        assert gate.curve.seconds == before
+        gate.trained_for(SpotReport(10, 1000, 10 * 100 * Thresholds().pace))
+        assert gate.curve.seconds == pytest.approx(100 * before)
+        gate.gained(1.5, 1.6, 300.0)
+        points = list(gate.curve.points)
+        gate.trained_for(SpotReport(10, 1000, 1.0))
+        assert gate.curve.points == points, "now it is known"
+
+
+def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> None:
+    """One judgement is of few prompts: what it gained is added to what all looks of late have said."""
+    gate = TrainingGate(UNROLL)
+    for length in (2.0, 2.4, 2.2, 6.0):  # the last one is of an easy prompt
+        gate.fresh(length)
+    before, _ = gate._present()
+    gate.gained(6.0, 6.2, 3.0, published=True)
+    gained = gate._miss(6.2) - gate._miss(6.0)
+    assert gate._present()[0] == pytest.approx(before + gained)
+    assert gate.moved + gate.published == pytest.approx(before + gained)
+    gate.gained(6.2, 6.0, 3.0)
+    assert gate._present()[0] == pytest.approx(before + gained), "that one was not published"
+
+
 # -- the curve ---------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +315,7 @@ class World:
         self.gate.fresh(before)
         if trains:
             self.seconds += idle
+            self.gate.trained_for(SpotReport(round(idle / Thresholds().pace), 1, idle))
             after = self.seen(luck + self.rng.gauss(0, self.noise / 5))  # both were judged on the same harvest
             self.gate.gained(before, after, idle, after > 1.02 * before)
         now = mean_speed(speeds(self.agreement, [MEASURED], UNROLL))
@@ -228,10 +363,12 @@ def test_the_first_stretches_after_a_fall_do_not_end_training(judged: bool) -> N
         gate.fresh(fallen)
         gate.rollout_ended(RUN, [cheap])
         assert gate.should_train()
-    gate.rollout_ended(RUN, [MEASURED])
-    gate.gained(1.225, 1.238, 1.5)
-    assert gate.should_train()
-    for _ in range(5):
+    for _ in range(Thresholds().trial // 20 - 1):
+        gate.trained_for(SpotReport(20, 5000, 1.5))
+        gate.gained(1.225, 1.238, 1.5)
+        assert gate.should_train()
+    for _ in range(3):
+        gate.trained_for(SpotReport(20, 5000, 1.5))
         gate.gained(1.225, 1.238, 1.5)
     assert not gate.should_train()
 

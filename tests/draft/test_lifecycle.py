@@ -10,7 +10,7 @@ import pytest
 from tlt.draft.gate import Judgement, SpotReport, Thresholds, TrainingGate
 from tlt.draft.guard import Guard
 from tlt.draft.horizon import Horizon
-from tlt.draft.lifecycle import Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
+from tlt.draft.lifecycle import Adopt, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
 
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
 BETTER = Judgement(ENTRIES, 2.0 * ENTRIES, 2.5 * ENTRIES, 0.5 * ENTRIES)
@@ -44,16 +44,23 @@ def life_of(workers: int = 3, resting: bool = False) -> Lifecycle:
 
 
 Line = tuple[Any, list[Any]]
-BY_0 = [
-    (("trained", 0, SpotReport(3, 30, 1.0)), []),
-    (("idle", [0]), []),  # too little
-    (("trained", 0, SpotReport(1, 10, 0.5)), []),
-    (("idle", [0]), [Collect([0])]),
-    (("idle", [0, 1]), []),  # it is awaited
-    (("answered", 0, "replica"), []),
-    (("idle", [0, 1]), [Combine(["replica"])]),
-    (("combined", "mean"), []),
-]
+
+
+def by_0(start: Any = None) -> list[Line]:
+    """Worker 0 trains alone, from there."""
+    return [
+        (("trained", 0, SpotReport(3, 30, 1.0)), []),
+        (("idle", [0]), []),  # too little
+        (("trained", 0, SpotReport(1, 10, 0.5)), []),
+        (("idle", [0]), [Collect([0])]),
+        (("idle", [0, 1]), []),  # it is awaited
+        (("answered", 0, "replica"), []),
+        (("idle", [0, 1]), [Combine(["replica"], start)]),
+        (("combined", "mean"), []),
+    ]
+
+
+BY_0 = by_0()
 BY_0_AND_2 = [
     (("trained", 0, SpotReport(2, 20, 1.0)), []),
     (("trained", 2, SpotReport(2, 20, 1.0)), []),
@@ -61,13 +68,13 @@ BY_0_AND_2 = [
     (("answered", 0, "a"), []),
     (("idle", [0, 2]), []),
     (("answered", 2, "b"), []),
-    (("idle", [0, 2]), [Combine(["a", "b"])]),
+    (("idle", [0, 2]), [Combine(["a", "b"], None)]),
     (("combined", "mean"), []),
 ]
 TABLES: dict[str, list[Line]] = {
     "what is better is published": [
         *BY_0,
-        (("idle", [0, 1]), [Judge([0, 1], "mean", [])]),
+        (("idle", [0, 1]), [Judge([0, 1], "mean")]),
         (("answered", 0, BETTER), []),
         (("answered", 1, None), []),  # its trainer failed
         (("idle", [0, 1]), [Publish(1, "mean", 0.5)]),
@@ -86,13 +93,13 @@ TABLES: dict[str, list[Line]] = {
     ],
     "what is not better is not": [
         *BY_0,
-        (("idle", [1]), [Judge([1], "mean", [])]),
+        (("idle", [1]), [Judge([1], "mean")]),
         (("answered", 1, NO_BETTER), []),
         (("idle", [1]), []),
     ],
     "nor what is not finite": [
         *BY_0,
-        (("idle", [1]), [Judge([1], "mean", [])]),
+        (("idle", [1]), [Judge([1], "mean")]),
         (("answered", 1, NOT_FINITE), []),
         (("idle", [1]), []),
     ],
@@ -105,38 +112,37 @@ TABLES: dict[str, list[Line]] = {
     ],
     "a judgement that is broken off is gone on with by who is idle then": [
         *BY_0,
-        (("idle", [1]), [Judge([1], "mean", [])]),
+        (("idle", [1]), [Judge([1], "mean")]),
         (("answered", 1, CUT_SHORT), []),
-        (("idle", [2]), [Judge([2], "mean", [])]),
+        (("idle", [2]), [Judge([2], "mean")]),
         (("answered", 2, HALF), []),
-        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("idle", [0]), [Judge([0], "mean")]),
         (("answered", 0, HALF), []),  # both halves are enough
         (("idle", [0]), [Publish(1, "mean", 0.5)]),
     ],
-    "where the idle ones hold nothing back, one of them judges by what others lend": [
+    "where those who judge have harvested nothing, nothing is known of it": [
         *BY_0,
-        (("idle", [0, 1]), [Judge([0, 1], "mean", [])]),
+        (("idle", [0, 1]), [Judge([0, 1], "mean")]),
         (("answered", 0, NOTHING), []),
-        (("answered", 1, NOTHING), []),
-        (("idle", [0, 1]), [Borrow([2])]),
-        (("answered", 2, ["item"]), []),
-        (("idle", [0, 1]), [Judge([0], "mean", ["item"])]),
-        (("answered", 0, BETTER), []),
-        (("idle", [0, 1]), [Publish(1, "mean", 0.5)]),
+        (("answered", 1, None), []),
+        (("idle", [0, 1]), []),
+        *BY_0[:4],  # it is trained on, and judged again
     ],
-    "and if nobody has anything, nothing is known of it": [
-        *BY_0,
-        (("idle", [0]), [Judge([0], "mean", [])]),
-        (("answered", 0, NOTHING), []),
-        (("idle", [0]), [Borrow([1, 2])]),
-        (("answered", 1, []), []),
-        (("answered", 2, None), []),
-        (("idle", [0]), []),
+    "who has not taken the common start trains for nothing": [
+        *BY_0_AND_2,
+        (("about_to_train", 0), [Adopt(0, "mean")]),
+        (("trained", 2, SpotReport(9, 90, 3.0)), []),  # by a call that was on its way
+        (("idle", [1]), [Judge([1], "mean")]),
+        (("answered", 1, NO_BETTER), []),
+        (("idle", [1]), []),
+        (("trained", 0, SpotReport(4, 40, 1.0)), []),
+        (("idle", [1]), [Collect([0])]),
     ],
     "with a worker, its candidate is lost; what was asked of others is waited for": [
         *BY_0_AND_2,
-        (("idle", [0, 2]), [Judge([0, 2], "mean", [])]),
+        (("idle", [0, 2]), [Judge([0, 2], "mean")]),
         (("lost", 0), []),
+        *[(("about_to_train", worker), [Adopt(worker, "mean")]) for worker in (0, 1)],
         *BY_0[:1],
         (("trained", 1, SpotReport(4, 40, 1.0)), []),
         (("idle", [1]), []),
@@ -151,7 +157,7 @@ TABLES: dict[str, list[Line]] = {
     ],
     "a new worker drafts with what is in use, and takes the common start": [
         *BY_0,
-        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("idle", [0]), [Judge([0], "mean")]),
         (("answered", 0, BETTER), []),
         (("idle", [0]), [Publish(1, "mean", 0.5)]),
         (("replaced", 0), [Take([0], "mean", 0.5)]),
@@ -161,8 +167,9 @@ TABLES: dict[str, list[Line]] = {
         (("restored", 7, "saved", 0.4), [Take(range(3), "saved", 0.4)]),
         (("about_to_train", 1), [Adopt(1, "saved")]),
         (("replaced", 1), [Take([1], "saved", 0.4)]),
-        *BY_0,
-        (("idle", [0]), [Judge([0], "mean", [])]),
+        (("about_to_train", 0), [Adopt(0, "saved")]),
+        *by_0("saved"),
+        (("idle", [0]), [Judge([0], "mean")]),
         (("answered", 0, BETTER), []),
         (("idle", [0]), [Publish(8, "mean", 0.5)]),
     ],
@@ -183,12 +190,21 @@ def test_what_the_gate_is_told() -> None:
     life = life_of()
     life.rollout_begins()
     run(life, TABLES["what is better is published"])
-    run(life, TABLES["what is not better is not"])
+    run(life, [*by_0("mean"), *TABLES["what is not better is not"][len(BY_0) :]])
     assert life.gate.told == [2.0, (2.0, 2.5, 1.5, True), (2.0, 2.02, 1.5, False)]  # pyright: ignore
     assert life.report.numbers() == {"version": 1.0, "accept_length": 2.0, "candidate": 2.02}
     assert life.tokens == 80
     life.rollout_begins()
     assert life.report.numbers() == {"version": 1.0}
+
+
+def test_what_was_not_judged_counts_in_the_next_candidate() -> None:
+    life = life_of()
+    run(life, TABLES["where those who judge have harvested nothing, nothing is known of it"])
+    life.answered(0, "replica")
+    run(life, [(("idle", [0]), [Combine(["replica"], "mean")]), (("combined", "next"), [])])
+    run(life, [(("idle", [0]), [Judge([0], "next")]), (("answered", 0, NO_BETTER), []), (("idle", [0]), [])])
+    assert life.gate.told == [2.0, (2.0, 2.02, 3.0, False)]  # pyright: ignore
 
 
 def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
@@ -200,7 +216,7 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
     for _ in range(9):
         life.rollout_ends(ROLLOUT)
         life.rollout_begins()
-        looks.append(life.idle([0]) == [Judge([0], None, [])])
+        looks.append(life.idle([0]) == [Judge([0], None)])
         if looks[-1]:
             life.answered(0, Judgement(10, 20.0, seconds=4.0))
             assert life.idle([0]) == []
@@ -225,7 +241,7 @@ def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed:
         for action in actions:
             if isinstance(action, Judge):
                 assert set(action.workers) <= set(idle)
-            if isinstance(action, Collect | Judge | Borrow):
+            if isinstance(action, Collect | Judge):
                 assert not busy
                 busy.update(dict.fromkeys(action.workers, action))
             elif isinstance(action, Combine):

@@ -13,7 +13,7 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig, EngineConfig
 from tlt.draft.average import Replica, average
-from tlt.draft.buffer import Harvest, is_held_back
+from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.gate import Judgement, summed
 from tlt.draft.spot import SpotTrainer
@@ -33,14 +33,13 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def items(model: Model) -> list[Harvest]:
-    """Of 24 prompts, some of them held back."""
+    """Of 24 prompts."""
     found: list[Harvest] = []
     layout = eagle_options(model.decoder.options, "eagle3", 32).layout
     engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append)
     params = SamplingParams(0.7, max_new_tokens=48)
     for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in range(24)]):
         pass
-    assert 0 < sum(item.held_back for item in found) < len(found) / 2
     return found
 
 
@@ -49,11 +48,22 @@ def fresh_layer(model: Model, seed: int = 0) -> EagleLayer:
     return EagleLayer(eagle_options(model.decoder.options, "eagle3", 32)).double()
 
 
-def make_spot(model: Model, items: list[Harvest], seed: int = 0, layer: EagleLayer | None = None) -> SpotTrainer:
+def make_spot(
+    model: Model, items: list[Harvest], seed: int = 0, layer: EagleLayer | None = None, now: list[Harvest] | None = None
+) -> SpotTrainer:
+    """It is trained on four prompts of five, and judged on the fifth, which is of the present step; or on `now`."""
     spot = SpotTrainer(layer or fresh_layer(model), model.decoder, CONFIG, seed)
     for item in items:
+        if now is not None or not is_new(item):
+            spot.harvest(item)
+    spot.target_moved()
+    for item in filter(is_new, items) if now is None else now:
         spot.harvest(item)
     return spot
+
+
+def is_new(item: Harvest) -> bool:
+    return item.prompt_id % 5 == 0
 
 
 def replica_of(spot: SpotTrainer) -> Replica:
@@ -217,10 +227,10 @@ def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> N
 def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Harvest]) -> None:
     """Four workers start alike, train on shards that share no prompt, are averaged and go on, four turns: against the
     same four without averaging. (Which of those is the best one is luck on so few held-back responses.)"""
-    trained = [item for item in items if not item.held_back]
-    held_back = [item for item in items if item.held_back]
-    shards = [[item for item in trained if item.prompt_id % 4 == k] + held_back for k in range(4)]
-    workers, alone = ([make_spot(model, shard, seed=k) for k, shard in enumerate(shards)] for _ in range(2))
+    now = [item for item in items if is_new(item)]
+    past = [item for item in items if not is_new(item)]
+    shards = [[item for item in past if item.prompt_id % 4 == k] for k in range(4)]
+    workers, alone = ([make_spot(model, shard, seed=k, now=now) for k, shard in enumerate(shards)] for _ in range(2))
     mean = replica_of(workers[0])
     for turn in range(4):
         for worker in (*workers, *alone):
@@ -242,48 +252,31 @@ def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Ha
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_others_lend_counts_where_its_target_is_known(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    own = spot.judge(None)
-    lent = next(item for item in items if not item.held_back)
-    more = spot.judge(None, [lent])
-    assert more.entries > own.entries
-    assert more.in_use > own.in_use
-    assert spot.judge(None, [lent._replace(target_version=99)]) == own, "that version's head is gone"
-
-
 def test_a_judgement_is_of_many_responses_and_stays_the_same_until_there_are_more(
     model: Model, items: list[Harvest]
 ) -> None:
-    spot = make_spot(model, items)
+    spot = make_spot(model, items, now=items)
     evidence = spot.evidence()
     assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.evidence()]
     assert sum(len(item.tokens) for item in evidence) <= 2 * CONFIG.micro_batch_tokens
     assert all(item.drafted and len(item.tokens) <= 64 for item in evidence)
     assert len({item.prompt_id for item in evidence}) > 2
     before = spot.judge(None)
-    spot.target.version += 1
-    spot.target_moved()
+    spot.harvest(items[0])
     assert spot.judge(None) != before, "another part of it"
-    spot.target.version -= 1
 
 
-def test_judgements_are_of_the_last_steps_and_never_of_long_ago(model: Model, items: list[Harvest]) -> None:
-    """Else a target that moved away would not be seen to, for as many steps as harvest is kept."""
-    spot, version = make_spot(model, []), model.decoder.version
-    held = next(n for n in range(100) if is_held_back(n))
-    ages = []
-    try:
-        for step in range(14):
-            for item in items[:4] if step < 8 else ():
-                spot.harvest(item._replace(prompt_id=held, target_version=version + step))
-            ages.append({version + step - item.target_version for item in spot.evidence()})
-            model.decoder.version = version + step + 1
-            spot.target_moved()
-    finally:
-        model.decoder.version = version
-    assert len(spot.held_back.versions) > 1
-    assert ages == [{0}, *({0} for _ in range(7)), {1}, {2}, {3}, {4}, {5}, set()]
+def test_drafters_are_trained_on_the_past_and_judged_on_the_present_step(model: Model, items: list[Harvest]) -> None:
+    """So whatever they are judged on they have not seen, and nothing is kept from training for ever."""
+    spot = make_spot(model, items)
+    sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
+    assert sampled
+    assert not any(is_new(item) for item in sampled)
+    assert all(is_new(item) for item in spot.evidence())
+    spot.target_moved()
+    assert spot.evidence() == []
+    assert spot.judge(None) == Judgement(), "nothing of the step that begins"
+    assert any(is_new(item) for _ in range(50) for item in spot.buffer.sample(60, random.Random(_)))
 
 
 def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
@@ -291,11 +284,11 @@ def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, it
     spot = make_spot(model, items)
     candidate = replica_of(make_spot(model, items, layer=fresh_layer(model, 1))).tensors
     looks = count()
-    whole = spot.judge(candidate, (), lambda: next(looks) < 0)
+    whole = spot.judge(candidate, lambda: next(looks) < 0)
     seen: list[Judgement] = []
     for reached in range(last := next(looks)):
         looks = count()
-        seen.append(spot.judge(candidate, (), lambda at=reached, looks=looks: next(looks) == at))
+        seen.append(spot.judge(candidate, lambda at=reached, looks=looks: next(looks) == at))
         assert next(looks) == reached + 1
         assert seen[-1].broken_off
     assert last >= 4 * CONFIG.unroll, "of two drafters and two parts"
@@ -324,18 +317,11 @@ def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, i
     for _ in range(3):
         for item in items:
             good.harvest(item)
+        good.target_moved()
     assert good.ready
     config = CONFIG.model_copy(update={"buffer_tokens": 4 * 100})
     small = SpotTrainer(layer, model.decoder, config)
     assert small.enough == 100, "there is room for so much"
-
-
-def test_there_is_something_to_judge_by_after_steps_that_held_nothing_back(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    for _ in range(9):
-        spot.target_moved()
-    assert not spot.ready, "what is trained on is of nine steps at most"
-    assert spot.judge(None).entries > 0
 
 
 def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
@@ -415,15 +401,6 @@ def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
     assert replica_of(spot).tokens > 0
 
 
-def test_what_is_held_back_is_never_trained_on(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    mine = {item.prompt_id for item in spot.held_back.items}
-    assert mine
-    assert mine.isdisjoint(item.prompt_id for item in spot.buffer.items)
-    other = make_spot(model, items, seed=7)
-    assert {item.prompt_id for item in other.held_back.items} == mine, "on every worker"
-
-
 # -- the target moves --------------------------------------------------------------------------------------------------
 
 
@@ -447,12 +424,13 @@ def test_the_teacher_is_the_target_of_the_harvests_version() -> None:
     p, q = (torch.log_softmax(x @ head.T, -1) for x, head in ((hidden, old), (out, model.decoder.head)))
     assert torch.allclose(spot.trainer._chunked(out, hidden, 0)[1], 1 - total_variation(p, q))
     spot.train(0)
-    for version in range(2, 10):
+    for version in range(2, 9):
         assert spot.ready
         model.decoder.load(state, version=version)
         spot.target_moved()
+    spot.target_moved()
     assert spot.buffer.versions == set(), "what was not seen for eight steps is gone"
-    assert spot.trainer.heads.keys() == {9} | spot.held_back.versions, "with its head"
+    assert spot.trainer.heads.keys() == {8}, "with its head"
     assert not spot.ready
 
 

@@ -10,9 +10,12 @@ from functools import cache
 import numpy as np
 import pytest
 from small import VOCAB, Reference, Target, check_tokens, learned, make_requests, reference
+from twin import make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import eagle_options
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine import noise
@@ -391,3 +394,22 @@ def test_prompts_of_coming_steps_are_not_counted_as_prefilled_for_this_one() -> 
         looking.round()
     assert looking.stats.seconds["prefill"] == 0.0
     assert looking.stats.prefill_tokens == 0
+
+
+def test_what_is_decoded_ahead_is_harvested_when_it_is_due() -> None:
+    """Else a drafter would be judged on responses that it was trained on a step before."""
+    model, found = make_model(seed=1), list[Harvest]()
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    store = AheadStore(10_000)
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append, store=store)
+    params = SamplingParams(0.7, max_new_tokens=48)
+    coming = [Request(Prompt(n, "", (4, n % 5, 2)), 0, 0, n, params) for n in range(6)]
+    engine.start(())
+    engine.look_ahead(coming)
+    while engine.looks_ahead:
+        engine.round()
+    assert found == []
+    engine.start(coming)
+    while engine.busy:
+        engine.round()
+    assert {item.prompt_id for item in found} == set(range(6))

@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "the harvest of rows that are not finite is given away",
         "engine/harvest.py",
-        "            if not row.finite:  # nothing to learn from\n                continue\n",
-        "",
+        "if not row.finite or row.ahead:",
+        "if row.ahead:",
         ROWS,
     ),
     Mutant(

@@ -337,10 +337,10 @@ MUTANTS = [
         TEACHER,
     ),
     Mutant(
-        "held-back prompts are trained on where harvest is computed anew",
+        "what drafters are judged on is trained on at once where harvest is computed anew",
         "draft/recompute.py",
-        "if is_held_back(t.prompt_id) == held_back",
-        "if held_back in (True, False)",
+        "return self._before if past else self._now",
+        "return self._now",
         TEACHER,
     ),
     # -- its start

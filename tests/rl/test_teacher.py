@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_config
 
 from tlt.build import open_workplace
-from tlt.draft.buffer import Harvest, Transcript, is_held_back
+from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.recompute import Recompute
 from tlt.draft.trainer import Interrupted
@@ -20,7 +20,6 @@ from tlt.rl.teacher import PolicyTeacher, spot_trainer
 from tlt.types import Prompt, Request, SamplingParams
 
 WINDOW = 16
-TRAINED_ON = next(number for number in range(9) if not is_held_back(number))
 
 
 @pytest.fixture
@@ -59,10 +58,8 @@ def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
     for transcript in transcripts:
         recompute.add(transcript)
     mine: list[Harvest] = []
-    for held_back in (False, True):
-        while found := recompute.take(held_back, never):
-            mine += found
-            assert all(item.held_back == held_back for item in found)
+    while found := recompute.take(False, never):
+        mine += found
 
     def key(item: Harvest) -> tuple[int, int]:
         return item.prompt_id, item.start
@@ -91,40 +88,42 @@ def test_a_pass_that_is_broken_off_is_made_once_more(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
-    recompute.add(Transcript(TRAINED_ON, 2, (1, 2, 3, 4)))
+    recompute.add(Transcript(7, 2, (1, 2, 3, 4)))
     asked = iter([False, True])
     with pytest.raises(Interrupted):
         recompute.take(False, lambda: next(asked))
-    assert recompute.tokens(held_back=False) == 4
+    assert recompute.tokens(past=False) == 4
     assert [item.start for item in recompute.take(False, never)] == [0]
-    assert recompute.tokens(held_back=False) == 0
+    assert recompute.tokens(past=False) == 0
     assert not policy.model.base_model.layers[0]._forward_pre_hooks
 
 
-def test_the_longest_of_two_steps_come_first_and_the_oldest_make_way(world: Any) -> None:
+def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
-    recompute = Recompute(PolicyTeacher(policy, target), layout, 20)
-    for tokens in ((1,) * 9, (2,) * 8):
-        recompute.add(Transcript(TRAINED_ON, 2, tokens))
+    recompute = Recompute(PolicyTeacher(policy, target), layout, 30)
+    for tokens in ((1,) * 9, (2,) * 6, (4,) * 8):
+        recompute.add(Transcript(7, 2, tokens))
     recompute.next_step()
-    recompute.add(Transcript(TRAINED_ON, 2, (3,) * 10))
-    assert recompute.tokens(held_back=False) == 18, "the oldest is gone"
+    recompute.add(Transcript(7, 2, (3,) * 10))
+    assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (14, 10), "the oldest is gone"
+    assert recompute.take(True, never)[0].tokens.tolist() == [4] * 7
     assert recompute.take(False, never)[0].tokens.tolist() == [3] * 9
+    assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (6, 0)
     recompute.next_step()
-    assert recompute.tokens(held_back=False) == 0, "a step of two before is too old"
+    assert recompute.tokens(past=True) == 0, "a step of two before is too old"
 
 
 def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
-    transcript = Transcript(TRAINED_ON, 2, (1, 2, 3, 4))
+    transcript = Transcript(7, 2, (1, 2, 3, 4))
     target.load(policy.state_dict(), 3)
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
-    assert [item.target_version for item in recompute.harvest(transcript, never)] == [3]
+    assert [item.target_version for item in recompute._harvest(transcript, never)] == [3]
     with torch.no_grad():
         policy.model.get_input_embeddings().weight[2] = torch.inf
-    assert recompute.harvest(transcript, never) == []
+    assert recompute._harvest(transcript, never) == []
 
 
 def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
@@ -137,9 +136,15 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
     layer = EagleLayer(eagle_options(target.options, "eagle1", WINDOW))
     trainer = spot_trainer(layer, Elsewhere(), policy, config)  # pyright: ignore
     _, transcripts = decoded(config, target, layer.options.layout)
-    assert not trainer.ready
-    for number in range(12):
-        trainer.harvest(transcripts[number % 4]._replace(prompt_id=number))
+
+    def step() -> None:
+        for number in range(12):
+            trainer.harvest(transcripts[number % 4]._replace(prompt_id=number))
+
+    step()
+    assert not trainer.ready, "that of the present step is to judge by"
+    trainer.target_moved()
+    step()
     assert trainer.ready
     assert trainer.train(60.0, lambda: trainer.trainer.steps >= 3).micro_batches == 3
     replica = trainer.replica()
@@ -147,13 +152,9 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
     judged = trainer.judge(replica.tensors)
     assert judged.entries > 0
     assert judged.candidate > 0
-    other = spot_trainer(layer, Elsewhere(), policy, config)  # pyright: ignore
-    for number in range(12):
-        other.harvest(transcripts[number % 4]._replace(prompt_id=number))
-    lent = trainer.judge(None, other.lend())
-    assert lent.entries > judged.entries, "of what another worker has not computed yet"
+    assert {id(item) for item in trainer.buffer.now}.isdisjoint(id(item) for item in trainer.buffer.past)
     assert trainer.judge(replica.tensors, stop=lambda: True).broken_off
     for _ in range(2):
         trainer.target_moved()
     assert trainer.recompute
-    assert trainer.recompute.tokens(held_back=False) == 0, "what is two steps old"
+    assert trainer.recompute.tokens(past=True) == 0, "what is two steps old"

@@ -318,7 +318,6 @@ def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
 ) -> None:
     from test_coordinator import train
 
-    monkeypatch.setattr("tlt.draft.buffer._HELD_BACK", 2)  # there are but six prompts
     monkeypatch.setattr("tlt.draft.gate.THRESHOLDS", replace(THRESHOLDS, stretch=1))
     monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
     monkeypatch.setattr("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)

@@ -34,12 +34,12 @@ class SerialRollout(ClusterRollout):
         coordinator.drafter.tell(_judges_after_every_step)
 
     def sync(self, policy: Any, version: int) -> None:
-        super().sync(policy, version)
         for tracer in self.coordinator.tracers:
             tracer.enter(SPOT)
         self.coordinator.drafter.tell(lambda drafter: self._train(drafter, self.tokens[version - 1]))
         for tracer in self.coordinator.tracers:
             tracer.enter(IDLE)
+        super().sync(policy, version)
 
     def _train(self, drafter: Publication, tokens: int) -> None:
         """As long as there is enough harvest; then what was made of it is judged."""

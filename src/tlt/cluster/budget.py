@@ -15,7 +15,7 @@ from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.gate import THRESHOLDS, SpotReport, TrainingGate
 from tlt.draft.guard import Guard
 from tlt.draft.horizon import Horizon
-from tlt.draft.lifecycle import Action, Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Take
+from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest, newest_number
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import LEARNED
@@ -94,7 +94,7 @@ class Budget:
         match action:
             case Collect():
                 self.life.answered(0, self.trainer.replica())
-            case Combine(replicas):
+            case Combine(replicas=replicas):
                 self.life.combined(replicas[0])
             case Judge(candidate=candidate):
                 began = time.perf_counter()
@@ -107,8 +107,6 @@ class Budget:
                 self._draft_with(candidate, agreement, engine)
             case Adopt(_, start):
                 self.trainer.adopt(start)
-            case Borrow():
-                raise AssertionError("there is nobody to borrow from")
 
     def _draft_with(self, replica: Replica, agreement: float | None, engine: RolloutEngine) -> None:
         engine.draft_with(self.trainer.publish(replica.tensors, agreement))

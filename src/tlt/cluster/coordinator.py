@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from statistics import fmean
 
 from tlt.build import steps_ahead
@@ -20,6 +19,7 @@ from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.idle import IdleTime
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.publication import METHODS, Publication
+from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.draft.gate import THRESHOLDS
@@ -32,31 +32,6 @@ _AHEAD = 2  # slices that one decodes ahead for, before it is told anew which re
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
 _HANGS = 30.0  # seconds after which one that trains is given up
 _ANSWERS = 0.5  # seconds that a worker has to say how far its update is
-
-
-@dataclass
-class Share:
-    """A worker's part of the rollout."""
-
-    rows: dict[int, Row] = field(default_factory=dict)
-    """by seed: what it was given, as it was then, and has not ended"""
-    promised: list[Row] = field(default_factory=list)
-    """given up by others for it"""
-    asked: list[int] = field(default_factory=list)
-    """seeds that it shall give up with its next slice"""
-    helper: int | None = None
-    """for whom"""
-    heard: dict[int, list[int]] = field(default_factory=dict)
-    """tokens by seed that it has told of since it was given them"""
-    last: Slice | None = None
-    trains: bool = True
-    """whether it has harvest enough"""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of its rows, as far as it has said."""
-        live = self.last.live if self.last else {}
-        return tuple(live.get(seed, len(row.tokens)) for seed, row in self.rows.items())
 
 
 class Coordinator:
@@ -114,14 +89,16 @@ class Coordinator:
         responses = self._decode(on_response)
         self._enter(IDLE)
         self._rollout_seconds = time.monotonic() - began
-        self._ended = time.monotonic()
         costs = [cost for share in self.shares if share.last for cost in share.last.costs]
         seconds, beside = self._rollout_seconds, self.beside
         self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, beside, costs, self.tracers[0]))
+        held_up = self._catch_up() if self.trains_when_idle else 0.0
+        self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
             self._decode_ahead(index)
         self.now = self._look()
         stats = self._stats(responses)
+        stats.seconds["spot"] = held_up
         self.ahead.end(stats, self._rollout_seconds, len(self.crew.present))
         return responses, stats
 
@@ -229,16 +206,36 @@ class Coordinator:
         if asks:
             self._decode_ahead(index)
             return
-        idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
-        if self.trains_when_idle:
-            self.drafter.tell(lambda it: it.go_on(idle))
-            if not self.crew.pending(index):
-                self.drafter.tell(lambda it: it.do(it.life.about_to_train(index)))
-            if self.crew.pending(index):
-                return
+        if self.trains_when_idle and self._goes_on_with_the_drafter(index):
+            return
         rather_trains = self._may_train(index) and (not self.looks_ahead or self.idle_time.rather_trains())
         if rather_trains or not self._decode_ahead(index):
             self._train(index)
+
+    def _goes_on_with_the_drafter(self, index: int) -> bool:
+        """Whether this idle worker has something to do for its candidate, or to start from."""
+        idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
+        self.drafter.tell(lambda it: it.go_on(idle))
+        if not self.crew.pending(index):
+            self.drafter.tell(lambda it: it.do(it.life.about_to_train(index)))
+        return bool(self.crew.pending(index))
+
+    def _catch_up(self) -> float:
+        """All workers train, for as long as that repays, and what they made of it is judged; the seconds."""
+        most, began = self.config.speculation.training.catch_up, time.monotonic()
+        until = began + self.drafter(lambda it: it.life.gate.catch_up(most), 0.0)
+        while until > began:
+            trains = time.monotonic() < until and self.drafter(lambda it: it.life.gate.catch_up(most), 0.0) > 0
+            for index in self.crew.free():
+                if not self._goes_on_with_the_drafter(index) and trains:
+                    self._train(index)
+            self.now = self._look()
+            if not any({"spot", *METHODS}.intersection(self.crew.pending(index)) for index in self.crew.present):
+                break
+            for done in self.crew.done():
+                self._heard(done)
+        self._enter(IDLE)
+        return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
         """An idle worker decodes for the steps to come, if there is something to."""

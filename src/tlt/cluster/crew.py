@@ -243,6 +243,7 @@ class Crew:
             if time.monotonic() > until:
                 for index, method in busy.items():
                     self.replace(index, method, f"called back, and not back within {patience:g} s")
+                    self._kept.append(Done(index, method, None, lost=True))
             self._kept += self._collect(0.5)
 
     def all_sound(self) -> None:

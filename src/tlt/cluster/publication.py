@@ -14,12 +14,12 @@ from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.gate import TrainingGate
 from tlt.draft.horizon import Horizon, RoundCosts
-from tlt.draft.lifecycle import Action, Adopt, Borrow, Collect, Combine, Judge, Lifecycle, Publish, Take
+from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.models.families import decoder_options, read_config
 from tlt.trace import Tracer
 
-METHODS = ("replica", "judge", "evidence")
+METHODS = ("replica", "judge")
 """calls of workers that the drafter's life waits for"""
 
 
@@ -57,8 +57,9 @@ class Publication:
         self, version: int, seconds: float, beside: Beside, costs: Sequence[RoundCosts], tracer: Tracer
     ) -> None:
         """By the target of this version; what is decided of training is marked in the trace."""
-        idle, steps = beside.idle_seconds(seconds * len(self.crew.present)), max(0, self.steps - version - 1)
-        self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs), costs)
+        workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
+        idle = beside.idle_seconds(seconds * workers)
+        self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers), costs)
         mark_decisions(self.life.gate, tracer)
 
     def do(self, actions: Iterable[Action]) -> None:
@@ -69,14 +70,12 @@ class Publication:
         match action:
             case Collect(workers):
                 self._ask(workers, "replica")
-            case Combine(replicas):
-                common = average(replicas)
+            case Combine(replicas, start):
+                common = average(replicas, start.replica if start else None)
                 self.life.combined(Shared(common, self.crew.pool.put(common)))
-            case Judge(workers, candidate, lent):
+            case Judge(workers, candidate):
                 for worker in workers:
-                    self.crew.call_idle(worker, "judge", candidate.given if candidate else None, lent)
-            case Borrow(workers):
-                self._ask(workers, "evidence")
+                    self.crew.call_idle(worker, "judge", candidate.given if candidate else None)
             case Publish(version, candidate, agreement):
                 self._call(range(self.crew.size), "take_drafter", candidate.given, agreement)
                 if self.saver:

@@ -202,19 +202,13 @@ class Worker:
     def replica(self) -> Replica | None:
         return self.trainer(lambda trainer: trainer.replica(), None)
 
-    def judge(
-        self, candidate: Replica | None, lent: Sequence[Harvest | Transcript] = (), number: float = math.inf
-    ) -> Judgement | None:
-        """Of the candidate, if there is one, and of the drafter in use; on what this worker held back, and on what
-        others did and lent. None where it cannot be."""
+    def judge(self, candidate: Replica | None, number: float = math.inf) -> Judgement | None:
+        """Of the candidate, if there is one, and of the drafter in use, on what this worker harvested in this step.
+        None where it cannot be."""
         tensors, began = candidate.tensors if candidate else None, time.perf_counter()
         with self.tracer.span("judge"):
-            judged = self.trainer(lambda it: it.judge(tensors, lent, lambda: self._wanted >= number), None)
+            judged = self.trainer(lambda it: it.judge(tensors, lambda: self._wanted >= number), None)
         return judged and judged._replace(seconds=time.perf_counter() - began)
-
-    def evidence(self) -> list[Harvest | Transcript] | None:
-        """What is held back here, to be lent."""
-        return self.trainer(lambda trainer: trainer.lend(), None)
 
     def adopt(self, common: Replica) -> None:
         """Train on from there."""

@@ -1,14 +1,15 @@
 """The harvest: what the rollout computed anyway, kept in host memory for the drafter's training under a bound.
 
-Those who finish early in a rollout are short, and a worker is idle while the long ones still run. So the longest of
-the step before are kept beside what this step gave so far (the one-step offset of TLT, arXiv 2511.16665 section 4.2).
-Where steps are small, those before it as well: the answers to a few prompts are too much alike to learn from.
+Drafters are judged on what the present step gives, and trained on the steps before: so whatever they are judged on is
+of prompts that they have not been trained on since, and all of it is trained on in the end. Those who finish early in a
+rollout are short anyway, while a worker is idle as the long ones still run (the one-step offset of TLT, arXiv
+2511.16665 section 4.2). Where steps are small, several are kept: the answers to a few prompts are too much alike to
+learn from.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 _BEFORE = 0.5  # of the bound, at most, is left to the steps before
-_HELD_BACK = 5  # one prompt in so many is not trained on: rarely do two steps have none of them
+_OLDER = 0.8  # times as likely is an item drawn, for each step that it is older
 
 
 class Harvest(NamedTuple):
@@ -42,11 +43,6 @@ class Harvest(NamedTuple):
         """How far into its sequence it goes: the position behind its last entry."""
         return self.start + len(self.tokens)
 
-    @property
-    def held_back(self) -> bool:
-        """Of a prompt that no worker ever trains on, by a hash of its id: the gate's."""
-        return is_held_back(self.prompt_id)
-
     def cut(self, low: int, length: int) -> Harvest:
         """Entries [low, low + length) of it."""
         part = slice(low, low + length)
@@ -62,22 +58,23 @@ class Transcript(NamedTuple):
     """of the prompt and of the response"""
 
 
-def is_held_back(prompt_id: int) -> bool:
-    return zlib.crc32(prompt_id.to_bytes(8, "little", signed=True)) % _HELD_BACK == 0
-
-
 class HarvestBuffer:
     """Up to `max_tokens` entries: the newest of this step, and of up to `steps` before it, later ones first, the
     longest."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
-        self.max_tokens, self.tokens = max_tokens, 0
+        self.max_tokens, self.tokens, self.past_tokens = max_tokens, 0, 0
         self.before: deque[list[Harvest]] = deque(maxlen=steps)
         self.now: deque[Harvest] = deque()
 
     @property
+    def past(self) -> list[Harvest]:
+        """Of the steps before this one: what is trained on."""
+        return [item for step in self.before for item in step]
+
+    @property
     def items(self) -> list[Harvest]:
-        return [item for step in (*self.before, self.now) for item in step]
+        return [*self.past, *self.now]
 
     @property
     def versions(self) -> set[int]:
@@ -91,6 +88,19 @@ class HarvestBuffer:
         while self.tokens > self.max_tokens and len(self.now) > 1:
             self.tokens -= len(self.now.popleft().tokens)
 
+    def add_past(self, harvest: Harvest) -> None:
+        """Of the step before this one, if it comes only now; where there is no room, the oldest go."""
+        if harvest.drafted == 0 or not self.before:
+            return
+        self.before[-1].append(harvest)
+        self._count(len(harvest.tokens))
+        while self.past_tokens > _BEFORE * self.max_tokens and len(self.past) > 1:
+            self._count(-len(next(step for step in self.before if step).pop(0).tokens))
+
+    def _count(self, past: int) -> None:
+        self.tokens += past
+        self.past_tokens += past
+
     def next_step(self) -> None:
         """The target moved: this step is now the one before."""
         self.before.append(list(self.now))
@@ -98,6 +108,7 @@ class HarvestBuffer:
         self.tokens = 0
         for step in reversed(self.before):
             step[:] = self._longest(step)
+        self.past_tokens = self.tokens
 
     def _longest(self, items: Iterable[Harvest]) -> Iterator[Harvest]:
         for item in sorted(items, key=lambda item: item.end, reverse=True):
@@ -106,10 +117,10 @@ class HarvestBuffer:
                 yield item
 
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
-        """Items of one target version of up to `tokens` entries together. The further an item reaches, the likelier it
-        is drawn: drafters fail at late positions first. One that is too long by itself is cut."""
+        """Items of the past, of one target version, of up to `tokens` entries in sum. The newer one is and the further
+        it reaches, the likelier it is drawn: drafters fail at late positions first. One that is too long is cut."""
         drawn: list[Harvest] = []
-        for item in _weighted(self.items, rng):
+        for item in _weighted(self.past, rng):
             room = tokens - sum(len(other.tokens) for other in drawn)
             if not drawn and len(item.tokens) > tokens:
                 return [item.cut(rng.randrange(len(item.tokens) - tokens + 1), tokens)]
@@ -118,14 +129,6 @@ class HarvestBuffer:
             elif room < tokens // 8:
                 break
         return drawn
-
-    def newest(self, tokens: int) -> list[Harvest]:
-        """Of the last steps, as few as hold so many entries together."""
-        found: list[Harvest] = []
-        for step in (self.now, *reversed(self.before)):
-            if sum(len(item.tokens) for item in found) < tokens:
-                found += step
-        return found
 
 
 def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
@@ -140,6 +143,8 @@ def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Ra
 
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
-    """In random order, each next one drawn by its end (Efraimidis and Spirakis 2006)."""
-    keys = {id(item): rng.random() ** (1 / item.end) for item in items}
+    """In random order, each next one drawn by its end and by how new it is (Efraimidis and Spirakis 2006)."""
+    newest = max((item.target_version for item in items), default=0)
+    weights = {id(item): item.end * _OLDER ** (newest - item.target_version) for item in items}
+    keys = {name: rng.random() ** (1 / weight) for name, weight in weights.items()}
     yield from sorted(items, key=lambda item: keys[id(item)], reverse=True)

@@ -22,10 +22,10 @@ from tlt.draft.horizon import Curve, Decision, Horizon, Learning, RoundCosts, ag
 class Thresholds:
     """All that the drafter's life is decided by. What is not measured in the run itself is here."""
 
-    stretch: int = 32
-    """micro-batches, of all workers, that are judged together: judging takes as long as four"""
+    stretch: int = 16
+    """micro-batches, of all workers, that are judged together: judging takes as long as two to four"""
     judged: int = 2
-    """micro-batches of held-back harvest that a candidate is judged by"""
+    """micro-batches of the present harvest that a candidate is judged by"""
     better: float = 1.02
     """times the accept length of the drafter in use, what a candidate must have to go live: a judgement errs by about
     that, and a swap costs a pass over the windows of all live rows"""
@@ -46,11 +46,15 @@ class Thresholds:
     slope: float = 0.6
     """b of the curve of training before anything was judged: from random weights 0.70 were measured after 10 s, 0.65
     after 30 s, 0.57 after 60 s and 0.49 after 120 s"""
-    cold_seconds: float = 3.0
-    """that a random drafter's training counts as so many more, so that the curve begins at no agreement"""
-    trial: int = 4
-    """judgements after the start, or after such a fall, before which what is measured of learning does not end it: the
-    first ones tell of weights, and of harvest, that are mostly of before"""
+    cold: int = 40
+    """micro-batches that a random drafter's training counts as more, so that the curve begins at no agreement"""
+    pace: float = 0.075
+    """seconds of a micro-batch, until the first was trained on"""
+    trial: int = 400
+    """micro-batches after the start, or after such a fall, before which what is measured of learning does not end it:
+    the first judgements tell of weights, and of harvest, that are mostly of before"""
+    unjudged: int = 4
+    """stretches without a judgement, after which nobody catches up"""
     measured: int = 8
     """judgements after which the curve of one that was trained before is known beyond its first level"""
     second_costs: float = 0.12
@@ -63,7 +67,8 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("level", "starting", "published", "moved", "resting_since", "rollouts")  # of a gate, in its checkpoint
+_NUMBERS = ("level", "starting", "published", "moved", "resting_since", "rollouts", "pace", "used", "tried")
+"""of a gate, in its checkpoint"""
 
 
 class SpotReport(NamedTuple):
@@ -75,7 +80,7 @@ class SpotReport(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """A candidate and the drafter in use on the same held-back harvest; sums over its entries."""
+    """A candidate and the drafter in use on the same harvest; sums over its entries."""
 
     entries: int = 0
     in_use: float = 0.0
@@ -106,6 +111,14 @@ class TrainingGate:
 
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
         self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
+        self.pace = 0.0
+        """seconds of a micro-batch; 0 until the first was trained on"""
+        self.used = 1.0
+        """share of the idle time that training gets: much of it comes in parts shorter than a micro-batch"""
+        self.tried = 0
+        """micro-batches that were trained on since the curve began"""
+        self.unjudged = 0
+        """those since the last judgement"""
         self.curve: Curve | None = None if trained else self._curve(0.0)
         self.starting, self.level = trained, 0.0
         """whether it is still seen what ln(1 - agreement) one that was trained before begins with; and that"""
@@ -127,7 +140,8 @@ class TrainingGate:
     def _curve(self, miss: float) -> Curve:
         """Of a drafter that stands there, as if it had been trained from random weights."""
         self.published, self.moved, slope = miss, 0.0, self.thresholds.slope
-        return Curve(self.thresholds.cold_seconds * math.exp(-miss / slope), miss, slope)
+        cold = self.thresholds.cold * (self.pace or self.thresholds.pace)
+        return Curve(cold * math.exp(-miss / slope), miss, slope)
 
     def _miss(self, accept_length: float) -> float:
         return math.log(1 - agreement_of(accept_length, self.unroll))
@@ -156,24 +170,38 @@ class TrainingGate:
         """The target moved away at once: what was seen before tells nothing, of learning neither, which is fast again
         where most is wrong."""
         self.looks = deque([self.looks[-1]], self.looks.maxlen)
-        self.curve, self.starting = self._curve(self.looks[-1][1]), False
+        self.curve, self.starting, self.tried = self._curve(self.looks[-1][1]), False, 0
+
+    def trained_for(self, report: SpotReport) -> None:
+        """How far a second leads is known by the first judgement; until then, by how long micro-batches take."""
+        if not report.micro_batches:
+            return
+        self.pace = report.seconds / report.micro_batches
+        if self.curve and not self.curve.judged:
+            self.curve = self._curve(self.curve.points[-1][1])
+        self.tried += report.micro_batches
+        self.unjudged += report.micro_batches
 
     def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
         """So many seconds of training led from the candidate before to this one. One that is not finite led nowhere."""
-        before = self._miss(in_use)
-        miss = self._miss(candidate) if math.isfinite(candidate) else before
+        before, self.unjudged = self._miss(in_use), 0
+        gain = self._miss(candidate) - before if math.isfinite(candidate) else 0.0
         self.curve, self.starting = self.curve or self._curve(before), False
-        self.moved = before - self.published
-        self.curve.add(seconds, miss - self.moved)
+        self.moved = (self._present()[0] if self.looks else before) - self.published
+        self.curve.add(seconds, self.published + gain)
         self.resting_since = self.rollouts
-        if published:
-            self.published = miss - self.moved
-            self.looks.clear()
-            self.looks.append((self.rollouts, miss))
+        if published:  # it would have been seen so much better then too: both were judged on the same
+            self.published += gain
+            self.looks = deque([(rollout, min(0.0, miss + gain)) for rollout, miss in self.looks], self.looks.maxlen)
         self._decide()
 
-    def rollout_ended(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
+    def rollout_ended(self, horizon: Horizon, costs: Sequence[RoundCosts] = (), trained: float = 0.0) -> None:
+        """`trained`: seconds of training in it."""
         self.rollouts += 1
+        if trained and horizon.idle_seconds:
+            self.used += (min(1.0, trained / horizon.idle_seconds) - self.used) / self.thresholds.lately
+        else:  # what was true when it last trained may no longer be
+            self.used += (1.0 - self.used) / self.thresholds.level
         self.horizons.append(horizon)
         self.costs = costs or self.costs
         self._decide()
@@ -205,7 +233,7 @@ class TrainingGate:
         miss -= self.thresholds.sure * error
         _, b, doubt = curve.fit()
         slope = max(0.0, b - self.thresholds.sure * doubt)
-        if curve.judged < self.thresholds.trial:
+        if self.tried < self.thresholds.trial:
             slope = max(slope, curve.slope - self.thresholds.sure * Curve.DOUBT)
         known = not self.trained or curve.judged >= self.thresholds.measured or not self._is_useful(self.level)
         best = -math.inf if known else self.level
@@ -223,7 +251,7 @@ class TrainingGate:
         last, count = self.horizons[-1], len(self.horizons)
         horizon = last._replace(
             rollout_seconds=sum(one.rollout_seconds for one in self.horizons) / count,
-            idle_seconds=sum(one.idle_seconds for one in self.horizons) / count,
+            idle_seconds=self.used * sum(one.idle_seconds for one in self.horizons) / count,
         )
         least = self.thresholds.least_saving
         self.decision = decide(self._learning(self.curve), horizon, self.costs, self.unroll, least)
@@ -233,6 +261,13 @@ class TrainingGate:
 
     def should_train(self) -> bool:
         return self.decision.trains if self.decision else not self.trained
+
+    def catch_up(self, most: float) -> float:
+        """Seconds for which all workers are to train before the update: `most` times a rollout's. None where what they
+        train is never judged."""
+        if not self.decision or not self.pace or self.unjudged > self.thresholds.unjudged * self.thresholds.stretch:
+            return 0.0
+        return min(self.decision.catch_up, most * min(horizon.rollout_seconds for horizon in self.horizons))
 
     def saves(self, seconds: float) -> float:
         """Seconds that so much training is predicted to save in the steps that remain."""
@@ -257,6 +292,6 @@ class TrainingGate:
         self.trained = state.get("trained", self.trained)
         self.looks.extend((rollout, miss) for rollout, miss in state.get("looks", ()))
         for name in _NUMBERS:
-            setattr(self, name, state.get(name, 0))
+            setattr(self, name, state.get(name, getattr(self, name)))
         self.horizons.extend(Horizon(*horizon) for horizon in state.get("horizons", ()))
         self._decide()

@@ -7,16 +7,23 @@ the seconds x that it was trained for, ln(1 - a) = c - b ln x, fitted on judgeme
 adds `drift` to ln(1 - a) in every step.
 
 So each plan, to train in the idle time of the next k steps and then to rest, has a price for the steps that remain:
-the rollouts' seconds, and what training costs those who decode beside it. The cheapest plan decides.
+the rollouts' seconds, and what training costs those who decode beside it. The cheapest plan decides. A drafter that is
+far behind may catch up first: all workers train it while nothing is decoded, if the price is lower even so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+Number = TypeVar("Number", float, np.ndarray)
 
 MOST_AGREEMENT = 0.995
+_MISSES = np.linspace(0.0, math.log(1 - MOST_AGREEMENT), 129)  # ln(1 - agreement), between which lines are drawn
 _MOST_STEPS = 64  # of a plan: a longer run is planned in so many parts
 
 
@@ -45,14 +52,20 @@ class Learning(NamedTuple):
     drift: float = 0.0
     """that a step adds to `miss`"""
 
+    def trained(self, seconds: float) -> Learning:
+        """After so many more."""
+        if not seconds:
+            return self
+        now = self.seconds + seconds
+        miss = max(min(self.best, self.miss), self.miss - self.slope * math.log(now / self.seconds))
+        return self._replace(miss=miss, seconds=now)
+
     def next_step(self, trained: float) -> Learning:
         """After so many seconds of training, and one step of the target."""
-        seconds, miss = self.seconds + trained, self.miss
-        if trained:
-            miss = max(min(self.best, miss), miss - self.slope * math.log(seconds / self.seconds))
-        moved = min(0.0, miss + self.drift)
-        back = math.exp(min(0.0, (miss - moved) / self.slope)) if self.slope else 1.0
-        return self._replace(miss=moved, seconds=max(1e-3, seconds * back))
+        after = self.trained(trained)
+        moved = min(0.0, after.miss + self.drift)
+        back = math.exp(min(0.0, (after.miss - moved) / self.slope)) if self.slope else 1.0
+        return after._replace(miss=moved, seconds=max(1e-3, after.seconds * back))
 
 
 class Horizon(NamedTuple):
@@ -64,12 +77,14 @@ class Horizon(NamedTuple):
     """of a step, of all workers together, that training may take"""
     second_costs: float
     """what a second of training takes from those who decode beside it; 1 where it is not idle time"""
+    workers: int = 0
+    """that may catch up"""
 
 
 class Decision(NamedTuple):
     trains: bool
     saves: float
-    """seconds in the steps that remain, what training costs taken off: of the best plan that trains, or below 0"""
+    """seconds in the steps that remain, what training costs taken off: of the best plan"""
     seconds: float
     """of training, that the plan takes"""
     agreement: float
@@ -82,6 +97,8 @@ class Decision(NamedTuple):
     second_costs: float
     slope: float
     drift: float
+    catch_up: float
+    """seconds for which all workers are to train at once, while nothing is decoded"""
 
     def numbers(self) -> dict[str, float]:
         """For the trace."""
@@ -92,9 +109,12 @@ class Decision(NamedTuple):
         return max(0.0, self.saves / self.seconds) if self.seconds else 0.0
 
 
-def accept_length(agreement: float, depth: int) -> float:
+def accept_length(agreement: Number, depth: int) -> Number:
     """E_d(a): tokens that a round commits, the target's own one among them."""
-    return sum(agreement**k for k in range(depth + 1))
+    length = 0 * agreement + 1
+    for _ in range(depth):
+        length = 1 + agreement * length
+    return length
 
 
 def agreement_of(length: float, depth: int) -> float:
@@ -106,12 +126,13 @@ def agreement_of(length: float, depth: int) -> float:
     return high
 
 
-def speed(agreement: float, costs: RoundCosts) -> float:
+def speed(agreement: Number, costs: RoundCosts) -> Number:
     """S(a): times plain decoding in such rounds, which is what the tuner falls back to."""
-    return max([1.0, *(accept_length(agreement, d) * costs.plain / t for d, t in costs.drafted.items())])
+    drafted = (accept_length(agreement, d) * costs.plain / t for d, t in costs.drafted.items())
+    return reduce(np.maximum, drafted, 0 * agreement + 1)
 
 
-def speeds(agreement: float, costs: Sequence[RoundCosts], depth: int) -> Iterator[tuple[float, float]]:
+def speeds(agreement: Number, costs: Sequence[RoundCosts], depth: int) -> Iterator[tuple[float, Number]]:
     """(weight, S) for each size of rounds. Where no seconds are known, drafting always goes on, at one cost."""
     if not costs:
         yield 1.0, accept_length(agreement, depth)
@@ -128,45 +149,59 @@ def mean_speed(found: Iterable[tuple[float, float]]) -> float:
 def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int, least: float) -> Decision:
     """`least`: share of the rollouts to come that training must save beyond its costs. `depth`: that drafters are
     judged with."""
-    now = list(speeds(_agreement(learning), costs, depth))
-    total = sum(weight for weight, _ in now)
-
-    def seconds(at: Learning) -> float:
-        """Of a rollout with a drafter that stands there."""
-        then = speeds(_agreement(at), costs, depth)
-        return horizon.rollout_seconds * sum(w * s / t for (w, s), (_, t) in zip(now, then, strict=True)) / total
-
+    seconds = _seconds_of_rollouts(learning, horizon, costs, depth)
     parts = min(horizon.steps, _MOST_STEPS)
     each = horizon.steps / max(1, parts)  # steps of a part
     drifting = learning._replace(drift=learning.drift * each)
 
-    def plan(training: int) -> tuple[float, Learning]:
+    def plan(training: int, catch_up: float = 0.0) -> tuple[float, Learning]:
         """Its price, and where the drafter stands when it ends to train."""
-        price, at, trained = 0.0, drifting, drifting
+        price, at = catch_up, drifting.trained(catch_up * horizon.workers)
+        trained = at
         for part in range(parts):
             idle = each * horizon.idle_seconds if part < training else 0.0
-            price += each * seconds(at) + idle * horizon.second_costs
+            price += each * seconds(at.miss) + idle * horizon.second_costs
             at = at.next_step(idle)
             trained = at if part < training else trained
         return price, trained
 
     resting, _ = plan(0)
-    plans = {k: plan(k) for k in _lengths(parts)}
-    best = min(plans, key=lambda k: plans[k][0], default=0)
-    price, trained = plans.get(best, (math.inf, drifting))
-    saves = resting - price if plans else 0.0
+    plans = {(k, 0.0): plan(k) for k in _lengths(parts)}
+    best, _ = min(plans, key=lambda one: plans[one][0])
+    plans |= {(k, c): plan(k, c) for k in (best, parts) for c in _catch_ups(horizon, resting)}
+    length, catch_up = min(plans, key=lambda one: plans[one][0] + (least * resting if one[1] else 0.0))
+    price, trained = plans[length, catch_up]
+    seconds_trained = length * each * horizon.idle_seconds + catch_up * horizon.workers
     return Decision(
-        trains=bool(plans) and horizon.idle_seconds > 0 and saves > least * resting,
-        saves=saves,
-        seconds=best * each * horizon.idle_seconds,
+        trains=seconds_trained > 0 and resting - price > least * resting,
+        saves=resting - price,
+        seconds=seconds_trained,
         agreement=_agreement(learning),
-        speed=mean_speed(now),
+        speed=mean_speed(speeds(_agreement(learning), costs, depth)),
         speed_trained=mean_speed(speeds(_agreement(trained), costs, depth)),
         steps=horizon.steps,
         second_costs=horizon.second_costs,
         slope=learning.slope,
         drift=learning.drift,
+        catch_up=catch_up,
     )
+
+
+def _seconds_of_rollouts(
+    learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int
+) -> Callable[[float], float]:
+    """Of a rollout with a drafter that has this ln(1 - agreement). From a table: a decision asks a thousand times."""
+    now = list(speeds(_agreement(learning), costs, depth))
+    then = speeds(1 - np.exp(_MISSES), costs, depth)
+    share = sum(w * s / t for (w, s), (_, t) in zip(now, then, strict=True)) / sum(weight for weight, _ in now)
+    table, step = np.asarray(horizon.rollout_seconds * share).tolist(), float(_MISSES[1])
+
+    def seconds(miss: float) -> float:
+        at = min(max(0.0, miss / step), len(table) - 1.001)
+        low = int(at)
+        return table[low] + (at - low) * (table[low + 1] - table[low])
+
+    return seconds
 
 
 def _agreement(learning: Learning) -> float:
@@ -174,13 +209,20 @@ def _agreement(learning: Learning) -> float:
 
 
 def _lengths(parts: int) -> Iterator[int]:
-    """1, 2, 4, ..., all."""
-    length = 1
+    """0, 1, 2, 4, ..., all."""
+    length = 0
     while length < parts:
         yield length
-        length *= 2
-    if parts:
-        yield parts
+        length = max(1, 2 * length)
+    yield parts
+
+
+def _catch_ups(horizon: Horizon, most: float) -> Iterator[float]:
+    """Half a rollout, one, 2, 4, ..., as long as that can repay."""
+    seconds = horizon.rollout_seconds / 2
+    while horizon.workers and 0 < seconds < most:
+        yield seconds
+        seconds *= 2
 
 
 class Curve:

@@ -3,8 +3,7 @@
     TRAINING    idle workers train their replicas, until there is a stretch of it to judge
     COLLECTING  the replicas of those who trained are on their way
     WAITING     their average, the candidate, waits for somebody who is idle
-    JUDGING     it is compared with the drafter in use, on harvest that is held back
-    BORROWING   the idle workers hold nothing back, so that others lend some
+    JUDGING     it is compared with the drafter in use, on what the present step harvested
 
 Then it is published if it is better. Training goes on from the average at once, whatever is thought of it. Workers that
 decode are asked for next to nothing: they take a published drafter between two rounds, and the common start of training
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 from tlt.draft.gate import Judgement, SpotReport, TrainingGate, summed
 from tlt.draft.horizon import Horizon, RoundCosts
 
-Stage = Enum("Stage", "TRAINING COLLECTING WAITING JUDGING BORROWING")
+Stage = Enum("Stage", "TRAINING COLLECTING WAITING JUDGING")
 
 
 class Collect(NamedTuple):
@@ -35,9 +34,11 @@ class Collect(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """Average these, at once: `combined`."""
+    """Average these, which were trained from `start`, at once: `combined`."""
 
     replicas: Sequence[Any]
+    start: Any
+    """None: what the run began with"""
 
 
 class Judge(NamedTuple):
@@ -45,13 +46,6 @@ class Judge(NamedTuple):
 
     workers: Sequence[int]
     candidate: Any
-    lent: Sequence[Any]
-
-
-class Borrow(NamedTuple):
-    """Ask these workers for what they hold back: each is to be `answered`."""
-
-    workers: Sequence[int]
 
 
 class Publish(NamedTuple):
@@ -77,7 +71,7 @@ class Adopt(NamedTuple):
     start: Any
 
 
-Action: TypeAlias = Collect | Combine | Judge | Borrow | Publish | Take | Adopt
+Action: TypeAlias = Collect | Combine | Judge | Publish | Take | Adopt
 
 
 @dataclass
@@ -86,7 +80,7 @@ class DrafterReport:
 
     version: int = 0
     accept_length: float | None = None
-    """of the drafter in use, on harvest that is held back"""
+    """of the drafter in use, on this rollout's harvest"""
     candidate: float | None = None
     """of the last candidate, on the same"""
 
@@ -105,7 +99,6 @@ class Trial:
     """of training since the candidate before"""
     candidate: Any = None
     judged: Judgement = field(default_factory=Judgement)
-    lent: list[Any] = field(default_factory=list)
 
 
 class Lifecycle:
@@ -128,24 +121,28 @@ class Lifecycle:
         self._behind: set[int] = set()  # workers that have not taken it
         self._ahead: set[int] = set()  # and those that have trained since
         self._looked = False  # at the drafter in use, in this rollout
+        self._trained_now = 0.0  # seconds, in this rollout
         self._looking = 0.0  # seconds that looks have taken beyond what they may, or may still take in this rollout
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
     def rollout_begins(self) -> None:
-        self.report, self._looked = DrafterReport(self.version), False
+        self.report, self._looked, self._trained_now = DrafterReport(self.version), False, 0.0
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """`costs`: of its rounds, as far as the tuner knows them."""
         worker_seconds = horizon.rollout_seconds * len(self.workers)
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
-        self.gate.rollout_ended(horizon, costs)
+        self.gate.rollout_ended(horizon, costs, self._trained_now)
 
     def trained(self, worker: int, report: SpotReport) -> None:
-        self._ahead.add(worker)
-        self._micro_batches += report.micro_batches
-        self._seconds += report.seconds
+        self._trained_now += report.seconds
+        if worker not in self._behind:  # else it is to go on from elsewhere
+            self._ahead.add(worker)
+            self._micro_batches += report.micro_batches
+            self._seconds += report.seconds
         self.tokens += report.tokens
+        self.gate.trained_for(report)
 
     def answered(self, worker: int, answer: Any) -> None:
         """None where it has nothing to say."""
@@ -192,15 +189,12 @@ class Lifecycle:
                 return self._judge(workers)
             case Stage.JUDGING:
                 return self._weigh(workers)
-            case Stage.BORROWING:
-                self._trial.lent = [item for items in self._answers.values() for item in items]
-                return self._judge(workers) if self._trial.lent else self._decide()
             case _:
                 return self._begin(workers)
 
     # -- from stage to stage -------------------------------------------------------------------------------------------
 
-    def _ask(self, stage: Stage, action: Collect | Judge | Borrow) -> list[Action]:
+    def _ask(self, stage: Stage, action: Collect | Judge) -> list[Action]:
         self.stage, self._answers, self._awaited = stage, {}, set(action.workers)
         return [action]
 
@@ -220,11 +214,10 @@ class Lifecycle:
             self.stage = Stage.TRAINING
             return []
         self.stage = Stage.WAITING
-        return [Combine(list(self._answers.values()))]
+        return [Combine(list(self._answers.values()), self._start)]
 
     def _judge(self, idle: Sequence[int]) -> list[Action]:
-        judges = idle[:1] if self._trial.lent else idle
-        return self._ask(Stage.JUDGING, Judge(judges, self._trial.candidate, self._trial.lent))
+        return self._ask(Stage.JUDGING, Judge(idle, self._trial.candidate))
 
     def _weigh(self, idle: Sequence[int]) -> list[Action]:
         """All that is known of the candidate by now: is it enough to go by?"""
@@ -232,16 +225,14 @@ class Lifecycle:
         if trial.candidate is None:
             self._looking += now.seconds
         trial.judged = summed([trial.judged, now])._replace(broken_off=False)
-        others = [worker for worker in self.workers if worker not in self._answers]
         if now.broken_off and trial.judged.entries < self.wanted:
             return self._judge(idle)
-        if trial.judged.entries or trial.lent or not others:
-            return self._decide()
-        return self._ask(Stage.BORROWING, Borrow(others))
+        return self._decide()
 
     def _decide(self) -> list[Action]:
         self.stage, trial, judged = Stage.TRAINING, self._trial, self._trial.judged
         if not judged.entries:
+            self._seconds += trial.seconds  # it is a part of the next candidate
             return []
         in_use = judged.in_use / judged.entries
         if self.report.accept_length is None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tlt.draft.buffer import Harvest, Transcript, is_held_back
+from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.features import FeatureLayout
 from tlt.draft.teacher import Teacher
 
@@ -23,8 +23,8 @@ class FeatureTeacher(Teacher, Protocol):
 
 
 class Recompute:
-    """Responses of this step and of the one before wait here, up to `most_tokens` of them; the longest comes first, as
-    drafters fail at late positions first."""
+    """Responses of this step and of the one before (`past`) wait here, up to half of `most_tokens` of each; the longest
+    comes first, as drafters fail at late positions first."""
 
     def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
         self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
@@ -33,29 +33,29 @@ class Recompute:
 
     def add(self, transcript: Transcript) -> None:
         self._now.append(transcript)
-        while self._total() > self.most_tokens and (self._before or len(self._now) > 1):
-            (self._before or self._now).pop(0)
+        while self.tokens(past=False) > self.most_tokens // 2 and len(self._now) > 1:
+            self._now.pop(0)
 
     def next_step(self) -> None:
         """The teacher moved. What waits is computed by what it is then: harvest of that version."""
         self._before, self._now = self._now, []
 
-    def tokens(self, held_back: bool) -> int:
-        """Of those that wait: to be trained on, or held back."""
-        return sum(len(transcript.tokens) for transcript in self.waiting(held_back))
+    def tokens(self, past: bool) -> int:
+        """Of those that wait."""
+        return sum(len(transcript.tokens) for transcript in self._waiting(past))
 
-    def take(self, held_back: bool, stop: Callable[[], bool]) -> list[Harvest]:
+    def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
         """Of one of those that wait, in windows; nothing where none does. Raises Interrupted where `stop` says so, and
         then it still waits."""
-        waiting = self.waiting(held_back)
+        waiting = self._waiting(past)
         if not waiting:
             return []
         longest = max(waiting, key=lambda transcript: len(transcript.tokens))
-        found = self.harvest(longest, stop)
-        (self._now if longest in self._now else self._before).remove(longest)
+        found = self._harvest(longest, stop)
+        waiting.remove(longest)
         return found
 
-    def harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
+    def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
         """Entries of all tokens but the last, in whole windows and the last window, as our own engine gives them.
         Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
@@ -69,8 +69,6 @@ class Recompute:
         whole = Harvest(self.teacher.version, 0, transcript.prompt_length, tokens[1:], features, transcript.prompt_id)
         return [whole.cut(low, size) for low in starts]
 
-    def waiting(self, held_back: bool) -> list[Transcript]:
-        return [t for t in (*self._before, *self._now) if is_held_back(t.prompt_id) == held_back]
+    def _waiting(self, past: bool) -> list[Transcript]:
+        return self._before if past else self._now
 
-    def _total(self) -> int:
-        return sum(len(transcript.tokens) for transcript in (*self._before, *self._now))

@@ -1,6 +1,7 @@
 """Training the drafter in the gaps of a rollout: short calls, which can be broken off amid a micro-batch.
 
-One per worker. What workers share goes by value: `replica` out, `adopt` in, and the sums of `judge` added up.
+One per worker. What workers share goes by value: `replica` out, `adopt` in, and the sums of `judge` added up. Drafters
+are trained on the harvest of the steps before, and judged on that of the present one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import copy
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,15 +27,12 @@ from tlt.draft.unroll import bundles, pack
 
 log = logging.getLogger(__name__)
 
-_HELD = 16  # micro-batches of harvest held back
-_LENT = 4  # responses whose harvest is still to be computed
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
-_FRESH = 6  # steps whose harvest drafters are judged on at most: two prompts a step seldom hold none back for so long
 _STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
 _HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
 _READY = 2  # micro-batches of harvest before training starts
 _SPREAD = 4  # entries before it starts from random weights, to each input of fc: they are what it begins with
-_ENOUGH = 16  # micro-batches likewise of a drafter trained before, which a few responses make worse on all others
+_ENOUGH = 4  # micro-batches likewise of a drafter trained before, which a few responses make worse on all others
 _MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches that the published weights are a mean of, at the least rate and at most
 _SAMPLE = 16  # entries of harvest that `fc`'s inputs are known by, to each of them
 _LEAST_RATE = 0.1  # of the configured one
@@ -63,7 +61,6 @@ class SpotTrainer:
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes)))
-        self.held_back = HarvestBuffer(_HELD * config.micro_batch_tokens, self.buffer.before.maxlen or 1)
         self.rng = random.Random(seed)
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # since the last replica
@@ -75,27 +72,25 @@ class SpotTrainer:
     # -- the harvest ---------------------------------------------------------------------------------------------------
 
     def harvest(self, item: Harvest | Transcript) -> None:
-        """The engine's `on_harvest`. A share of the prompts is held back for `judge`, the same on all workers."""
+        """The engine's `on_harvest`."""
         if isinstance(item, Transcript):
             assert self.recompute, "of an engine that keeps no features"
             self.recompute.add(item)
         else:
-            (self.held_back if item.held_back else self.buffer).add(item)
+            self.buffer.add(item)
 
     def target_moved(self) -> None:
         """To be called after every `target.load` of a new version."""
         if self.recompute:
             self.recompute.next_step()
         self.buffer.next_step()
-        if self.held_back.now:  # else there is something to judge by still, if of a target that is older
-            self.held_back.next_step()
-        self.trainer.target_moved(self.buffer.versions | self.held_back.versions)
+        self.trainer.target_moved(self.buffer.versions)
 
     @property
     def ready(self) -> bool:
         """Whether there is harvest enough to train on, or responses to compute it of."""
-        waiting = self.recompute.tokens(held_back=False) if self.recompute else 0
-        return self.buffer.tokens + waiting >= self.enough
+        waiting = self.recompute.tokens(past=True) if self.recompute else 0
+        return self.buffer.past_tokens + waiting >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -106,7 +101,7 @@ class SpotTrainer:
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:
                 self._recompute_one(stop)
-                trained = self._micro_batch(stop) if self.buffer.tokens >= self.enough else 0
+                trained = self._micro_batch(stop) if self.buffer.past_tokens >= self.enough else 0
             except Interrupted:
                 break
             spent = time.perf_counter() - began
@@ -129,14 +124,14 @@ class SpotTrainer:
     def _prepare(self) -> None:
         """Before the first step, and after twice as many: by then the harvest is of more prompts."""
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
-        sample = pieces(self.buffer.items, entries, _PIECE, random.Random(steps))
+        sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
-    def _recompute_one(self, stop: Callable[[], bool], held_back: bool = False) -> bool:
+    def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
         """Harvest of one response, if one waits. Raises Interrupted."""
-        found = self.recompute.take(held_back, stop) if self.recompute else []
+        found = self.recompute.take(past, stop) if self.recompute else []
         for item in found:
-            self.harvest(item)
+            (self.buffer.add_past if past else self.buffer.add)(item)
         return bool(found)
 
     @torch.no_grad()
@@ -174,54 +169,28 @@ class SpotTrainer:
 
     # -- publication ---------------------------------------------------------------------------------------------------
 
-    def judge(
-        self,
-        candidate: Mapping[str, Tensor] | None,
-        lent: Sequence[Harvest | Transcript] = (),
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Judgement:
-        """Of a candidate (`Replica.tensors`), if there is one, and the drafter in use: on this worker's `evidence` and
-        on what others `lend`. What is lent of a target version whose head is no longer here is left out. It is broken
-        off amid a micro-batch where `stop` says so."""
+    def judge(self, candidate: Mapping[str, Tensor] | None, stop: Callable[[], bool] = lambda: False) -> Judgement:
+        """Of a candidate (`Replica.tensors`), if there is one, and the drafter in use, on this worker's `evidence`. It
+        is broken off amid a micro-batch where `stop` says so."""
         layer = None if candidate is None else _put(candidate, self.judged)
-        try:
-            while self._fresh_evidence() < self.judged_tokens and self._recompute_one(stop, True):
-                pass
-            items = [*self.evidence(), *(item for lot in lent for item in self._harvest_of(lot, stop))]
-        except Interrupted:
-            return Judgement(broken_off=True)
-        known = [item for item in items if item.target_version in self.trainer.heads]
         done: list[Judgement] = []
-        for items in bundles(known, self.config.micro_batch_tokens):
-            batch = pack(items, self.target.device)
-            try:
+        try:
+            while sum(len(item.tokens) for item in self.buffer.now) < self.judged_tokens:
+                if not self._recompute_one(stop, past=False):
+                    break
+            for items in bundles(self.evidence(), self.config.micro_batch_tokens):
+                batch = pack(items, self.target.device)
                 in_use, _, entries = self.trainer.judge(self.in_use, batch, stop)
                 mine, first = self.trainer.judge(layer, batch, stop)[:2] if layer else (0.0, 0.0)
-            except Interrupted:
-                done.append(Judgement(broken_off=True))
-                break
-            done.append(Judgement(entries, in_use, mine, first))
+                done.append(Judgement(entries, in_use, mine, first))
+        except Interrupted:
+            done.append(Judgement(broken_off=True))
         return summed(done)
 
-    def _harvest_of(self, item: Harvest | Transcript, stop: Callable[[], bool]) -> list[Harvest]:
-        if isinstance(item, Harvest):
-            return [item]
-        assert self.recompute, "all workers have engines of one kind"
-        return self.recompute.harvest(item, stop)
-
-    def lend(self) -> list[Harvest | Transcript]:
-        """For another worker's `judge`; of what nothing was computed yet, that one does so."""
-        return [*self.evidence(), *(self.recompute.waiting(held_back=True)[:_LENT] if self.recompute else ())]
-
-    def _fresh_evidence(self) -> int:
-        return sum(len(item.tokens) for item in self.held_back.now)
-
     def evidence(self) -> list[Harvest]:
-        """Of what was held back last, as the target moves, and never of long ago; another part at every step."""
-        rng = random.Random(f"{self.target.version} {self.held_back.tokens}")
-        newest = self.held_back.newest(self.judged_tokens)
-        fresh = [item for item in newest if item.target_version > self.target.version - _FRESH]
-        return pieces(fresh, self.judged_tokens, _PIECE, rng)
+        """Some of what this step gave so far; another part as there is more of it."""
+        rng = random.Random(f"{self.target.version} {len(self.buffer.now)}")
+        return pieces(self.buffer.now, self.judged_tokens, _PIECE, rng)
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer

@@ -44,7 +44,7 @@ class Harvester:
             return
         size = self.window.window
         for place, row in enumerate(rows):
-            if not row.finite:  # nothing to learn from
+            if not row.finite or row.ahead:  # nothing to learn from, or decoded once more when it is due
                 continue
             low, length = max(row.harvested, self.window.first[place]), self.window.length[place]
             while length - low >= size:
