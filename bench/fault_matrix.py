@@ -37,6 +37,7 @@ _COMES_WITHIN = 20.0  # seconds: a point that is armed is come to
 _TRIES = 3  # at that
 _STOPPED = PATIENCE + 1.0  # seconds that a stopped driver stays so
 _MEGABYTES = 96  # of the disk that runs are on
+_SAVES = 6  # steps, among which there is one that is saved: a line on record needs no room of its own
 _FILES = ("policy/model.safetensors", "optimizer.safetensors")
 _CAUSES = {
     "SIGKILL": r"worker \d+ was lost amid \w+ \(",
@@ -104,7 +105,7 @@ class Matrix:
             time.sleep(_STOPPED)
             os.kill(struck, signal.SIGCONT)
         step = max(step, run.last_step())
-        row["ends"] = _goes_on(run, step + 2)
+        row["ends"] = _goes_on(run, step + (_SAVES if cell.fault == "disk full" else 2))
         row["seconds"] = time.monotonic() - began
         said = "".join(text.removeprefix(heard_before.get(name, "")) for name, text in _logs(run).items())
         causes = [line.strip() for line in said.splitlines() if re.search(_CAUSES[cell.fault], line)]

@@ -8,7 +8,8 @@ bits: the shift is in the middle of the run. The drafter was trained on the firs
 with assets/tiny-drafter, which was trained on all four tasks, as the most that adapting could bring. In the result
 `adaptive` is spot training without look-ahead (the mode `spot`), and `adaptive+ahead` with it (the mode `adaptive`).
 
-{"phases": [{"name", "first", "last", "ratios": {"adaptive/frozen": [low, median, high], ...}, "steps": {...}}],
+{"phases": [{"name", "first", "last", "ratios": {"adaptive/frozen": [low, median, high], ...}, "steps": {...},
+             "seconds": {mode: of all rollouts in sum}}],
  "recovered", "policy_sha256"}: ratios of rollout speed, the median of paired steps of all seeds in its 95 % interval;
 `steps` likewise of whole steps. `recovered` is how much of the way from frozen to the bound is gone in the last phase.
 """
@@ -107,6 +108,9 @@ def result_of(done: Sequence[Mapping[str, Mode]], steps: int) -> dict[str, Any]:
             "last": last,
             "ratios": compared(done, first, last, whole=False),
             "steps": compared(done, first, last, whole=True),
+            "seconds": {
+                mode: sum(sum(modes[mode].rollout_seconds[first : last + 1]) for modes in done) for mode in done[0]
+            },
             "accept_length": {
                 mode: statistics.fmean(
                     line["accept_length"] for modes in done for line in modes[mode].lines[first : last + 1]
@@ -144,6 +148,7 @@ def show(found: Mapping[str, Any]) -> Iterable[str]:
         for what in ("ratios", "steps"):
             for pair, (low, middle, high) in phase[what].items():
                 yield f"  {'rollout' if what == 'ratios' else 'step':8s} {pair:26s} {middle:.3f} ({low:.3f}-{high:.3f})"
+        yield "  rollouts, seconds " + ", ".join(f"{name} {value:.1f}" for name, value in phase["seconds"].items())
         yield "  accept length " + ", ".join(f"{name} {value:.2f}" for name, value in phase["accept_length"].items())
     yield f"recovered {found['recovered']}, with look-ahead {found['recovered_ahead']}"
     yield f"policies {found['policy_sha256']}"

@@ -9,8 +9,8 @@ process that it strikes, which writes its number there:
     during  the points that the driver is within meanwhile, if that matters
     how     SIGKILL, SIGSTOP, exception, out of memory, disk full
 
-Training of the drafter goes on in each idle moment, and there are many candidates, each of which is published: a short
-run would not come to that.
+Training of the drafter goes on in every other idle moment, and there are many candidates, each of which is published: a
+short run would not come to that. In the others workers decode ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import itertools
 import json
 import os
 import signal
@@ -174,11 +175,14 @@ class _Loader(importlib.abc.Loader):
             module.TrainingGate.should_train = lambda gate: True
             object.__setattr__(module.THRESHOLDS, "stretch", 4)
             module.Judgement.is_better = property(lambda judgement: judgement.entries > 0)
+        if module.__name__ == "tlt.cluster.idle":
+            turns = itertools.cycle((True, False))
+            module.IdleTime.training_saves_more = lambda idle_time: next(turns)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in POINTS and fullname != "tlt.draft.gate":
+        if fullname not in (*POINTS, "tlt.draft.gate", "tlt.cluster.idle"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec and spec.loader:
