@@ -336,6 +336,7 @@ def test_those_who_train_are_called_back(home: Path) -> None:
             "training": {"micro_batch_tokens": 8, "buffer_tokens": 64},
         },
     )
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2 * STEPS})})
     turn, decodes, spot = count(), count(), ThreadWorker.spot
     expected = train(config, lambda n: next(turn))[:2]
     always = patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
@@ -498,7 +499,7 @@ def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training
     decode = ThreadWorker.decode
 
     def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        if work.rollout > 1:  # in the first one there is nothing to train on
+        if helps or work.rollout > 1:  # in the first one there is nothing to train on
             taken.extend(work.release)
         return decode(self, work, seconds)
 

@@ -307,7 +307,10 @@ def test_judgements_add_up() -> None:
     assert summed([]) == Judgement()
 
 
-def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(model: Model, items: list[Harvest]) -> None:
+def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(
+    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.draft.spot._ENOUGH", 16)  # of which a random one needs as many entries as it has inputs
     layer = fresh_layer(model)
     layer.agreement = 0.9
     few = [item for item in items if item.prompt_id < 16]

@@ -230,7 +230,8 @@ class Coordinator:
                 if not self._goes_on_with_the_drafter(index) and trains:
                     self._train(index)
             self.now = self._look()
-            if not any({"spot", *METHODS}.intersection(self.crew.pending(index)) for index in self.crew.present):
+            under_way = {method for index in self.crew.present for method in self.crew.pending(index)}
+            if under_way <= {"state", "take_state"}:  # a new worker comes up: nobody waits for it here
                 break
             for done in self.crew.done():
                 self._heard(done)

@@ -71,4 +71,3 @@ class Recompute:
 
     def _waiting(self, past: bool) -> list[Transcript]:
         return self._before if past else self._now
-
