@@ -291,16 +291,21 @@ def _shared() -> set[str]:
 SHARED_BEFORE = _shared()
 
 
-@contextmanager
-def disk(home: Path, megabytes: int) -> Iterator[Path]:
-    """A small one of its own, where this user may mount one; else the same as everything else. SIGTERM ends the block
-    in order."""
+def end_in_order() -> None:
+    """SIGTERM ends the program with all that it made removed; a second one, as of `timeout`, does not cut that short."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+
+
+@contextmanager
+def disk(home: Path, megabytes: int) -> Iterator[Path]:
+    """A small one of its own, where this user may mount one; else the same as everything else. SIGTERM ends the block
+    in order."""
+    end_in_order()
     place = home / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(place)]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from disturbed import end_in_order
 from recovery import write_recipe
 
 _ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -289,18 +290,12 @@ def _model_of(recipe: Path) -> str:
     return str(load_config(recipe).model.path)
 
 
-def _end(number: int, frame: object) -> None:
-    """With all that was made removed: `timeout` sends its signal twice."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
+    end_in_order()
     if not can_be_made():
         print("network namespaces cannot be made here: it takes root, ip and tc")
         return
