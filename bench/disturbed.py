@@ -292,7 +292,7 @@ SHARED_BEFORE = _shared()
 
 
 def end_in_order() -> None:
-    """SIGTERM ends the program with all that it made removed; a second one, as of `timeout`, does not cut that short."""
+    """SIGTERM ends the program with all that it made removed; a second one, as `timeout` sends, cuts nothing short."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
