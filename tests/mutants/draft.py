@@ -714,7 +714,7 @@ MUTANTS = [
     Mutant(
         "many replicas swing about what they have found",
         "draft/average.py",
-        "min(_FARTHER, math.sqrt(len(trained)))",
+        "min(_FARTHEST, math.sqrt(len(trained)))",
         "math.sqrt(len(trained))",
         "draft/test_average.py",
     ),

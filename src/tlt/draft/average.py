@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FARTHER = 1.5  # at most
+_FARTHEST = 1.5  # times as far from the start as the mean, at most
 _WEIGHTS = ("weight.", "mean.")  # of a replica
 
 
@@ -41,7 +41,7 @@ def average(replicas: Sequence[Replica], start: Replica | None = None) -> Replic
     if len(trained) < 2:
         return (trained or replicas)[0]
     parts = [(replica.tokens / total, replica.tensors) for replica in trained]
-    farther = min(_FARTHER, math.sqrt(len(trained)))
+    farther = min(_FARTHEST, math.sqrt(len(trained)))
     mean: dict[str, Tensor] = {}
     for name in parts[0][1]:
         mean[name] = torch.stack([share * tensors[name] for share, tensors in parts]).sum(0)
