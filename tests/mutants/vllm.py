@@ -282,8 +282,8 @@ MUTANTS = [
     Mutant(
         "a drafter learns from responses without their prompts",
         "vllm/engine.py",
-        "self.on_harvest(Transcript(prompt.prompt_id, len(prompt.token_ids), row.context))",
-        "self.on_harvest(Transcript(prompt.prompt_id, len(prompt.token_ids), tuple(row.tokens)))",
+        "self.on_harvest(Transcript(len(prompt.token_ids), row.context))",
+        "self.on_harvest(Transcript(len(prompt.token_ids), tuple(row.tokens)))",
         ENGINE,
     ),
     Mutant(

@@ -44,7 +44,7 @@ def decoded(config: Any, target: Any, layout: Any) -> tuple[list[Harvest], list[
     responses = list(engine.generate(asked))
     prompts = [response.request.prompt for response in responses]
     return found, [
-        Transcript(prompt.prompt_id, len(prompt.token_ids), (*prompt.token_ids, *response.token_ids))
+        Transcript(len(prompt.token_ids), (*prompt.token_ids, *response.token_ids))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
 
@@ -61,8 +61,8 @@ def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
     while found := recompute.take(False, never):
         mine += found
 
-    def key(item: Harvest) -> tuple[int, int]:
-        return item.prompt_id, item.start
+    def key(item: Harvest) -> tuple[int, list[int]]:
+        return item.start, item.tokens.tolist()
 
     assert sorted(map(key, mine)) == sorted(map(key, harvested))
     for ours, theirs in zip(sorted(mine, key=key), sorted(harvested, key=key), strict=True):
@@ -88,7 +88,7 @@ def test_a_pass_that_is_broken_off_is_made_once_more(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
-    recompute.add(Transcript(7, 2, (1, 2, 3, 4)))
+    recompute.add(Transcript(2, (1, 2, 3, 4)))
     asked = iter([False, True])
     with pytest.raises(Interrupted):
         recompute.take(False, lambda: next(asked))
@@ -103,9 +103,9 @@ def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) ->
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 30)
     for tokens in ((1,) * 9, (2,) * 6, (4,) * 8):
-        recompute.add(Transcript(7, 2, tokens))
+        recompute.add(Transcript(2, tokens))
     recompute.next_step()
-    recompute.add(Transcript(7, 2, (3,) * 10))
+    recompute.add(Transcript(2, (3,) * 10))
     assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (14, 10), "the oldest is gone"
     assert recompute.take(True, never)[0].tokens.tolist() == [4] * 7
     assert recompute.take(False, never)[0].tokens.tolist() == [3] * 9
@@ -117,7 +117,7 @@ def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) ->
 def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) -> None:
     _, target, policy = world
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
-    transcript = Transcript(7, 2, (1, 2, 3, 4))
+    transcript = Transcript(2, (1, 2, 3, 4))
     target.load(policy.state_dict(), 3)
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
     assert [item.target_version for item in recompute._harvest(transcript, never)] == [3]
@@ -139,7 +139,7 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
 
     def step() -> None:
         for number in range(12):
-            trainer.harvest(transcripts[number % 4]._replace(prompt_id=number))
+            trainer.harvest(transcripts[number % 4])
 
     step()
     assert not trainer.ready, "that of the present step is to judge by"

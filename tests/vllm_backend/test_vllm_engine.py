@@ -138,7 +138,7 @@ def test_who_trains_a_drafter_is_given_whole_responses(started: Any, tmp_path: P
     engine = open_engine(config, open_target(config, config.model.path), on_harvest=given.append)
     responses = said_by(engine, requests(place, 6))
     whole = [(r.request.prompt, (*r.request.prompt.token_ids, *r.token_ids)) for r in responses.values()]
-    assert given == [Transcript(prompt.prompt_id, len(prompt.token_ids), tokens) for prompt, tokens in whole]
+    assert given == [Transcript(len(prompt.token_ids), tokens) for prompt, tokens in whole]
 
 
 def test_what_is_for_this_step_comes_first(started: Any, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """The harvest: what the rollout computed anyway, kept in host memory for the drafter's training under a bound.
 
-Drafters are judged on what the present step gives, and trained on the steps before: so whatever they are judged on is
-of prompts that they have not been trained on since, and all of it is trained on in the end. Those who finish early in a
-rollout are short anyway, while a worker is idle as the long ones still run (the one-step offset of TLT, arXiv
-2511.16665 section 4.2). Where steps are small, several are kept: the answers to a few prompts are too much alike to
-learn from.
+Drafters are judged on what the present step gives, and trained on the steps before it. So they are judged on responses
+that they were not trained on, and every response is trained on in the end. Training loses little by that: what a step
+has given by the time that a worker is idle are its short responses (the one-step offset of TLT, arXiv 2511.16665
+section 4.2). Where steps are small, several are kept: the answers to a few prompts are too much alike to learn from.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Harvest(NamedTuple):
 class Transcript(NamedTuple):
     """A response whose features the engine did not keep: see `recompute`."""
 
-    prompt_id: int
     prompt_length: int
     tokens: tuple[int, ...]
     """of the prompt and of the response"""

@@ -66,7 +66,7 @@ class Recompute:
         starts = [*range(0, length - size + 1, size)]
         if length % size:
             starts.append(max(0, length - size))
-        whole = Harvest(self.teacher.version, 0, transcript.prompt_length, tokens[1:], features, transcript.prompt_id)
+        whole = Harvest(self.teacher.version, 0, transcript.prompt_length, tokens[1:], features)
         return [whole.cut(low, size) for low in starts]
 
     def _waiting(self, past: bool) -> list[Transcript]:

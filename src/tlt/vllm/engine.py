@@ -209,7 +209,7 @@ class VllmEngine(Generates):
             else:
                 if self.on_harvest:
                     prompt = row.request.prompt
-                    self.on_harvest(Transcript(prompt.prompt_id, len(prompt.token_ids), row.context))
+                    self.on_harvest(Transcript(len(prompt.token_ids), row.context))
                 text = self.detokenize(row.tokens) if self.detokenize else ""
                 said = row.tokens, row.logprobs, row.full_logprobs
                 responses.append(Response(row.request, *said, reason, text, decoded=row.decoded))
