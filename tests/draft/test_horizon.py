@@ -44,6 +44,16 @@ def test_speed_by_hand() -> None:
     assert speed(0.75, MEASURED) > 1.03
 
 
+def test_what_drafts_without_it_is_what_it_must_beat() -> None:
+    """Suffixes make decoding 1.3 times as fast by themselves: a drafter of 0.8 adds nothing to that, one of 0.9 does."""
+    costs = RoundCosts(1.0, 1.0, {4: 3.0}, fallback=1.3)
+    assert speed(0.8, costs) == 1.3
+    assert speed(0.9, costs) == pytest.approx(4.0951 / 3)
+    best = LONG, [MEASURED._replace(fallback=2.5)]
+    assert not decide(FALLEN._replace(best=miss(0.85)), *best, UNROLL, least=0.01).trains, "it comes to 2.1"
+    assert decide(FALLEN._replace(best=miss(0.85)), LONG, [MEASURED], UNROLL, least=0.01).trains
+
+
 def test_several_sizes_of_rounds_count_by_their_seconds() -> None:
     """10 s of rounds that get twice as fast, and 10 s of rounds that do not: 20 s become 15."""
     costs = [RoundCosts(10.0, 1.0, {1: 0.75}), RoundCosts(10.0, 1.0, {1: 9.0})]

@@ -104,6 +104,22 @@ def play(
     return played
 
 
+def test_what_rounds_cost_and_what_is_had_without_a_drafter() -> None:
+    """By the world's own numbers. A drafter that was never used promises nothing."""
+    world = World(right={"eagle": 0.3, "suffix": 0.7}, noise=0.0)
+    bandit = Bandit(ARMS, world.profile(), {"eagle": 0.3})
+    play(bandit, world, 4, 600)
+    (found,) = bandit.costs("eagle")
+    chains = {arm.depth: world.seconds(arm, 4) for arm in ARMS if arm.drafter == "eagle" and arm.branching == 1}
+    assert found.plain == pytest.approx(world.seconds(PLAIN, 4), rel=0.01)
+    assert found.drafted == pytest.approx(chains, rel=0.05)
+    suffix = max(world.speed(arm, 4) for arm in ARMS if arm.drafter == "suffix")
+    assert found.fallback == pytest.approx(suffix / world.speed(PLAIN, 4), rel=0.1)
+    alone = Bandit(ARMS, world.profile())
+    play(alone, world, 4, 50, {"eagle"})
+    assert [one.fallback for one in alone.costs("eagle")] == [1.0]
+
+
 # -- what it finds -----------------------------------------------------------------------------------------------------
 
 

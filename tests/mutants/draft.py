@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         "plain decoding is no way out of slow rounds",
         "draft/horizon.py",
-        "reduce(np.maximum, drafted, 0 * agreement + 1)",
+        "reduce(np.maximum, drafted, 0 * agreement + costs.fallback)",
         "reduce(np.maximum, drafted, 0 * agreement)",
         "draft/test_horizon.py",
     ),

@@ -243,7 +243,8 @@ class TrainingGate:
         agreement = 1 - math.exp(miss)
         if not self.costs:
             return agreement > self.thresholds.useful
-        return mean_speed(speeds(agreement, self.costs, self.unroll)) > 1.0
+        now, without = (mean_speed(speeds(a, self.costs, self.unroll)) for a in (agreement, 0.0))
+        return now > without
 
     def _decide(self) -> None:
         if not self.horizons or self.curve is None:

@@ -1,10 +1,10 @@
 """Whether training the drafter pays before the run is over: a pure function of recorded numbers.
 
 A drafter is known by its agreement a, how often a guess is right behind right ones. What it is worth is told by the
-tuner's seconds: with chains of d guesses a round commits E_d(a) = 1 + a + ... + a^d tokens and takes T_d, so that it is
-S(a) = max(1, max over d of E_d(a) T_0 / T_d) times as fast as plain decoding. What it will be is told by a power law in
-the seconds x that it was trained for, ln(1 - a) = c - b ln x, fitted on judgements. The target moves meanwhile, which
-adds `drift` to ln(1 - a) in every step.
+tuner's seconds: with chains of d guesses a round commits E_d(a) = 1 + a + ... + a^d tokens and takes T_d, so that
+decoding is S(a) = max(F, max over d of E_d(a) T_0 / T_d) times as fast as plain decoding, where F is what it is without
+this drafter. What it will be is told by a power law in the seconds x that it was trained for, ln(1 - a) = c - b ln x,
+fitted on judgements. The target moves meanwhile, which adds `drift` to ln(1 - a) in every step.
 
 So each plan, to train in the idle time of the next k steps and then to rest, has a price for the steps that remain:
 the rollouts' seconds, and what training costs those who decode beside it. The cheapest plan decides. A drafter that is
@@ -36,6 +36,8 @@ class RoundCosts(NamedTuple):
     """seconds of one without drafting"""
     drafted: Mapping[int, float]
     """of one with a chain of so many guesses of the learned drafter"""
+    fallback: float = 1.0
+    """times plain decoding, what the best strategy without that drafter is"""
 
 
 class Learning(NamedTuple):
@@ -127,9 +129,9 @@ def agreement_of(length: float, depth: int) -> float:
 
 
 def speed(agreement: Number, costs: RoundCosts) -> Number:
-    """S(a): times plain decoding in such rounds, which is what the tuner falls back to."""
+    """S(a): times plain decoding in such rounds."""
     drafted = (accept_length(agreement, d) * costs.plain / t for d, t in costs.drafted.items())
-    return reduce(np.maximum, drafted, 0 * agreement + 1)
+    return reduce(np.maximum, drafted, 0 * agreement + costs.fallback)
 
 
 def speeds(agreement: Number, costs: Sequence[RoundCosts], depth: int) -> Iterator[tuple[float, Number]]:

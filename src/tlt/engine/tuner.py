@@ -339,11 +339,14 @@ class Bandit:
 
     def costs(self, drafter: str) -> list[RoundCosts]:
         chains = [arm for arm in self._arms if arm.drafter == drafter and arm.branching == 1]
-        return [
-            RoundCosts(spent, self.seconds(PLAIN, bucket), {arm.depth: self.seconds(arm, bucket) for arm in chains})
-            for bucket, spent in self._spent.items()
-            if chains
-        ]
+        others = [arm for arm in self._arms if arm.drafter in self._used and arm.drafter != drafter]
+
+        def found(bucket: Bucket, spent: float) -> RoundCosts:
+            plain, drafted = self.seconds(PLAIN, bucket), {arm.depth: self.seconds(arm, bucket) for arm in chains}
+            faster = [self.tokens(arm, bucket) * plain / self.seconds(arm, bucket) for arm in others]
+            return RoundCosts(spent, plain, drafted, max([1.0, *faster]))
+
+        return [found(bucket, spent) for bucket, spent in self._spent.items() if chains]
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured
