@@ -86,6 +86,8 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     pair = Pair(config)
     try:
         pair.decode(1, requests[PROMPTS * 8 :])  # its harvest
+        for version in (1, 2):  # what is trained on is of the rollouts before the last one
+            pair.pool.wait([pair.pool.submit(1, "sync", version)])
         answers = [response for done in pair.decode(0, requests[: PROMPTS * 8]) for response in done.responses]
         longest = sorted(answers, key=lambda response: -len(response.token_ids))[:LONGEST]
         neighbours = {

@@ -38,9 +38,13 @@ def fresh_layer(bench: Workbench, seed: int) -> EagleLayer:
 
 def learn(bench: Workbench, items: list[Harvest], seed: int, points: list[float]) -> list[dict[str, Any]]:
     """Of one seed, a row for each point in time."""
-    spot = SpotTrainer(fresh_layer(bench, seed), bench.target, bench.config.speculation.training, seed)
+    room = {"buffer_tokens": 8 * sum(len(item.tokens) for item in items)}
+    config = bench.config.speculation.training.model_copy(update=room)
+    spot = SpotTrainer(fresh_layer(bench, seed), bench.target, config, seed)
     for item in items:
         spot.harvest(item)
+    for _ in range(2):  # one rollout is judged on, those before it are trained on
+        spot.target_moved()
     rows, spent, micro_batches, candidate = [], 0.0, 0, spot.replica()
     for point in points:
         began = time.process_time()

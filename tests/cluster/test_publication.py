@@ -49,7 +49,7 @@ def config_of(home: Path, drafter: str) -> Config:
             "training": {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2},
         },
         cluster={"workers": 2, "slice_seconds": 1e-9},
-        train={"steps": 6, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        train={"steps": 8, "learning_rate": 1e-3, "micro_batch_tokens": 64},
         run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
     )
 

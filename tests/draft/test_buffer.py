@@ -63,19 +63,33 @@ def test_the_longest_of_the_step_before_stay_beside_this_steps(
     for start, length in before:
         buffer.add(harvest(start, length))
     reached = sorted((item.end for item in buffer.items), reverse=True)
-    buffer.next_step()
+    buffer.rollout_ended()
     kept = sorted((item.end for item in buffer.items), reverse=True)
-    assert buffer.tokens == sum(len(item.tokens) for item in buffer.items) <= most / 2
+    assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
+    assert buffer.tokens <= most / 4 or len(buffer.items) == 1
     left_out = Counter(reached) - Counter(kept)
-    assert not left_out or buffer.tokens + 30 > most / 2, "there was no room for any of those left out"
-    assert not (left_out and kept) or most < 124 or max(left_out) <= max(kept)
+    assert not left_out or buffer.tokens + 30 > most / 4, "there was no room for any of those left out"
+    assert not (left_out and kept) or most < 248 or max(left_out) <= max(kept)
     for start, length in now:
         buffer.add(harvest(start, length)._replace(target_version=1))
         assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
         assert buffer.tokens <= most or len([i for i in buffer.items if i.target_version == 1]) == 1
         assert sorted((i.end for i in buffer.items if i.target_version == 0), reverse=True) == kept
-    buffer.next_step()
-    assert buffer.versions <= {1}, "two steps old is too old"
+    buffer.rollout_ended()
+    buffer.rollout_ended()
+    assert buffer.versions <= {1}, "two rollouts before the last one is too old"
+
+
+def test_whole_rollouts_that_fill_the_buffer_leave_room_to_train_on_those_before() -> None:
+    """Half of what whole rollouts may take is left to what is trained on."""
+    buffer = HarvestBuffer(1000, steps=8)
+    for version in range(5):
+        for _ in range(40):
+            buffer.add(harvest(0, 20)._replace(target_version=version))
+        buffer.rollout_ended()
+        assert buffer.tokens <= 500
+    assert buffer.past_tokens >= 240
+    assert sum(len(item.tokens) for item in buffer.latest) == 240
 
 
 def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
@@ -84,15 +98,15 @@ def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
     for version in range(6):
         for length in (2, 3, 7):
             buffer.add(harvest(0, length)._replace(target_version=version))
-        buffer.next_step()
+        buffer.rollout_ended()
         kept.append([(i.target_version, len(i.tokens)) for i in buffer.items])
     assert kept[1] == [(v, n) for v in (0, 1) for n in (7, 3, 2)]
     assert kept[5] == [(2, 3)] + [(v, n) for v in (3, 4, 5) for n in (7, 3, 2)], "of version 2 one fits, of 1 none"
-    for _ in range(2):
-        buffer.next_step()
-    assert buffer.versions == {3, 4, 5}, "a step without harvest is one too"
     for _ in range(3):
-        buffer.next_step()
+        buffer.rollout_ended()
+    assert buffer.versions == {3, 4, 5}, "a rollout without harvest is one too"
+    for _ in range(3):
+        buffer.rollout_ended()
     assert not buffer.items
 
 
@@ -104,7 +118,8 @@ def test_late_positions_are_drawn_more_often() -> None:
     buffer, rng = HarvestBuffer(10_000), random.Random(0)
     for start in (0, 90, 890):
         buffer.add(harvest(start, 10))
-    buffer.next_step()
+    buffer.rollout_ended()
+    buffer.rollout_ended()
     drawn = Counter(buffer.sample(10, rng)[0].start for _ in range(11_000))
     assert drawn[0] == pytest.approx(11_000 * 10 / 1010, rel=0.2)
     assert drawn[90] == pytest.approx(11_000 * 100 / 1010, rel=0.1)
@@ -115,7 +130,8 @@ def test_a_sample_is_never_larger_than_asked_for(lengths: list[int], tokens: int
     buffer = HarvestBuffer(10_000)
     for i, length in enumerate(lengths):
         buffer.add(numbered(100 * i, length))
-    buffer.next_step()
+    buffer.rollout_ended()
+    buffer.rollout_ended()
     drawn = buffer.sample(tokens, random.Random(seed))
     assert drawn
     assert sum(len(item.tokens) for item in drawn) <= tokens
@@ -131,31 +147,35 @@ def numbered(start: int, length: int) -> Harvest:
 
 
 def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
-    """The present step is what drafters are judged on."""
+    """The last whole rollout is what drafters are judged on, and the one under way is for neither."""
     buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
-    for version in range(4):
-        buffer.next_step()
+    for version in range(5):
+        buffer.rollout_ended()
         buffer.add(harvest(0, 10)._replace(target_version=version))
+    assert [item.target_version for item in buffer.latest] == [3]
     drawn = Counter(buffer.sample(10, rng)[0].target_version for _ in range(11_000))
     assert set(drawn) == {0, 1, 2}
-    total = 1 + 0.8 + 0.64
-    for age, weight in enumerate((1, 0.8, 0.64)):
+    total = 1 + 0.6 + 0.36
+    for age, weight in enumerate((1, 0.6, 0.36)):
         assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.1)
 
 
-def test_what_comes_late_is_of_the_step_before_and_displaces_the_oldest() -> None:
+def test_what_comes_late_displaces_the_oldest() -> None:
     buffer = HarvestBuffer(40, steps=2)
-    buffer.add_past(harvest(0, 5))
-    assert not buffer.items, "there was no step before"
+    for past in (True, False):
+        buffer.add_late(harvest(0, 5), past)
+    assert not buffer.items, "there was no rollout before"
     for version in range(2):
         buffer.add(harvest(0, 5)._replace(target_version=version))
-        buffer.next_step()
+        buffer.rollout_ended()
     for length in (1, 5, 5, 3):
-        buffer.add_past(harvest(9, length)._replace(target_version=2))
-    assert [(item.target_version, len(item.tokens)) for item in buffer.past] == [(1, 5), (2, 5), (2, 5), (2, 3)]
-    assert buffer.tokens == buffer.past_tokens == 18
+        buffer.add_late(harvest(9, length)._replace(target_version=2), past=True)
+    assert [(item.target_version, len(item.tokens)) for item in buffer.past] == [(2, 5), (2, 5), (2, 3)]
+    assert [item.target_version for item in buffer.latest] == [1]
+    assert (buffer.past_tokens, buffer.tokens) == (13, 18)
     for _ in range(3):
         buffer.add(harvest(0, 7)._replace(target_version=3))
-    buffer.add_past(harvest(9, 19)._replace(target_version=2))
-    assert [len(item.tokens) for item in buffer.past] == [19]
-    assert (buffer.past_tokens, buffer.tokens) == (19, 40), "the present step stays what it is"
+    buffer.add_late(harvest(9, 19)._replace(target_version=2), past=False)
+    assert [len(item.tokens) for item in buffer.latest] == [19]
+    assert not buffer.past
+    assert buffer.tokens == 40, "the rollout under way stays what it is"

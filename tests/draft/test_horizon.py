@@ -45,7 +45,7 @@ def test_speed_by_hand() -> None:
 
 
 def test_what_drafts_without_it_is_what_it_must_beat() -> None:
-    """Suffixes make decoding 1.3 times as fast by themselves: a drafter of 0.8 adds nothing to that, one of 0.9 does."""
+    """Suffixes alone make decoding 1.3 times as fast: a drafter of 0.8 adds nothing to that, one of 0.9 does."""
     costs = RoundCosts(1.0, 1.0, {4: 3.0}, fallback=1.3)
     assert speed(0.8, costs) == 1.3
     assert speed(0.9, costs) == pytest.approx(4.0951 / 3)
@@ -233,7 +233,7 @@ def test_idle_time_counts_as_far_as_training_gets_it() -> None:
     for gate, share in zip(gates, (1.0, 0.2), strict=True):
         for _ in range(20):
             gate.fresh(1.1)
-            gate.rollout_ended(LONG, [MEASURED], share * LONG.idle_seconds)
+            gate.rollout_ended(LONG._replace(second_costs=0.0), [MEASURED], share * LONG.idle_seconds)
     plenty, little = [gate.decision for gate in gates]
     assert plenty
     assert little
@@ -257,6 +257,14 @@ def test_before_the_first_judgement_the_curve_is_of_so_many_micro_batches() -> N
         assert gate.curve.points == points, "now it is known"
 
 
+def test_looks_count_by_rounds() -> None:
+    """At 2 and at 6 tokens a round: 24 tokens are 8 rounds, 3 each, not 4."""
+    gate = TrainingGate(UNROLL)
+    for length in (2.0, 6.0):
+        gate.fresh(length)
+    assert accept_length(1 - math.exp(gate._present()[0]), UNROLL) == pytest.approx(3.0, rel=1e-3)
+
+
 def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> None:
     """One judgement is of few prompts: what it gained is added to what all looks of late have said."""
     gate = TrainingGate(UNROLL)
@@ -265,10 +273,19 @@ def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> No
     before, _ = gate._present()
     gate.gained(6.0, 6.2, 3.0, published=True)
     gained = gate._miss(6.2) - gate._miss(6.0)
-    assert gate._present()[0] == pytest.approx(before + gained)
-    assert gate.moved + gate.published == pytest.approx(before + gained)
+    assert gate._present()[0] == pytest.approx(before + gained, abs=0.01)
+    assert gate.moved + gate.published == pytest.approx(before + gained, abs=0.01)
     gate.gained(6.2, 6.0, 3.0)
-    assert gate._present()[0] == pytest.approx(before + gained), "that one was not published"
+    assert gate._present()[0] == pytest.approx(before + gained, abs=0.01), "that one was not published"
+
+
+def test_the_luck_of_what_is_published_does_not_add_up() -> None:
+    """Of a hundred judgements of drafters that are all alike, those above 2 % are published: nothing was learned."""
+    gate, chance = TrainingGate(UNROLL), random.Random(1)
+    for _ in range(100):
+        candidate = 4.0 * (1 + chance.gauss(0, 0.015))
+        gate.gained(4.0, candidate, 3.0, candidate > 1.02 * 4.0)
+    assert gate.published > gate._miss(4.0) - 0.1
 
 
 # -- the curve ---------------------------------------------------------------------------------------------------------
@@ -399,8 +416,8 @@ def test_one_that_was_trained_before_but_is_of_little_use_learns_on() -> None:
 
 def test_nothing_is_begun_that_cannot_repay() -> None:
     world = World(0.0)
-    world.run(2, left=12)
-    assert world.run(10, left=10) == 0.0
+    world.run(2, left=8)
+    assert world.run(6, left=6) == 0.0
 
 
 def test_stretches_judged_right_after_it_was_found_stale_end_nothing() -> None:
@@ -446,7 +463,7 @@ def test_what_training_wins_back_from_a_moving_target_counts_as_learned() -> Non
         gate.gained(*lengths, 5.0, published=True)
     assert gate.curve
     steps = [before - after for (_, before), (_, after) in itertools.pairwise(gate.curve.points)]
-    assert steps[2:] == pytest.approx([0.1] * len(steps[2:]))
+    assert steps[2:] == pytest.approx([0.1] * len(steps[2:]), abs=0.03)
 
 
 def test_every_decision_can_be_noted_once() -> None:
@@ -469,3 +486,7 @@ def test_the_state_comes_back_through_json() -> None:
         assert other.state()["curve"] == world.gate.state()["curve"]
         assert other.state()["looks"] == world.gate.state()["looks"]
     TrainingGate(UNROLL).load_state({"gains": [], "resting": True})  # of an older run: nothing of it fits
+    gate = TrainingGate(UNROLL)
+    gate.load_state({"curve": [0.6, [[3.0, -0.1]], 2], "looks": [[3, -2.0]], "level": -2.0})
+    assert not gate.looks, "judged by other means: it would seem to have fallen"
+    assert gate.level == 0.0

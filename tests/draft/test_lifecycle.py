@@ -13,13 +13,13 @@ from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Adopt, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
 
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
-BETTER = Judgement(ENTRIES, 2.0 * ENTRIES, 2.5 * ENTRIES, 0.5 * ENTRIES)
-NO_BETTER = Judgement(ENTRIES, 2.0 * ENTRIES, 2.02 * ENTRIES, 0.5 * ENTRIES)
-NOT_FINITE = Judgement(ENTRIES, 2.0 * ENTRIES, float("nan"), 0.5 * ENTRIES)
+BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.5, 0.5 * ENTRIES / 2.5)
+NO_BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.02, 0.5 * ENTRIES / 2.02)
+NOT_FINITE = Judgement(ENTRIES, ENTRIES / 2.0, float("nan"), 0.5)
 NOTHING = Judgement()
 CUT_SHORT = Judgement(broken_off=True)
 ROLLOUT = Horizon(10, 100.0, 10.0, 0.1)
-HALF = Judgement(ENTRIES // 2, float(ENTRIES), 1.25 * ENTRIES, 0.25 * ENTRIES, broken_off=True)
+HALF = Judgement(ENTRIES // 2, ENTRIES / 4.0, ENTRIES / 5.0, 0.5 * ENTRIES / 5.0, broken_off=True)
 
 
 class Gate(TrainingGate):
@@ -218,11 +218,26 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
         life.rollout_begins()
         looks.append(life.idle([0]) == [Judge([0], None)])
         if looks[-1]:
-            life.answered(0, Judgement(10, 20.0, seconds=4.0))
+            life.answered(0, Judgement(10, 5.0, seconds=4.0))
             assert life.idle([0]) == []
     assert looks == [True, False] * 4 + [True]
     assert life.gate.told == [2.0] * 5  # pyright: ignore
     assert life.version == 0
+
+
+def test_what_was_looked_at_is_not_looked_at_again() -> None:
+    """Idle time that comes again and again while the target stays has the same harvest: copies would say nothing."""
+    life = life_of(workers=1, resting=True)
+    asked = []
+    for has_harvest in (True, False, False, True):
+        life.rollout_ends(ROLLOUT)
+        life.rollout_begins(has_harvest)
+        asked.append(life.idle([0]))
+        if asked[-1]:
+            life.answered(0, BETTER)
+            assert life.idle([0]) == []
+    assert asked == [[Judge([0], None)], [], [], [Judge([0], None)]]
+    assert life.gate.told == [2.0] * 2  # pyright: ignore
 
 
 def test_nobody_looks_at_one_that_is_trained() -> None:

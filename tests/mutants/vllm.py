@@ -332,15 +332,15 @@ MUTANTS = [
     Mutant(
         "responses of all steps wait to be learned from",
         "draft/spot.py",
-        "            self.recompute.next_step()\n",
-        "            pass\n",
+        "                self.recompute.rollout_ended()\n",
+        "                pass\n",
         TEACHER,
     ),
     Mutant(
         "what drafters are judged on is trained on at once where harvest is computed anew",
         "draft/recompute.py",
-        "return self._before if past else self._now",
-        "return self._now",
+        "return self._past if past else self._latest",
+        "return self._latest",
         TEACHER,
     ),
     # -- its start

@@ -57,6 +57,7 @@ def test_it_is_what_our_engine_keeps(kind: Any, world: Any) -> None:
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
     for transcript in transcripts:
         recompute.add(transcript)
+    recompute.rollout_ended()
     mine: list[Harvest] = []
     while found := recompute.take(False, never):
         mine += found
@@ -89,6 +90,8 @@ def test_a_pass_that_is_broken_off_is_made_once_more(world: Any) -> None:
     layout = eagle_options(target.options, "eagle1", WINDOW).layout
     recompute = Recompute(PolicyTeacher(policy, target), layout, 10_000)
     recompute.add(Transcript(2, (1, 2, 3, 4)))
+    assert recompute.tokens(past=False) == 0, "the rollout is not over"
+    recompute.rollout_ended()
     asked = iter([False, True])
     with pytest.raises(Interrupted):
         recompute.take(False, lambda: next(asked))
@@ -104,14 +107,16 @@ def test_the_longest_of_a_step_come_first_and_the_oldest_make_way(world: Any) ->
     recompute = Recompute(PolicyTeacher(policy, target), layout, 30)
     for tokens in ((1,) * 9, (2,) * 6, (4,) * 8):
         recompute.add(Transcript(2, tokens))
-    recompute.next_step()
+    recompute.rollout_ended()
     recompute.add(Transcript(2, (3,) * 10))
+    recompute.rollout_ended()
+    recompute.add(Transcript(2, (5,) * 7))
     assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (14, 10), "the oldest is gone"
     assert recompute.take(True, never)[0].tokens.tolist() == [4] * 7
     assert recompute.take(False, never)[0].tokens.tolist() == [3] * 9
     assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (6, 0)
-    recompute.next_step()
-    assert recompute.tokens(past=True) == 0, "a step of two before is too old"
+    recompute.rollout_ended()
+    assert (recompute.tokens(past=True), recompute.tokens(past=False)) == (0, 7), "what is older is too old"
 
 
 def test_it_is_of_the_teachers_version_and_of_finite_features_alone(world: Any) -> None:
@@ -142,9 +147,10 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
             trainer.harvest(transcripts[number % 4])
 
     step()
-    assert not trainer.ready, "that of the present step is to judge by"
     trainer.target_moved()
+    assert not trainer.ready, "that of the last rollout is to judge by"
     step()
+    trainer.target_moved()
     assert trainer.ready
     assert trainer.train(60.0, lambda: trainer.trainer.steps >= 3).micro_batches == 3
     replica = trainer.replica()
@@ -152,7 +158,7 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
     judged = trainer.judge(replica.tensors)
     assert judged.entries > 0
     assert judged.candidate > 0
-    assert {id(item) for item in trainer.buffer.now}.isdisjoint(id(item) for item in trainer.buffer.past)
+    assert {id(item) for item in trainer.buffer.latest}.isdisjoint(id(item) for item in trainer.buffer.past)
     assert trainer.judge(replica.tensors, stop=lambda: True).broken_off
     for _ in range(2):
         trainer.target_moved()

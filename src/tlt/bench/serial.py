@@ -44,6 +44,7 @@ class SerialRollout(ClusterRollout):
     def _train(self, drafter: Publication, tokens: int) -> None:
         """As long as there is enough harvest; then what was made of it is judged."""
         workers = range(self.crew.size)
+        self.crew.everyone("rollout_ended")
         for worker in workers:
             drafter.do(drafter.life.about_to_train(worker))
         wanted = drafter.life.tokens + tokens

@@ -41,6 +41,7 @@ class Budget:
         """`steps` of the run, if that is known."""
         training, layer = config.speculation.training, trainer.in_use
         self.steps, self.idle = steps, 1.0
+        self._seen = -1  # version of the target at whose beginning harvest was looked at
         self.trainer, self.share = trainer, training.budget
         self.life = Lifecycle(TrainingGate(training.unroll, layer.trained), 1, training.micro_batch_tokens)
         self.folder = Path(config.run.folder) / "drafter"
@@ -49,6 +50,7 @@ class Budget:
     def spend(self, engine: RolloutEngine) -> None:
         """After a rollout of the engine: what was done is written in its stats."""
         began, stats = time.perf_counter(), engine.stats
+        self.trainer.rollout_ended()
         rollout_seconds = sum(stats.seconds.values())
         self.life.rollout_begins()
         self._rollout_ends(engine, rollout_seconds, self.share * rollout_seconds, second_costs=1.0)
@@ -61,7 +63,9 @@ class Budget:
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
         """Train and judge until it is over; what was done is added to the engine's stats."""
         began, stats, report = time.perf_counter(), engine.stats, SpotReport(1)
-        self.life.rollout_begins()
+        now = self.trainer.target.version
+        self.life.rollout_begins(has_harvest=now != self._seen)
+        self._seen = now
         self._go_on(engine, is_over)
         while self.life.gate.should_train() and report.micro_batches and not is_over():
             report = self._train(_SLICE, is_over)

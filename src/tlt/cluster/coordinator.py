@@ -224,6 +224,9 @@ class Coordinator:
         """All workers train, for as long as that repays, and what they made of it is judged; the seconds."""
         most, began = self.config.speculation.training.catch_up, time.monotonic()
         until = began + self.drafter(lambda it: it.life.gate.catch_up(most), 0.0)
+        for index in sorted(self.crew.sound) if until > began else ():
+            self.crew.call(index, "rollout_ended")
+            self.shares[index].trains = True  # there is more to train on
         while until > began:
             trains = time.monotonic() < until and self.drafter(lambda it: it.life.gate.catch_up(most), 0.0) > 0
             for index in self.crew.free():

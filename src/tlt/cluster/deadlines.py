@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-_OF_A_ROLLOUT = ("decode", "look_ahead", "spot", "judge", "replica", "adopt", "take_drafter")
+_OF_A_ROLLOUT = ("decode", "look_ahead", "spot", "judge", "replica", "adopt", "take_drafter", "rollout_ended")
 _SHORT = {*_OF_A_ROLLOUT, "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"}
 """calls that take a slice, or move little; all others take as long as the model is large"""
 _LATELY = 5  # calls that a deadline goes by

@@ -199,12 +199,16 @@ class Worker:
         `look_ahead` with its round, or does not begin."""
         self._wanted = number
 
+    def rollout_ended(self) -> None:
+        """Before the target moves: what was harvested is whole."""
+        self.trainer.tell(lambda trainer: trainer.rollout_ended())
+
     def replica(self) -> Replica | None:
         return self.trainer(lambda trainer: trainer.replica(), None)
 
     def judge(self, candidate: Replica | None, number: float = math.inf) -> Judgement | None:
-        """Of the candidate, if there is one, and of the drafter in use, on what this worker harvested in this step.
-        None where it cannot be."""
+        """Of the candidate, if there is one, and of the drafter in use, on what this worker harvested in the last whole
+        rollout. None where it cannot be."""
         tensors, began = candidate.tensors if candidate else None, time.perf_counter()
         with self.tracer.span("judge"):
             judged = self.trainer(lambda it: it.judge(tensors, lambda: self._wanted >= number), None)

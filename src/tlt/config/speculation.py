@@ -39,7 +39,8 @@ class DrafterTrainConfig(Section):
     """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
     long as that pays back; from a random one if speculation.path names none. 0: not at all"""
     buffer_tokens: int = Field(default=200_000, gt=0)
-    """entries of harvest kept in host memory: of this step, and of those before it, the longest first"""
+    """entries of harvest kept in host memory: of the rollout under way, and up to half of them of those before it, the
+    longest first"""
 
 
 class SpeculationConfig(Section):

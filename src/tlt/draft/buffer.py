@@ -1,9 +1,10 @@
 """The harvest: what the rollout computed anyway, kept in host memory for the drafter's training under a bound.
 
-Drafters are judged on what the present step gives, and trained on the steps before it. So they are judged on responses
-that they were not trained on, and every response is trained on in the end. Training loses little by that: what a step
-has given by the time that a worker is idle are its short responses (the one-step offset of TLT, arXiv 2511.16665
-section 4.2). Where steps are small, several are kept: the answers to a few prompts are too much alike to learn from.
+Drafters are judged on the last whole rollout, and trained on those before it (the one-step offset of TLT, arXiv
+2511.16665 section 4.2, and one more). So they are judged on responses that they were not trained on, and every response
+is trained on in the end. The rollout under way is for neither: what it has given by the time that a worker is idle are
+its short responses, which are the easy ones. Where steps are small, several are kept: the answers to a few prompts are
+too much alike to learn from.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_BEFORE = 0.5  # of the bound, at most, is left to the steps before
-_OLDER = 0.8  # times as likely is an item drawn, for each step that it is older
+_WHOLE = 0.5  # of the bound, at most, is left to whole rollouts, and half of that to the last one
+_OLDER = 0.6  # times as likely is an item drawn, for each step that it is older
 
 
 class Harvest(NamedTuple):
@@ -57,22 +58,32 @@ class Transcript(NamedTuple):
 
 
 class HarvestBuffer:
-    """Up to `max_tokens` entries: the newest of this step, and of up to `steps` before it, later ones first, the
-    longest."""
+    """Up to `max_tokens` entries: the newest of the rollout under way; and of the last one, and up to `steps` before
+    it, later ones first, the longest."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
-        self.max_tokens, self.tokens, self.past_tokens = max_tokens, 0, 0
-        self.before: deque[list[Harvest]] = deque(maxlen=steps)
+        self.max_tokens, self.tokens = max_tokens, 0
+        self.whole: deque[list[Harvest]] = deque(maxlen=steps + 1)
+        """by rollout"""
         self.now: deque[Harvest] = deque()
 
     @property
+    def latest(self) -> list[Harvest]:
+        """Of the last whole rollout: what drafters are judged on."""
+        return self.whole[-1] if self.whole else []
+
+    @property
     def past(self) -> list[Harvest]:
-        """Of the steps before this one: what is trained on."""
-        return [item for step in self.before for item in step]
+        """Of those before it: what is trained on."""
+        return [item for step in list(self.whole)[:-1] for item in step]
+
+    @property
+    def past_tokens(self) -> int:
+        return sum(len(item.tokens) for item in self.past)
 
     @property
     def items(self) -> list[Harvest]:
-        return [*self.past, *self.now]
+        return [*self.past, *self.latest, *self.now]
 
     @property
     def versions(self) -> set[int]:
@@ -86,31 +97,31 @@ class HarvestBuffer:
         while self.tokens > self.max_tokens and len(self.now) > 1:
             self.tokens -= len(self.now.popleft().tokens)
 
-    def add_past(self, harvest: Harvest) -> None:
-        """Of the step before this one, if it comes only now; where there is no room, the oldest go."""
-        if harvest.drafted == 0 or not self.before:
+    def add_late(self, harvest: Harvest, past: bool) -> None:
+        """Of the last whole rollout, or of the one before it (`past`), if it comes only now; where there is no room,
+        the oldest go."""
+        place = -2 if past else -1
+        if harvest.drafted == 0 or len(self.whole) < -place:
             return
-        self.before[-1].append(harvest)
-        self._count(len(harvest.tokens))
-        while self.past_tokens > _BEFORE * self.max_tokens and len(self.past) > 1:
-            self._count(-len(next(step for step in self.before if step).pop(0).tokens))
+        self.whole[place].append(harvest)
+        self.tokens += len(harvest.tokens)
+        while len(kept := [*self.past, *self.latest]) > 1:
+            if sum(len(item.tokens) for item in kept) <= _WHOLE * self.max_tokens:
+                break
+            self.tokens -= len(next(step for step in self.whole if step).pop(0).tokens)
 
-    def _count(self, past: int) -> None:
-        self.tokens += past
-        self.past_tokens += past
-
-    def next_step(self) -> None:
-        """The target moved: this step is now the one before."""
-        self.before.append(list(self.now))
+    def rollout_ended(self) -> None:
+        """What it gave is whole now."""
+        self.whole.append(list(self.now))
         self.now.clear()
         self.tokens = 0
-        for step in reversed(self.before):
-            step[:] = self._longest(step)
-        self.past_tokens = self.tokens
+        for step in reversed(self.whole):
+            room = _WHOLE if step is not self.latest else _WHOLE / 2
+            step[:] = self._longest(step, room * self.max_tokens)
 
-    def _longest(self, items: Iterable[Harvest]) -> Iterator[Harvest]:
+    def _longest(self, items: Iterable[Harvest], most: float) -> Iterator[Harvest]:
         for item in sorted(items, key=lambda item: item.end, reverse=True):
-            if self.tokens + len(item.tokens) <= _BEFORE * self.max_tokens:
+            if not self.tokens or self.tokens + len(item.tokens) <= most:
                 self.tokens += len(item.tokens)
                 yield item
 

@@ -1,9 +1,9 @@
 """Whether training the drafter pays: what was measured of it in this run, and `horizon.decide` on that.
 
-The drafter in use is looked at on fresh harvest, step after step. Each judged stretch of training says how far that
-much training led. Each rollout says what it took, how long workers were idle in it, and what its rounds cost. A drafter
-that was trained before, and is of use, starts at rest: what it could gain from the target it was made for it has, until
-it is seen to fall.
+The drafter in use is looked at on harvest that is new, step after step. Each judged stretch of training says how far
+that much training led. Each rollout says what it took, how long workers were idle in it, and what its rounds cost. A
+drafter that was trained before, and is of use, starts at rest: what it could gain from the target it was made for it
+has, until it is seen to fall.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tlt.draft.horizon import Curve, Decision, Horizon, Learning, RoundCosts, agreement_of, decide, mean_speed, speeds
+from tlt.draft.horizon import (
+    Curve,
+    Decision,
+    Horizon,
+    Learning,
+    RoundCosts,
+    accept_length,
+    agreement_of,
+    decide,
+    mean_speed,
+    speeds,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,7 @@ class Thresholds:
     stretch: int = 16
     """micro-batches, of all workers, that are judged together: judging takes as long as two to four"""
     judged: int = 2
-    """micro-batches of the present harvest that a candidate is judged by"""
+    """micro-batches of harvest that a candidate is judged by"""
     better: float = 1.02
     """times the accept length of the drafter in use, what a candidate must have to go live: a judgement errs by about
     that, and a swap costs a pass over the windows of all live rows"""
@@ -43,16 +54,16 @@ class Thresholds:
     """looks that the drift at rest, and the level of a drafter that was trained before, are taken over"""
     fallen: float = 0.2
     """in ln(1 - agreement): a fall below the curve of training by which the target is seen to have moved away"""
-    slope: float = 0.6
-    """b of the curve of training before anything was judged: from random weights 0.70 were measured after 10 s, 0.65
-    after 30 s, 0.57 after 60 s and 0.49 after 120 s"""
+    slope: float = 0.75
+    """b of the curve of training before anything was judged: 0.73 was measured over 420 micro-batches behind a change
+    of the task, at two new prompts a step"""
     cold: int = 40
     """micro-batches that a random drafter's training counts as more, so that the curve begins at no agreement"""
     pace: float = 0.075
     """seconds of a micro-batch, until the first was trained on"""
     trial: int = 400
-    """micro-batches after the start, or after such a fall, before which what is measured of learning does not end it:
-    the first judgements tell of weights, and of harvest, that are mostly of before"""
+    """micro-batches after the start, or after such a fall, for which it is thought to learn as `slope` says: the first
+    judgements tell of weights, and of harvest, that are mostly of before"""
     unjudged: int = 4
     """stretches without a judgement, after which nobody catches up"""
     measured: int = 8
@@ -80,15 +91,15 @@ class SpotReport(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """A candidate and the drafter in use on the same harvest; sums over its entries."""
+    """A candidate and the drafter in use on the same harvest."""
 
     entries: int = 0
     in_use: float = 0.0
-    """what a chain of `unroll` guesses of the drafter in use would commit per pass"""
+    """rounds in which the drafter in use would decode these, with chains of `unroll` guesses"""
     candidate: float = 0.0
-    """likewise of the candidate, if there is one"""
+    """likewise the candidate, if there is one"""
     first: float = 0.0
-    """how often the candidate's first guess is right"""
+    """those of the candidate's rounds whose first guess is right"""
     broken_off: bool = False
     """these are the parts that were done by then"""
     seconds: float = 0.0
@@ -97,7 +108,7 @@ class Judgement(NamedTuple):
     @property
     def is_better(self) -> bool:
         """Whether the candidate is to go live: never one that is NaN, or was not judged."""
-        return math.isfinite(self.candidate) and self.candidate > THRESHOLDS.better * self.in_use
+        return self.in_use > THRESHOLDS.better * self.candidate > 0.0
 
 
 def summed(judgements: Iterable[Judgement]) -> Judgement:
@@ -107,7 +118,7 @@ def summed(judgements: Iterable[Judgement]) -> Judgement:
 
 
 class TrainingGate:
-    """Accept lengths are means of `SpotTrainer.judge`, of chains of `unroll` guesses."""
+    """Accept lengths are of chains of `unroll` guesses, by judgements: entries a round."""
 
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
         self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
@@ -149,7 +160,7 @@ class TrainingGate:
     # -- what was measured ---------------------------------------------------------------------------------------------
 
     def fresh(self, accept_length: float) -> None:
-        """Once a rollout: of the drafter in use, on harvest of the present target."""
+        """Of the drafter in use, on a rollout that it was not looked at on before."""
         self.looks.append((self.rollouts, self._miss(accept_length)))
         if self.curve and self._has_fallen():
             self._begin_anew()
@@ -191,6 +202,7 @@ class TrainingGate:
         self.curve.add(seconds, self.published + gain)
         self.resting_since = self.rollouts
         if published:  # it would have been seen so much better then too: both were judged on the same
+            gain = min(0.0, max(gain, self.curve.now() - self.published))  # the best of many seems better than it is
             self.published += gain
             self.looks = deque([(rollout, min(0.0, miss + gain)) for rollout, miss in self.looks], self.looks.maxlen)
         self._decide()
@@ -209,11 +221,13 @@ class TrainingGate:
     # -- what is known of it -------------------------------------------------------------------------------------------
 
     def _present(self) -> tuple[float, float]:
-        """ln(1 - agreement) of the drafter in use, and its error."""
+        """ln(1 - agreement) of the drafter in use, and its error. Looks count by rounds, so that those at prompts which
+        are drafted badly, and so take longer, count for more."""
         lately = [miss for _, miss in self.looks][-self.thresholds.lately :]
         if len(lately) < 2:
             return (lately or [0.0])[0], Curve.NOISE
-        return statistics.fmean(lately), max(Curve.NOISE, statistics.stdev(lately)) / math.sqrt(len(lately))
+        mean = statistics.harmonic_mean([accept_length(1 - math.exp(miss), self.unroll) for miss in lately])
+        return self._miss(mean), max(Curve.NOISE, statistics.stdev(lately)) / math.sqrt(len(lately))
 
     def _drift(self) -> float:
         """That a step adds to ln(1 - agreement) of a drafter at rest, as far as it is sure."""
@@ -228,13 +242,15 @@ class TrainingGate:
         return max(0.0, slope - self.thresholds.sure_of_drift * noise / math.sqrt(square))
 
     def _learning(self, curve: Curve) -> Learning:
-        """The pessimistic side of all that is known: it may stand higher already, and learn more slowly."""
+        """The pessimistic side of all that is known: it may stand higher already, and learn more slowly. While it is
+        tried, it learns as expected."""
         miss, error = self._present()
         miss -= self.thresholds.sure * error
         _, b, doubt = curve.fit()
         slope = max(0.0, b - self.thresholds.sure * doubt)
         if self.tried < self.thresholds.trial:
-            slope = max(slope, curve.slope - self.thresholds.sure * Curve.DOUBT)
+            curve = curve.as_expected()
+            slope = max(slope, curve.slope)
         known = not self.trained or curve.judged >= self.thresholds.measured or not self._is_useful(self.level)
         best = -math.inf if known else self.level
         return Learning(miss, curve.position(miss - self.moved), slope, best, self._drift())
@@ -281,15 +297,19 @@ class TrainingGate:
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
-        curve = self.curve and [self.curve.slope, [list(point) for point in self.curve.points], self.curve.judged]
+        at = self.curve
+        curve = at and [at.slope, list(at.start), [list(point) for point in at.points], at.judged]
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         trains = {"trained": self.trained, "horizons": [list(horizon) for horizon in self.horizons]}
         return {"curve": curve, "looks": [list(look) for look in self.looks], **numbers, **trains}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if curve := state.get("curve"):
-            slope, points, judged = curve
-            self.curve = Curve.of(slope, [(seconds, miss) for seconds, miss in points], judged)
+        curve = state.get("curve")
+        if curve and len(curve) < 4:  # of an older run, which judged by other means
+            return
+        if curve:
+            slope, start, points, judged = curve
+            self.curve = Curve.of(slope, tuple(start), [(seconds, miss) for seconds, miss in points], judged)
         self.trained = state.get("trained", self.trained)
         self.looks.extend((rollout, miss) for rollout, miss in state.get("looks", ()))
         for name in _NUMBERS:

@@ -240,12 +240,19 @@ class Curve:
     def __init__(self, seconds: float, miss: float, slope: float) -> None:
         """It goes through here, with about this b."""
         self.slope, self.points, self.judged = slope, [(seconds, miss)], 0
+        self.start = seconds, miss
 
     @classmethod
-    def of(cls, slope: float, points: Sequence[tuple[float, float]], judged: int) -> Curve:
-        curve = cls(*points[0], slope)
-        curve.points, curve.judged = list(points), judged
+    def of(
+        cls, slope: float, start: tuple[float, float], points: Iterable[tuple[float, float]] = (), judged: int = 0
+    ) -> Curve:
+        curve = cls(*start, slope)
+        curve.points, curve.judged = list(points) or [start], judged
         return curve
+
+    def as_expected(self) -> Curve:
+        """From the same start, before anything was judged."""
+        return Curve.of(self.slope, self.start)
 
     @property
     def seconds(self) -> float:
@@ -269,6 +276,11 @@ class Curve:
         squares = sum((miss - c + b * log) ** 2 for log, miss in zip(logs, misses, strict=True))
         noise = max(self.NOISE, math.sqrt(squares / max(1, len(logs) - 2)))
         return c, b, noise / math.sqrt(xx + weight)
+
+    def now(self) -> float:
+        """ln(1 - agreement) by the law, of what is trained."""
+        c, b, _ = self.fit()
+        return c - b * math.log(self.seconds)
 
     def position(self, miss: float) -> float:
         """Seconds of training after which a drafter stands there."""

@@ -3,7 +3,7 @@
     TRAINING    idle workers train their replicas, until there is a stretch of it to judge
     COLLECTING  the replicas of those who trained are on their way
     WAITING     their average, the candidate, waits for somebody who is idle
-    JUDGING     it is compared with the drafter in use, on what the present step harvested
+    JUDGING     it is compared with the drafter in use, on harvest that none of them was trained on
 
 Then it is published if it is better. Training goes on from the average at once, whatever is thought of it. Workers that
 decode are asked for next to nothing: they take a published drafter between two rounds, and the common start of training
@@ -80,7 +80,7 @@ class DrafterReport:
 
     version: int = 0
     accept_length: float | None = None
-    """of the drafter in use, on this rollout's harvest"""
+    """of the drafter in use, on the last whole rollout"""
     candidate: float | None = None
     """of the last candidate, on the same"""
 
@@ -121,13 +121,16 @@ class Lifecycle:
         self._behind: set[int] = set()  # workers that have not taken it
         self._ahead: set[int] = set()  # and those that have trained since
         self._looked = False  # at the drafter in use, in this rollout
+        self._unseen = True  # what it would be looked at on
         self._trained_now = 0.0  # seconds, in this rollout
         self._looking = 0.0  # seconds that looks have taken beyond what they may, or may still take in this rollout
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
-    def rollout_begins(self) -> None:
-        self.report, self._looked, self._trained_now = DrafterReport(self.version), False, 0.0
+    def rollout_begins(self, has_harvest: bool = True) -> None:
+        """`has_harvest`: whether there is some that no drafter was judged on yet."""
+        self.report, self._trained_now = DrafterReport(self.version), 0.0
+        self._looked, self._unseen = False, has_harvest
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """`costs`: of its rounds, as far as the tuner knows them."""
@@ -204,7 +207,7 @@ class Lifecycle:
             self._trial = Trial(sorted(self._ahead), self._seconds)
             self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
             return self._ask(Stage.COLLECTING, Collect(self._trial.of))
-        if not self._looked and self._looking < 0.0 and not self.gate.should_train():
+        if not self._looked and self._unseen and self._looking < 0.0 and not self.gate.should_train():
             self._looked, self._trial = True, Trial()
             return self._judge(idle)
         return []
@@ -234,18 +237,19 @@ class Lifecycle:
         if not judged.entries:
             self._seconds += trial.seconds  # it is a part of the next candidate
             return []
-        in_use = judged.in_use / judged.entries
-        if self.report.accept_length is None:
+        in_use = judged.entries / judged.in_use
+        if self._unseen:
+            self._unseen = False
             self.gate.fresh(in_use)
         self.report.accept_length = in_use
         if trial.candidate is None:
             return []
-        self.report.candidate = judged.candidate / judged.entries
+        self.report.candidate = judged.entries / judged.candidate
         self.gate.gained(in_use, self.report.candidate, trial.seconds, judged.is_better)
         if not judged.is_better:
             return []
         self.version += 1
-        self.report.version, self.in_use = self.version, (trial.candidate, judged.first / judged.entries)
+        self.report.version, self.in_use = self.version, (trial.candidate, judged.first / judged.candidate)
         return [Publish(self.version, *self.in_use)]
 
     def _train_on_from(self, start: Any, of: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ One pass over a response gives what the rollout took as many passes for as it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -23,26 +23,27 @@ class FeatureTeacher(Teacher, Protocol):
 
 
 class Recompute:
-    """Responses of this step and of the one before (`past`) wait here, up to half of `most_tokens` of each; the longest
-    comes first, as drafters fail at late positions first."""
+    """Responses of the last whole rollout and of the one before it (`past`) wait here, up to half of `most_tokens` of
+    each; the longest comes first, as drafters fail at late positions first."""
 
     def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
         self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
-        self._before: list[Transcript] = []
+        self._past: list[Transcript] = []
+        self._latest: list[Transcript] = []
         self._now: list[Transcript] = []
 
     def add(self, transcript: Transcript) -> None:
         self._now.append(transcript)
-        while self.tokens(past=False) > self.most_tokens // 2 and len(self._now) > 1:
+        while _tokens(self._now) > self.most_tokens // 2 and len(self._now) > 1:
             self._now.pop(0)
 
-    def next_step(self) -> None:
-        """The teacher moved. What waits is computed by what it is then: harvest of that version."""
-        self._before, self._now = self._now, []
+    def rollout_ended(self) -> None:
+        """What waits is computed by what the teacher is then: harvest of that version."""
+        self._past, self._latest, self._now = self._latest, self._now, []
 
     def tokens(self, past: bool) -> int:
         """Of those that wait."""
-        return sum(len(transcript.tokens) for transcript in self._waiting(past))
+        return _tokens(self._waiting(past))
 
     def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
         """Of one of those that wait, in windows; nothing where none does. Raises Interrupted where `stop` says so, and
@@ -70,4 +71,8 @@ class Recompute:
         return [whole.cut(low, size) for low in starts]
 
     def _waiting(self, past: bool) -> list[Transcript]:
-        return self._before if past else self._now
+        return self._past if past else self._latest
+
+
+def _tokens(transcripts: Iterable[Transcript]) -> int:
+    return sum(len(transcript.tokens) for transcript in transcripts)

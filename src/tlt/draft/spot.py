@@ -1,7 +1,7 @@
 """Training the drafter in the gaps of a rollout: short calls, which can be broken off amid a micro-batch.
 
 One per worker. What workers share goes by value: `replica` out, `adopt` in, and the sums of `judge` added up. Drafters
-are trained on the harvest of the steps before, and judged on that of the present one.
+are judged on the harvest of the last whole rollout, and trained on those before it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tlt.draft.unroll import bundles, pack
 log = logging.getLogger(__name__)
 
 _PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
-_STEPS = 8  # before the present one whose harvest is kept, where the buffer has room for it
-_HEADS = 1 << 30  # bytes, at most, of their targets' heads, where they are more than one
+_STEPS = 8  # before the last one whose harvest is kept, where the buffer has room for it
+_HEADS = 1 << 30  # bytes, at most, of older targets' heads, where they are more than two
 _READY = 2  # micro-batches of harvest before training starts
 _SPREAD = 4  # entries before it starts from random weights, to each input of fc: they are what it begins with
 _ENOUGH = 4  # micro-batches likewise of a drafter trained before, which a few responses make worse on all others
@@ -60,10 +60,11 @@ class SpotTrainer:
         self.in_use, self.judged = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
-        self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes)))
+        self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
         self.rng = random.Random(seed)
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # since the last replica
+        self._is_whole = False  # the harvest since the target moved
         wanted = _ENOUGH * config.micro_batch_tokens
         if not layer.trained:
             wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
@@ -79,11 +80,18 @@ class SpotTrainer:
         else:
             self.buffer.add(item)
 
+    def rollout_ended(self) -> None:
+        """Drafters may be judged on what it gave. Where nobody says that it ended, the next `target_moved` does."""
+        if not self._is_whole:
+            self._is_whole = True
+            if self.recompute:
+                self.recompute.rollout_ended()
+            self.buffer.rollout_ended()
+
     def target_moved(self) -> None:
         """To be called after every `target.load` of a new version."""
-        if self.recompute:
-            self.recompute.next_step()
-        self.buffer.next_step()
+        self.rollout_ended()
+        self._is_whole = False
         self.trainer.target_moved(self.buffer.versions)
 
     @property
@@ -131,7 +139,7 @@ class SpotTrainer:
         """Harvest of one response, if one waits. Raises Interrupted."""
         found = self.recompute.take(past, stop) if self.recompute else []
         for item in found:
-            (self.buffer.add_past if past else self.buffer.add)(item)
+            self.buffer.add_late(item, past)
         return bool(found)
 
     @torch.no_grad()
@@ -175,7 +183,7 @@ class SpotTrainer:
         layer = None if candidate is None else _put(candidate, self.judged)
         done: list[Judgement] = []
         try:
-            while sum(len(item.tokens) for item in self.buffer.now) < self.judged_tokens:
+            while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
                 if not self._recompute_one(stop, past=False):
                     break
             for items in bundles(self.evidence(), self.config.micro_batch_tokens):
@@ -188,9 +196,8 @@ class SpotTrainer:
         return summed(done)
 
     def evidence(self) -> list[Harvest]:
-        """Some of what this step gave so far; another part as there is more of it."""
-        rng = random.Random(f"{self.target.version} {len(self.buffer.now)}")
-        return pieces(self.buffer.now, self.judged_tokens, _PIECE, rng)
+        """Some of what the last whole rollout gave: the same until the target has moved."""
+        return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer

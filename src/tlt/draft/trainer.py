@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tlt.config import DrafterTrainConfig
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.rounds import expected_rounds
 from tlt.draft.teacher import Teacher
 from tlt.draft.unroll import Pack, packs, unroll
 from tlt.draft.whitening import Moments
@@ -162,12 +163,11 @@ class DrafterTrainer:
     def judge(
         self, layer: EagleLayer, batch: Pack, stop: Callable[[], bool] = lambda: False
     ) -> tuple[float, float, int]:
-        """What a chain of `unroll` guesses from an entry commits, and how often its first guess is right, summed over
-        entries; and how many there are: those whose whole chain is within their sequence.
+        """Rounds in which chains of `unroll` guesses would decode these entries, and how often a round's first guess is
+        right, summed over rounds (`expected_rounds`); and how many entries there are: those whose whole chain is within
+        their sequence. Raises Interrupted where `stop` says so at the next column.
 
-        1 - TV is about the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88), and a guess
-        counts only behind right ones: so speculation lives on the products along the columns. Raises Interrupted where
-        `stop` says so at the next column.
+        1 - TV is about the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88).
         """
         deepest = self.config.unroll
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
@@ -178,8 +178,7 @@ class DrafterTrainer:
             if stop():
                 raise Interrupted
             overlaps.append(self._chunked(out[where], teacher[where + 1 + t], batch.version)[1])
-        reached = torch.stack(overlaps).cumprod(0)
-        return len(where) + reached.sum().item(), reached[0].sum().item(), len(where)
+        return *expected_rounds(torch.stack(overlaps, dim=1), batch.segments[where]), len(where)
 
     def _columns(
         self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
