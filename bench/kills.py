@@ -31,6 +31,8 @@ from typing import Any
 from disturbed import CELLS, PATIENCE, Cell, DisturbedRun, disk, recipe_of, rewards_of, workers_of
 from recovery import WAYS, verdict
 
+from tlt.metrics import provenance, write_json
+
 STEPS = 600  # so that they take longer than several workers take to come up, one after the other
 _PER_RUN = 10  # faults after which a run is left to end
 _PAUSE = (0.05, 1.5)  # between two, in units of what the run takes to come up
@@ -169,7 +171,8 @@ def main() -> None:
         whole.go_through()
         print(f"undisturbed: {whole.run.left_behind or 'nothing'} left behind", flush=True)
         summary = json.loads((place / "whole" / "summary.json").read_text(encoding="utf-8"))
-        left = arguments.kills
+        left, undisturbed = arguments.kills, {"sha256": summary["policy_sha256"], "workers": summary["workers"]}
+        undisturbed["left_behind"] = whole.run.left_behind
         while left > 0:
             run = DisturbedRun(recipe, place / f"run {len(rows)}")
             trial = Trial(run, min(left, arguments.per_run), moments, arguments.only, whole.comes_up)
@@ -179,19 +182,23 @@ def main() -> None:
             rows.append({"faults": trial.done, "hit": dict(trial.hit), "left_behind": run.left_behind, **held})
             print(rows[-1], flush=True)
             shutil.rmtree(run.folder)
+            if arguments.json:  # after each run, as it takes long
+                write_json(
+                    arguments.json, {**totals(rows), "way": arguments.way, "undisturbed": undisturbed, "rows": rows}
+                )
+    print(
+        "{kills} faults in {runs} runs: {ended_equal} ended with the same sha256, {clean} left nothing".format(
+            **totals(rows)
+        )
+    )
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     hits = sum((Counter(row["hit"]) for row in rows), Counter())
-    ended_equal = sum(row["same_sha256"] and row["steps_in_order"] and row["consumed_once"] for row in rows)
+    equal = sum(row["same_sha256"] and row["steps_in_order"] and row["consumed_once"] for row in rows)
     clean = sum(not row["left_behind"] for row in rows)
     kills = sum(row["faults"] for row in rows)
-    print(f"{kills} faults in {len(rows)} runs: {ended_equal} ended with the same sha256, {clean} left nothing behind")
-    if arguments.json:
-        from tlt.metrics import provenance, write_json
-
-        states = summary["workers"]
-        totals = {"kills": kills, "hits": dict(hits), "runs": len(rows), "ended_equal": ended_equal, "clean": clean}
-        totals["way"] = arguments.way
-        undisturbed = {"sha256": summary["policy_sha256"], "workers": states, "left_behind": whole.run.left_behind}
-        write_json(arguments.json, {**totals, "undisturbed": undisturbed, "rows": rows, **provenance()})
+    return {"kills": kills, "hits": dict(hits), "runs": len(rows), "ended_equal": equal, "clean": clean, **provenance()}
 
 
 if __name__ == "__main__":
