@@ -132,10 +132,18 @@ def test_a_drafter_that_is_far_behind_holds_up_a_step(home: Path, plain: str, lo
         lost.append(worker)
         return "before"
 
-    with patch.object(TrainingGate, "catch_up", catch_up):
+    ages: set[int] = set()
+    judge = ThreadWorker.judge
+
+    def judged(self: ThreadWorker, *arguments: Any) -> Any:
+        ages.update(self.target.version - item.target_version for item in self.trainer.inside.buffer.latest)
+        return judge(self, *arguments)
+
+    with patch.object(TrainingGate, "catch_up", catch_up), patch.object(ThreadWorker, "judge", judged):
         digest, published, _ = train(config_of(home, "adaptive"), loses_one)
     assert digest == plain
     assert published.life.version > 0
+    assert 0 in ages, "the rollout that has just ended is what they are judged on"
     lines = [line["rollout"] for line in read_metrics(home / "run")]
     assert lines[0]["drafter_tokens"] == 0, "there is nothing to train on yet"
     assert all(line["spot_seconds"] >= 0.1 for line in lines[2:])

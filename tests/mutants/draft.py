@@ -217,7 +217,7 @@ MUTANTS = [
         "cluster/coordinator.py",
         'self.crew.call(index, "rollout_ended")',
         "pass",
-        "cluster/test_coordinator.py",
+        "cluster/test_publication.py",
     ),
     Mutant(
         "a rollout ends twice",
