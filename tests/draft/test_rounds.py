@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlt.build import open_workplace
+from tlt.config import load_config
+from tlt.draft.buffer import Harvest
+from tlt.draft.eagle import load_drafter
+from tlt.draft.learned import EagleDrafter
 from tlt.draft.rounds import expected_rounds
+from tlt.draft.strategy import Strategy
+from tlt.draft.trainer import DrafterTrainer
+from tlt.draft.unroll import pack
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.sampling import make_requests
+
+ROOT = Path(__file__).parents[2]
 
 
 def played(right: Sequence[Sequence[float]], rng: random.Random) -> tuple[float, float]:
@@ -36,6 +50,28 @@ def test_it_is_the_mean_of_rounds_that_are_played(seed: int, length: int, depth:
     rounds, firsts = expected_rounds(torch.tensor(right), torch.zeros(length))
     assert rounds == pytest.approx(sum(one for one, _ in many) / len(many), rel=0.05)
     assert firsts == pytest.approx(sum(one for _, one in many) / len(many), rel=0.1, abs=0.02)
+
+
+def test_a_judgement_says_what_decoding_shows() -> None:
+    """Of a real drafter. Guesses are right a little less often than 1 - TV says, and the last round of a response is
+    cut short."""
+    config = load_config(ROOT / "recipes" / "longtail.toml", ["--rollout.max_new_tokens", "200", "--data.size", "12"])
+    _, prompts, target, params = open_workplace(config)
+    layer = load_drafter(ROOT / "assets" / "tiny-drafter", target.options)
+    with torch.no_grad():  # as one that is trained while the policy moves
+        layer.fc.weight.mul_(1 + 0.5 * torch.randn(layer.fc.weight.shape, generator=torch.Generator().manual_seed(0)))
+    found: list[Harvest] = []
+    depth = config.speculation.training.unroll
+    chains = Fixed(Strategy("eagle", depth, 1, depth + 1, 0.0))
+    drafter = EagleDrafter(layer, target)
+    engine = Engine(target, config.engine, [drafter], chains, layout=layer.options.layout, on_harvest=found.append)
+    responses = list(engine.generate([r for p in prompts for r in make_requests([p], 2, params, 0, "draft")]))
+    seen = sum(len(response.token_ids) for response in responses) / engine.stats.row_passes
+    trainer = DrafterTrainer(layer, target, config.speculation.training)
+    batch = pack(found, target.device)
+    rounds, _, entries = trainer.judge(layer, batch)
+    assert seen <= entries / rounds <= 1.2 * seen
+    assert 1.5 < seen < 6.0
 
 
 def test_by_hand() -> None:
