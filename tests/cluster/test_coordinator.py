@@ -333,10 +333,10 @@ def test_those_who_train_are_called_back(home: Path) -> None:
         speculation={
             "drafter": "adaptive",
             "look_ahead": 0,
-            "training": {"micro_batch_tokens": 8, "buffer_tokens": 64},
+            "training": {"micro_batch_tokens": 8, "buffer_tokens": 256},
         },
     )
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2 * STEPS})})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3 * STEPS})})
     turn, decodes, spot = count(), count(), ThreadWorker.spot
     expected = train(config, lambda n: next(turn))[:2]
     always = patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)

@@ -90,8 +90,9 @@ def test_guesses_that_are_always_or_never_right() -> None:
 
 
 def test_every_sequence_begins_with_a_round_of_its_own() -> None:
-    right, segments = torch.ones(8, 3), torch.tensor([2, 2, 2, 2, 0, 0, 5, 5])
-    assert expected_rounds(right, segments)[0] == pytest.approx(1.0 + 0.5 + 0.5)
+    right, segments = torch.linspace(0.1, 0.9, 27).view(9, 3), torch.tensor([2, 2, 2, 2, 0, 0, 5, 5, 5])
+    alone = [expected_rounds(part, torch.zeros(len(part))) for part in right.split([4, 2, 3])]
+    assert expected_rounds(right, segments) == pytest.approx([sum(column) for column in zip(*alone, strict=True)])
 
 
 def test_where_drafting_is_hard_rounds_are_many() -> None:

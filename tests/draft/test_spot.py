@@ -328,7 +328,7 @@ def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(
             good.harvest(item)
         good.target_moved()
     assert good.ready
-    config = CONFIG.model_copy(update={"buffer_tokens": 4 * 100})
+    config = CONFIG.model_copy(update={"buffer_tokens": 8 * 100})
     small = SpotTrainer(layer, model.decoder, config)
     assert small.enough == 100, "there is room for so much"
 

@@ -314,15 +314,20 @@ def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> No
 
 
 def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
-    started: Any, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_coordinator import train
+    from test_coordinator import config_of, train
 
+    def longer(config: Config) -> Config:
+        """In the third rollout the first one's responses are trained on."""
+        return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
+
+    plain = train(longer(config_of(tmp_path, 2, rollout=SHORT)))[:2]
     monkeypatch.setattr("tlt.draft.gate.THRESHOLDS", replace(THRESHOLDS, stretch=1))
     monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
     monkeypatch.setattr("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
     monkeypatch.setattr("tlt.draft.gate.Judgement.is_better", property(lambda judgement: judgement.entries > 0))
-    digest, learned_from, pool = train(run_of(tmp_path, "eagle"), random.Random(5).randrange)
+    digest, learned_from, pool = train(longer(run_of(tmp_path, "eagle")), random.Random(5).randrange)
     assert (digest, learned_from) == plain
     log = [method for _, method in pool.log]
     assert any(worker.trainer.inside.trainer.steps > 0 for worker in pool.workers)

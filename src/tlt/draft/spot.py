@@ -68,7 +68,7 @@ class SpotTrainer:
         wanted = _ENOUGH * config.micro_batch_tokens
         if not layer.trained:
             wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
-        self.enough = min(wanted, config.buffer_tokens // 4)
+        self.enough = min(wanted, config.buffer_tokens // 8)
 
     # -- the harvest ---------------------------------------------------------------------------------------------------
 
