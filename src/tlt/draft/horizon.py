@@ -243,16 +243,14 @@ class Curve:
         self.start = seconds, miss
 
     @classmethod
-    def of(
-        cls, slope: float, start: tuple[float, float], points: Iterable[tuple[float, float]] = (), judged: int = 0
-    ) -> Curve:
+    def of(cls, slope: float, start: tuple[float, float], points: Sequence[tuple[float, float]], judged: int) -> Curve:
         curve = cls(*start, slope)
-        curve.points, curve.judged = list(points) or [start], judged
+        curve.points, curve.judged = list(points), judged
         return curve
 
     def as_expected(self) -> Curve:
         """From the same start, before anything was judged."""
-        return Curve.of(self.slope, self.start)
+        return Curve(*self.start, self.slope)
 
     @property
     def seconds(self) -> float:
