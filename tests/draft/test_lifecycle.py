@@ -231,7 +231,8 @@ def test_what_was_looked_at_is_not_looked_at_again() -> None:
     asked = []
     for has_harvest in (True, False, False, True):
         life.rollout_ends(ROLLOUT)
-        life.rollout_begins(has_harvest)
+        if has_harvest:
+            life.rollout_begins()
         asked.append(life.idle([0]))
         if asked[-1]:
             life.answered(0, BETTER)

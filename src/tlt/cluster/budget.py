@@ -41,7 +41,7 @@ class Budget:
         """`steps` of the run, if that is known."""
         training, layer = config.speculation.training, trainer.in_use
         self.steps, self.idle = steps, 1.0
-        self._seen = -1  # version of the target at whose beginning harvest was looked at
+        self._version = -1  # of the target, when idle time was last spent
         self.trainer, self.share = trainer, training.budget
         self.life = Lifecycle(TrainingGate(training.unroll, layer.trained), 1, training.micro_batch_tokens)
         self.folder = Path(config.run.folder) / "drafter"
@@ -63,9 +63,9 @@ class Budget:
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
         """Train and judge until it is over; what was done is added to the engine's stats."""
         began, stats, report = time.perf_counter(), engine.stats, SpotReport(1)
-        now = self.trainer.target.version
-        self.life.rollout_begins(has_harvest=now != self._seen)
-        self._seen = now
+        if self.trainer.target.version != self._version:  # until it moves, there is no harvest that is new
+            self._version = self.trainer.target.version
+            self.life.rollout_begins()
         self._go_on(engine, is_over)
         while self.life.gate.should_train() and report.micro_batches and not is_over():
             report = self._train(_SLICE, is_over)

@@ -121,22 +121,21 @@ class Lifecycle:
         self._behind: set[int] = set()  # workers that have not taken it
         self._ahead: set[int] = set()  # and those that have trained since
         self._looked = False  # at the drafter in use, in this rollout
-        self._unseen = True  # what it would be looked at on
         self._trained_now = 0.0  # seconds, in this rollout
         self._looking = 0.0  # seconds that looks have taken beyond what they may, or may still take in this rollout
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
-    def rollout_begins(self, has_harvest: bool = True) -> None:
-        """`has_harvest`: whether there is some that no drafter was judged on yet."""
-        self.report, self._trained_now = DrafterReport(self.version), 0.0
-        self._looked, self._unseen = False, has_harvest
+    def rollout_begins(self) -> None:
+        """There is harvest that no drafter was judged on yet."""
+        self.report, self._looked, self._trained_now = DrafterReport(self.version), False, 0.0
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """`costs`: of its rounds, as far as the tuner knows them."""
         worker_seconds = horizon.rollout_seconds * len(self.workers)
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
         self.gate.rollout_ended(horizon, costs, self._trained_now)
+        self._trained_now = 0.0
 
     def trained(self, worker: int, report: SpotReport) -> None:
         self._trained_now += report.seconds
@@ -207,7 +206,7 @@ class Lifecycle:
             self._trial = Trial(sorted(self._ahead), self._seconds)
             self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
             return self._ask(Stage.COLLECTING, Collect(self._trial.of))
-        if not self._looked and self._unseen and self._looking < 0.0 and not self.gate.should_train():
+        if not self._looked and self._looking < 0.0 and not self.gate.should_train():
             self._looked, self._trial = True, Trial()
             return self._judge(idle)
         return []
@@ -238,8 +237,7 @@ class Lifecycle:
             self._seconds += trial.seconds  # it is a part of the next candidate
             return []
         in_use = judged.entries / judged.in_use
-        if self._unseen:
-            self._unseen = False
+        if self.report.accept_length is None:
             self.gate.fresh(in_use)
         self.report.accept_length = in_use
         if trial.candidate is None:
