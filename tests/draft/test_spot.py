@@ -264,7 +264,7 @@ def test_a_judgement_is_of_many_responses_and_stays_the_same_until_the_target_mo
     assert len({item.prompt_id for item in evidence}) > 2
     before = spot.judge(None)
     spot.harvest(items[0])
-    assert spot.judge(None) == before, "what comes by and by is of those who end first"
+    assert spot.judge(None) == pytest.approx(before), "what comes by and by is of those who end first"
 
 
 def test_drafters_are_judged_on_the_last_rollout_and_trained_on_those_before(
@@ -301,8 +301,8 @@ def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, it
     assert seen[0] == seen[2 * CONFIG.unroll - 1] == Judgement(broken_off=True)
     assert 0 < seen[-1].entries < whole.entries
     assert seen[-1].entries >= max(seen[-1].in_use, seen[-1].candidate)
-    assert [one.entries for one in seen] == sorted(one.entries for one in seen)
-    assert spot.judge(candidate) == whole
+    assert len({one.in_use for one in seen if one.entries}) > 1, "not of the same part each time: they are added up"
+    assert spot.judge(candidate) == pytest.approx(whole)
     assert not whole.broken_off
 
 

@@ -186,7 +186,9 @@ class SpotTrainer:
             while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
                 if not self._recompute_one(stop, past=False):
                     break
-            for items in bundles(self.evidence(), self.config.micro_batch_tokens):
+            parts = list(bundles(self.evidence(), self.config.micro_batch_tokens))
+            self.rng.shuffle(parts)  # one that is broken off again and again is not of the same part each time
+            for items in parts:
                 batch = pack(items, self.target.device)
                 in_use, _, entries = self.trainer.judge(self.in_use, batch, stop)
                 mine, first = self.trainer.judge(layer, batch, stop)[:2] if layer else (0.0, 0.0)
