@@ -1,2 +1,1 @@
-"""Drafters: what guesses the next tokens. They are outside the trusted base: whatever they propose, no token
-changes."""
+"""Drafters guess the next tokens. They are outside the trusted base: whatever they propose, no token changes."""

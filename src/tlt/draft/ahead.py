@@ -1,8 +1,8 @@
-"""Look-ahead: what an older target said to a request, with the request's own seed, drafts what the present one says.
+"""Look-ahead: the response of an older target to a request, with the request's own seed, drafts for the present target.
 
-A request's noise is a function of its seed and position. So two versions of a target say the same to it but for where
-an update turned an argmax, and the old response is a chain that is known in advance: no levels, no log q, no cost. A
-stale, truncated or foreign one is a bad draft and nothing more.
+A request's noise is a function of its seed and position. So two versions of a target give the same response except
+where an update changed an argmax, and the old response is a chain that is known in advance: it needs no levels and no
+log q, and costs nothing. A stale, truncated or foreign response is only a bad draft.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from tlt.types import MOST_GUESSES, Request, Response, Row
 
-_LEAST = 4  # tokens of a chain, where the one before was wrong
-_CONTEXT = 4  # tokens by which a row is found again in an old response from which it had parted
+_LEAST = 4  # tokens: the lowest limit of a chain's length, which misses lead to and a divergence sets
+_CONTEXT = 4  # last tokens by which a row is found again in an old response after a divergence
 
 
 class Ahead(NamedTuple):
@@ -27,19 +27,19 @@ class Ahead(NamedTuple):
     tokens: np.ndarray
     """int32"""
     version: int
-    """of the target that decoded it, or the latest part of it"""
+    """version of the target that decoded it, or its latest part"""
     ended: bool
 
     @classmethod
     def of(cls, said: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
-        """What a row or a response has, and behind it what is expected of it from before."""
+        """The tokens of a row or a response, followed by `rest`, the older tokens that are expected to come next."""
         tokens = said.tokens if isinstance(said, Row) else said.token_ids
         both = np.array([*tokens, *rest], dtype=np.int32)
         return cls(said.request.seed, said.request.prompt.token_ids, both, version, ended)
 
 
 class AheadStore:
-    """By request, the newest ones up to so many tokens."""
+    """What was decoded ahead, by the request's seed. Beyond `most_tokens` tokens the oldest entries are dropped."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens, self.tokens = most_tokens, 0
@@ -50,7 +50,8 @@ class AheadStore:
         return len(self._kept)
 
     def put(self, found: Iterable[Ahead]) -> None:
-        """Each takes the place of what was known of its request, but for what the same target has told more of."""
+        """Add entries. Each replaces what was known of its request, unless that is of the same target version and
+        goes further."""
         for ahead in found:
             known = self._kept.get(ahead.seed)
             if not len(ahead.tokens):
@@ -74,7 +75,7 @@ class AheadStore:
                     del self._groups[ahead.prompt]
 
     def length(self, seed: int) -> int:
-        """Tokens that are known of it."""
+        """Number of tokens known for this seed."""
         return len(self._kept[seed].tokens) if seed in self._kept else 0
 
     def get(self, request: Request) -> Ahead | None:
@@ -85,7 +86,7 @@ class AheadStore:
         return known is not None and known.ended
 
     def group(self, request: Request) -> list[Ahead]:
-        """Of the request and its siblings, its own first."""
+        """The entries of the request and its siblings, its own first if there is one."""
         seeds = self._groups.get(request.prompt.token_ids, ())
         return [self._kept[seed] for seed in sorted(seeds, key=lambda seed: seed != request.seed)]
 
@@ -95,17 +96,17 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
 
 
 class Pointer:
-    """Where a row stands in its old response, or after a divergence in that of a sibling."""
+    """Where a row stands in its old response, or after a divergence possibly in a sibling's."""
 
     def __init__(self, sources: Sequence[np.ndarray], committed: Sequence[int]) -> None:
-        """`sources`: int32, its own old response first; `committed`: tokens that the row has by now."""
+        """`sources`: old responses, int32, the row's own first; `committed`: tokens that the row has already."""
         self.sources = sources
         self.old: list[int] = self.sources[0].tolist()
-        self.at: int | None = 0  # of the next token in `old`
-        self.is_own, self.is_over = True, False  # no more of its own is known: what comes is for a drafter to guess
-        self.width, self.proposed = MOST_GUESSES, 0  # the tuner says how much of it is worth its while
+        self.at: int | None = 0  # index of the next token in `old`; None after a divergence
+        self.is_own, self.is_over = True, False  # whether `old` is its own; whether that ended, so a drafter goes on
+        self.width, self.proposed = MOST_GUESSES, 0  # limit of a chain, which the tuner may shorten; the last chain
         self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
-        self.shift = 0  # the row's own old response stands so many tokens further on
+        self.shift = 0  # position in the row's own old response minus position in the row
         self.advance(committed)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -127,15 +128,16 @@ class Pointer:
             self._find()
 
     def _part(self, at: int) -> None:
-        """The next token in its own old response is held to stand for the one that came in its place."""
+        """The next token differs. It is taken as a substitution: the row's own old response goes on one token later."""
         if self.is_own:
             self.shift = at + 1 - self.length
             self.is_over = at == len(self.old)
         self.at = None
 
     def _find(self) -> None:
-        """Where it would stand if nothing had been put in or left out, once a token is as it was there. Or where its
-        last tokens are in its own old response, or in a sibling's."""
+        """Find the row's place again. If the last token equals the one in its own old response at the place without
+        insertions or deletions, the row stands there. Else it stands where its last tokens occur in its own old
+        response or in a sibling's."""
         own, here = self.sources[0], self.length + self.shift
         if 0 < here < len(own) and own[here - 1] == self.last[-1]:
             self._take(own, here, is_own=True)
@@ -150,7 +152,7 @@ class Pointer:
         self.old, self.at, self.is_own, self.width = tokens.tolist(), at, is_own, _LEAST
 
     def left(self) -> int:
-        """Tokens that it could propose."""
+        """Number of tokens that it could propose now."""
         return 0 if self.at is None else min(self.width, len(self.old) - self.at)
 
     def propose(self, count: int) -> list[int]:
@@ -158,15 +160,15 @@ class Pointer:
         return [] if self.at is None else self.old[self.at : self.at + count]
 
     def rest(self) -> list[int]:
-        """Of the row's own old response, what is still to come; where it has parted, from where it would stand if
-        nothing had been put in or left out."""
+        """What is still to come of the row's own old response. After a divergence, this is counted from where the row
+        would stand without insertions or deletions."""
         if self.at is None or not self.is_own:
             return self.sources[0][max(0, self.length + self.shift) :].tolist()
         return self.old[self.at :]
 
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
-    """The place behind these tokens that is nearest to `near`, and not the end."""
+    """Of the places behind an occurrence of the tokens `last`, the end excluded, the one nearest to `near`."""
     first, *others = last
     places = np.flatnonzero(tokens[:-_CONTEXT] == first) + 1
     for token in others:
@@ -175,7 +177,7 @@ def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
 
 
 class LookAhead:
-    """A per-row store: where each row stands in what was decoded ahead for it."""
+    """A per-row store of where each row stands in what was decoded ahead for it."""
 
     def __init__(self, store: AheadStore, vocab_size: int) -> None:
         self.store, self.vocab_size = store, vocab_size
@@ -199,14 +201,14 @@ class LookAhead:
             pointer.advance(tokens)
 
     def offers(self) -> list[int]:
-        """Tokens that each row's old response could propose."""
+        """Number of tokens that each row's old response could propose."""
         return [pointer.left() if pointer else 0 for pointer in self._pointers]
 
     def propose(self, counts: Sequence[int]) -> list[list[int]]:
-        """A chain of so many tokens for each row; of none, where there is no old response to go by."""
+        """A chain of up to `counts` tokens for each row; [] for a row that has no place in an old response."""
         return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
 
     def rest(self, place: int) -> list[int]:
-        """What is left of what a row was drafted from."""
+        """What is still to come of the row's own old response; [] if it has none."""
         pointer = self._pointers[place]
         return pointer.rest() if pointer else []

@@ -1,9 +1,9 @@
-"""Several workers' training of one drafter made into one: the mean of their replicas, by the tokens each trained on.
+"""Averages the replicas of one drafter that several workers trained, weighted by the tokens that each trained on.
 
-Local SGD (arXiv 1805.09767): all start from one state, each trains by itself, and parameters, both moments of Adam and
-its step count are averaged, so that the next start is one state again. The mean of n replicas has the noise of n times
-as many entries, so the weights go sqrt(n) times as far from the start, as the rate of Adam would be scaled with the
-batch (arXiv 2205.10287), but 1.5 times at most: from 2 on they would swing about what they have found.
+Local SGD (arXiv 1805.09767): all replicas start from one state and are trained apart. Then parameters, both moments of
+Adam and its step count are averaged, and training goes on from the average. The mean of n replicas has the noise of a
+batch n times as large, so the weights move sqrt(n) times as far from the start as the mean does (as Adam's learning
+rate scales with the batch, arXiv 2205.10287), but 1.5 times at most: from 2 on they oscillate.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FARTHEST = 1.5  # times as far from the start as the mean, at most
-_WEIGHTS = ("weight.", "mean.")  # of a replica
+_FARTHEST = 1.5  # the weights move at most so many times as far from the start as the mean
+_WEIGHTS = ("weight.", "mean.")  # prefixes of weights in a replica
 
 
 class Replica(NamedTuple):
-    """A drafter in training, in host memory: nobody changes these tensors any more."""
+    """A copy of a drafter in training, in host memory. Its tensors must not be changed."""
 
     tensors: dict[str, Tensor]
-    """`<what>.<parameter>`: the weights to be published, those in training, and Adam's moments; and Adam's `steps`"""
+    """by parameter: `mean.*` the weights to publish, `weight.*` those in training, `exp_avg.*` and `exp_avg_sq.*`
+    Adam's moments; and `steps`, `reach` and `whitening` of `DrafterTrainer`"""
     tokens: int
-    """trained on since the replica before, or the common start"""
+    """entries trained on since the previous replica or the common start"""
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights to be published, by the names that `EagleLayer` has for them."""
+        """The weights to publish, by their names in `EagleLayer`."""
         return {name.removeprefix("mean."): t for name, t in self.tensors.items() if name.startswith("mean.")}
 
 
 def average(replicas: Sequence[Replica], start: Replica | None = None) -> Replica:
-    """The mean by tokens of one replica or more; where none trained, the first. `start`: what all were trained from, if
-    that is known."""
+    """The mean of at least one replica, weighted by tokens; the first replica if none was trained. `start` is the state
+    that all were trained from; without it the weights move no farther than the mean."""
     total = sum(replica.tokens for replica in replicas)
     trained = [replica for replica in replicas if replica.tokens]
     if len(trained) < 2:

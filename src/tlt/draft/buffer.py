@@ -1,10 +1,10 @@
-"""The harvest: what the rollout computed anyway, kept in host memory for the drafter's training under a bound.
+"""The harvest: tokens and features that the rollout computed anyway, kept in host memory for training the drafter.
 
-Drafters are judged on the last whole rollout, and trained on those before it (the one-step offset of TLT, arXiv
-2511.16665 section 4.2, and one more). So they are judged on responses that they were not trained on, and every response
-is trained on in the end. The rollout under way is for neither: what it has given by the time that a worker is idle are
-its short responses, which are the easy ones. Where steps are small, several are kept: the answers to a few prompts are
-too much alike to learn from.
+Drafters are judged on the last finished rollout and trained on those before it (the one-step offset of TLT, arXiv
+2511.16665 section 4.2, plus one step). So they are judged on responses that they were not trained on, and every
+response is trained on eventually. The current rollout is used for neither: when a worker falls idle, it has yielded
+only its short responses, which are the easy ones. Where steps are small, several rollouts are kept, because the
+answers to a few prompts are too much alike to learn from.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_WHOLE = 0.5  # of the bound, at most, is left to whole rollouts, and half of that to the last one
-_OLDER = 0.6  # times as likely is an item drawn, for each step that it is older
+_WHOLE = 0.5  # finished rollouts keep at most this fraction of the bound, and the last one half of that
+_OLDER = 0.6  # an item's weight in sampling is multiplied by this for each step of its age
 
 
 class Harvest(NamedTuple):
-    """Consecutive entries of one response; n at most the window."""
+    """n consecutive entries of one sequence (prompt and response); n is at most the window."""
 
     target_version: int
     start: int
@@ -35,46 +35,46 @@ class Harvest(NamedTuple):
 
     @property
     def drafted(self) -> int:
-        """Entries that predict a token of the response: the others teach nothing that is drafted."""
+        """Number of entries that predict a token of the response which the item holds. Others are not trained on."""
         return max(0, self.start + len(self.tokens) - max(self.start, self.prompt_length - 2) - 1)
 
     @property
     def end(self) -> int:
-        """How far into its sequence it goes: the position behind its last entry."""
+        """The position behind the last entry."""
         return self.start + len(self.tokens)
 
     def cut(self, low: int, length: int) -> Harvest:
-        """Entries [low, low + length) of it."""
+        """The item's entries [low, low + length)."""
         part = slice(low, low + length)
         return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
 
 
 class Transcript(NamedTuple):
-    """A response whose features the engine did not keep: see `recompute`."""
+    """A response whose features the engine did not keep; `recompute.py` computes them."""
 
     prompt_length: int
     tokens: tuple[int, ...]
-    """of the prompt and of the response"""
+    """the prompt's tokens, then the response's"""
 
 
 class HarvestBuffer:
-    """Up to `max_tokens` entries: the newest of the rollout under way; and of the last one, and up to `steps` before
-    it, later ones first, the longest."""
+    """Keeps up to `max_tokens` entries: the newest items of the current rollout, and the longest items of the last
+    finished rollout and of up to `steps` before it. Newer rollouts get room first."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
         self.whole: deque[list[Harvest]] = deque(maxlen=steps + 1)
-        """by rollout"""
+        """items of each finished rollout, the oldest rollout first"""
         self.now: deque[Harvest] = deque()
 
     @property
     def latest(self) -> list[Harvest]:
-        """Of the last whole rollout: what drafters are judged on."""
+        """Items of the last finished rollout, on which drafters are judged."""
         return self.whole[-1] if self.whole else []
 
     @property
     def past(self) -> list[Harvest]:
-        """Of those before it: what is trained on."""
+        """Items of the rollouts before that one, on which drafters are trained."""
         return [item for step in list(self.whole)[:-1] for item in step]
 
     @property
@@ -98,8 +98,8 @@ class HarvestBuffer:
             self.tokens -= len(self.now.popleft().tokens)
 
     def add_late(self, harvest: Harvest, past: bool) -> None:
-        """Of the last whole rollout, or of the one before it (`past`), if it comes only now; where there is no room,
-        the oldest go."""
+        """Add an item of the last finished rollout, or of the one before it (`past`), that was computed late. Where
+        there is no room, the oldest items are dropped."""
         place = -2 if past else -1
         if harvest.drafted == 0 or len(self.whole) < -place:
             return
@@ -111,7 +111,7 @@ class HarvestBuffer:
             self.tokens -= len(next(step for step in self.whole if step).pop(0).tokens)
 
     def rollout_ended(self) -> None:
-        """What it gave is whole now."""
+        """The current rollout becomes the last finished one. Each finished rollout keeps its longest items."""
         self.whole.append(list(self.now))
         self.now.clear()
         self.tokens = 0
@@ -126,8 +126,9 @@ class HarvestBuffer:
                 yield item
 
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
-        """Items of the past, of one target version, of up to `tokens` entries in sum. The newer one is and the further
-        it reaches, the likelier it is drawn: drafters fail at late positions first. One that is too long is cut."""
+        """Draw items of `past`, all of one target version, with up to `tokens` entries in sum. The newer an item and
+        the later its end, the likelier it is drawn: drafters fail at late positions first. If the first item drawn is
+        too long, it is cut and returned alone."""
         drawn: list[Harvest] = []
         for item in _weighted(self.past, rng):
             room = tokens - sum(len(other.tokens) for other in drawn)
@@ -141,7 +142,7 @@ class HarvestBuffer:
 
 
 def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
-    """Up to `tokens` entries of as many items, so at most `longest` of one; by target version."""
+    """Up to `tokens` entries from many items, at most `longest` from each, sorted by target version."""
     drawn: list[Harvest] = []
     for item in _weighted(items, rng):
         if len(item.tokens) > longest:
@@ -152,7 +153,8 @@ def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Ra
 
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
-    """In random order, each next one drawn by its end and by how new it is (Efraimidis and Spirakis 2006)."""
+    """The items in random order, drawn without replacement; later ends and newer items weigh more (Efraimidis and
+    Spirakis 2006)."""
     newest = max((item.target_version for item in items), default=0)
     weights = {id(item): item.end * _OLDER ** (newest - item.target_version) for item in items}
     keys = {name: rng.random() ** (1 / weight) for name, weight in weights.items()}

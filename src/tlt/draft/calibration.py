@@ -1,8 +1,8 @@
-"""How often the target agrees with a draft, counted online: what decides which nodes are worth verifying.
+"""Counts online how often the target takes a drafted token. This decides which nodes are worth verifying.
 
-Given the noise, a drafted token's place among its siblings and its lead over the next noisy score say how likely it
-is the target's token; log q itself says almost nothing more. So agreement is counted per cell of (class of guess,
-depth, place, lead).
+Given the noise, a drafted token's place among its siblings and its lead over the next noisy score tell how likely it
+is the target's token; log q itself adds almost nothing. So the counts are kept per cell: (class of guess, depth,
+place, lead).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CLASSES = 8  # classes of guess that all drafters together may tell apart
+CLASSES = 8  # number of classes of guess, over all drafters
 _EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings share the last cell
+_DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings fall into the last cell
 _OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
 _SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
-# rounds after which a count is worth half: drafters and targets change, and what looked bad is tried again
+# rounds after which all counts are halved: drafters and targets change, and what looked bad is tried again
 _HALF_LIFE = 256
-_REFRESH = 8  # rounds between two looks at the counts
+_REFRESH = 8  # rounds between two updates of the table of chances
 
 
 class Calibration:
@@ -31,16 +31,16 @@ class Calibration:
         self._refresh()
 
     def _refresh(self) -> None:
-        """P(the target takes this child | its parent is reached): what was counted, with a prior of a few
-        pseudo-counts. Below 1, so that a child is always less likely than its parent."""
+        """Update P(the target takes this child | its parent is reached) from the counts, with a prior of a few
+        pseudo-counts. It stays below 1, so that a child is always less likely than its parent."""
         chance = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
         self.table = np.minimum(chance, 0.9999)
 
     def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
-        """Cells [B, W, k] of the children with the best noisy `scores` [B, W, k or k + 1], best first, k = branching
-        at most."""
+        """Cells [B, W, k] of the best k <= `branching` children of each node. `scores` [B, W, k or k + 1] are noisy
+        scores, best first; `classes` [B, W] are those of the nodes' guesses (None: all 0)."""
         k = min(branching, scores.shape[-1])
-        lead = scores[..., :k] - scores[..., :1]  # infinities come from what may not be drafted, or was not offered
+        lead = scores[..., :k] - scores[..., :1]  # infinite: tokens that may not be drafted or were not offered
         lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
         cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
         return cell if classes is None else cell + classes[..., None] * (_DEPTHS * _PLACES * _LEADS)
@@ -54,7 +54,8 @@ class Calibration:
                 self.agreed[cells[node]] += node in reached
 
     def agreement(self, depth: int, branching: int) -> list[float | None]:
-        """By depth, how often one of the `branching` best children was taken where their parent was reached."""
+        """For each depth, how often one of the `branching` best children was taken where their parent was reached, for
+        guesses of class 0 (the learned drafter's). None where nothing was counted."""
         seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
         places = min(branching, _PLACES)
         return [
@@ -72,8 +73,8 @@ class Calibration:
 
 
 def _prior_table() -> np.ndarray:
-    """[_PLACES, _LEADS]: for the best sibling a logistic curve in its lead; for the others, what a small lead leaves
-    them."""
+    """Prior chances [_PLACES, _LEADS]: a logistic curve of the lead for the best sibling, and 0.5 exp(lead) / place for
+    the others (places from 0, leads at most 0)."""
     lead = np.array([-8.0, *_EDGES])
     rest = [0.5 * np.exp(np.minimum(0.0, lead)) / place for place in range(1, _PLACES)]
     return np.stack([1.0 / (1.0 + np.exp(-lead)), *rest])

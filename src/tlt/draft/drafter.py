@@ -1,5 +1,5 @@
-"""The drafter protocol. A new drafter is one file that gives log q for the nodes of a level, and its line in
-`tlt.config.registry`; the tree does the rest.
+"""The drafter protocol. A new drafter needs one file that gives log q for the nodes of a level, and one line in
+`tlt.config.registry`; `tree.py` does the rest.
 
 Shapes: B live rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
 """
@@ -25,87 +25,88 @@ if TYPE_CHECKING:
 
 
 class Level(NamedTuple):
-    """The nodes of one level of every row's tree: what is to be continued. Arrays, as trees grow on the host; copies,
-    so that a drafter which writes to them changes no tree."""
+    """The nodes of one level of every row's tree, which the drafter continues. They are NumPy arrays, as trees grow on
+    the host, and copies, so that a drafter which writes to them changes no tree."""
 
     depth: int
     """0: the roots (the last committed tokens), W = 1"""
     tokens: np.ndarray
     """[B, W] int64"""
     parents: np.ndarray
-    """[B, W] int64, place of each node's parent among the W of the level before"""
+    """[B, W] int64, index of each node's parent among the nodes of the previous level"""
     alive: np.ndarray
-    """[B, W] bool; what is proposed for the others is passed over"""
+    """[B, W] bool; proposals for other nodes are ignored"""
     law: Law
-    """of the B requests"""
+    """sampling laws of the B requests"""
 
 
 class Candidates(NamedTuple):
-    """log q of the next token at each node. `ids` [B, W, K] lists the tokens that `log_q` [B, W, K] speaks of (None:
-    the whole vocabulary, in order); pad with -inf."""
+    """log q of the next token at each node. `log_q` [B, W, K] belongs to the tokens listed in `ids` [B, W, K], or with
+    `ids` None to the whole vocabulary in order (K = V). Padding has log q -inf."""
 
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B, W] class of guess, below calibration.CLASSES, calibrated apart (how long the match was, say)"""
+    """[B, W] class of guess, below calibration.CLASSES; each class is calibrated separately (e.g. by match length)"""
 
 
 class Drafter(Protocol):
-    """Rows stand in the engine's order. The calls of a rollout: begin, then open, commit and close as rows come and go,
-    and rounds of predict, a level at a time from the roots down. All it is given is its own copy, or a view. What
-    it writes into the features of a view may spoil what drafters are trained on; no token depends on anything that a
-    drafter can reach."""
+    """Rows stand in the engine's order. In a rollout the engine calls `begin` once, `open`, `commit` and `close` as
+    rows come, advance and leave, and in each round `predict` once per level, from the roots down. A drafter is given
+    copies and views only, so no token depends on anything that it can change. But if it writes to the features of a
+    view, it may spoil the harvest that drafters are trained on."""
 
     name: str
     agreement: float | None
-    """how often its first guess was right when it was made, if that is known"""
+    """how often its first guess was right when that was last measured; None if it never was"""
 
     def begin(self, window: FeatureView | None) -> None:
-        """No row is live. `window` holds what the target computed for their last tokens, if the engine keeps that."""
+        """Start with no live row. `window` shows the target's features of the rows' last tokens; None if the engine
+        keeps none."""
         ...
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
-        """A new last row, with the tokens it has already (after a preemption, or when drafters are swapped)."""
+        """Add a last row. `committed` are the tokens it has already, after a preemption or a swap of drafters."""
         ...
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """The engine committed these tokens."""
+        """The engine committed these tokens to `row`."""
         ...
 
     def close(self, row: int, last: int) -> None:
-        """The request of `row` leaves; that of `last`, the last row, stands there from now on (or was it itself)."""
+        """The request of `row` leaves, and the last row, `last`, takes its place. `last` may be `row` itself."""
         ...
 
     def predict(self, level: Level) -> Candidates:
-        """log q, under each request's sampling law, of what follows each node. May list nothing for a node."""
+        """log q of the tokens that may follow each node, under each request's sampling law. It may list none."""
         ...
 
 
 class Sources(NamedTuple):
-    """What a drafter may be made of: see `tlt.config.registry`."""
+    """What a drafter may be built from: see `tlt.config.registry`."""
 
     target: Decoder
     layer: EagleLayer | None
-    """the learned one's weights; there where the drafter's entry says that it is learned"""
+    """the learned drafter's weights; given where the registry says that a drafter is learned"""
     history_tokens: int
-    """of earlier epochs that may be kept"""
+    """bound on the tokens kept of earlier epochs"""
 
 
 @dataclass
 class Node:
-    """A node about to be expanded: the tokens from the root (the last committed one, not listed) down to it."""
+    """A node about to be expanded. `path` has the tokens from below the root (the last committed token) down to it."""
 
     request: Request
     committed: Sequence[int]
-    """the response so far, the root last"""
+    """the response so far; its last token is the root"""
     path: tuple[int, ...]
     state: Any = None
-    """whatever the drafter keeps to continue from here"""
+    """whatever the drafter keeps to continue from this node"""
 
 
 class Offer(NamedTuple):
-    """As `Candidates`, of M nodes in a list: `ids` and `log_q` [M, K]; `states[m][k]` goes to the child that takes
-    candidate k."""
+    """`Candidates` for a list of M nodes: `ids` and `log_q` are [M, K]. `states[m][k]` becomes the state of the child
+    of node m that takes candidate k."""
 
     ids: Tensor | None
     log_q: Tensor
@@ -114,7 +115,7 @@ class Offer(NamedTuple):
 
 
 class NodeDrafter(ABC):
-    """Base of drafters in plain Python that look at one node at a time: they give `propose`."""
+    """Base class of drafters in plain Python that look at one node at a time. They implement `propose`."""
 
     name = "nodes"
     agreement: float | None = None
@@ -168,7 +169,7 @@ class NodeDrafter(ABC):
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 
     def _scatter(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
-        """[M, K] of the living nodes -> [B, W, K] of all."""
+        """Spread the offer for the M living nodes, [M, K], over all nodes, [B, W, K]."""
         shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
         log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
         ids = None if offer.ids is None else torch.full(shape, -1, device=device)

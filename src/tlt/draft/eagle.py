@@ -1,15 +1,15 @@
 """The learned drafters: one decoder layer over the target's hidden states, with the target's embedding and head.
 
 Entry p of a sequence stands for token p: its input is the target's features of token p and the embedding of token
-p + 1, its output predicts token p + 2. Where the target has not been yet, the features are the layer's own output of
-the entry before.
+p + 1, and its output predicts token p + 2. For entries that the target has not computed yet, the features are the
+layer's own output at the previous entry.
 
 - `eagle3` (arXiv 2503.01840): features of a low, a middle and a high layer, fused by fc; the layer's attention reads
   the normed embedding beside the normed features.
 - `eagle1` (arXiv 2401.15077): the last hidden state alone, fused with the embedding by fc; no input norm, no output
-  norm. A quarter of the traffic.
+  norm. It reads a quarter of eagle3's features.
 
-Tensor names and shapes are those of the published checkpoints, so that a folder written here needs no surgery.
+The tensors of a folder have the names and shapes of the published checkpoints.
 Shapes: M entries, D hidden, H query heads, K key-value heads, E head size, F features of a token.
 """
 
@@ -35,7 +35,7 @@ Kind = Literal["eagle1", "eagle3"]
 
 
 class DrafterError(ValueError):
-    """A drafter folder that cannot be used; the message names the thing and the remedy."""
+    """A drafter or its folder cannot be used; the message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EagleOptions:
     taps: tuple[int, ...]
     """hidden_states indices of the target that are fused; () for eagle1"""
     window: int
-    """entries that are attended"""
+    """number of last entries that attention sees"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -60,7 +60,7 @@ class EagleOptions:
 
 
 def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptions:
-    """A drafter of the target's own shape."""
+    """Options of a drafter whose layer has the shape of the target's."""
     L = target.num_layers
     return EagleOptions(
         kind=kind,
@@ -84,7 +84,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.options = o = options
         self.agreement: float | None = None
-        """how often its first guess was right on held-out prompts, once that was measured"""
+        """how often its first guess was right on responses that it was not trained on; None until that was measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
         self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)
@@ -102,16 +102,17 @@ class EagleLayer(nn.Module):
 
     @property
     def trained(self) -> bool:
-        """Whether it is known to be right at times."""
+        """Whether its first guess was measured to be right at times."""
         return bool(self.agreement)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [M, F], as kept by the engine -> [M, D]."""
+        """The target's features [M, F], as the engine keeps them -> fused features [M, D]."""
         D = self.options.hidden_size
         return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
 
     def inputs(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings and features [M, D] -> what attention projects, and the residual stream."""
+        """Embeddings and fused features, [M, D] each -> the input of the attention's projections ([M, 2 D] for eagle3,
+        else [M, D]) and the residual stream [M, D]."""
         if self.options.kind == "eagle3":
             return torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1), g
         z = self.fc(torch.cat([embedded, g], dim=-1))
@@ -122,7 +123,7 @@ class EagleLayer(nn.Module):
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
     def finish(self, g: Tensor) -> Tensor:
-        """The layer's output -> what the target's head takes."""
+        """The layer's output [M, D] -> the input of the target's head [M, D]."""
         return self.norm(g) if self.options.kind == "eagle3" else g
 
 
@@ -141,13 +142,13 @@ def _checkpoint_name(name: str, kind: Kind) -> str:
 
 
 def checkpoint_tensors(layer: EagleLayer) -> dict[str, Tensor]:
-    """In host memory, by the published names."""
+    """The layer's tensors in host memory, by their published names."""
     state, kind = layer.state_dict(), layer.options.kind
     return {_checkpoint_name(name, kind): tensor.detach().contiguous().cpu() for name, tensor in state.items()}
 
 
 def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
-    """model.safetensors with the published names, and config.json."""
+    """Write model.safetensors, with the published names, and config.json. Raises OSError or SafetensorError."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     save_file(checkpoint_tensors(layer), path / "model.safetensors", metadata={"format": "pt"})
@@ -156,7 +157,7 @@ def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
 
 
 def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
-    """Raises DrafterError if the folder does not hold a drafter that fits the target."""
+    """Load a drafter. Raises DrafterError if the folder does not hold one that fits the target."""
     path = Path(folder)
     try:
         config = read_json(path / "config.json")

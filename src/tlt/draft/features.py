@@ -1,4 +1,4 @@
-"""What the target computed for the last tokens of each live row: the learned drafter's input, and the harvest.
+"""Keeps the target's features of the last tokens of each live row: the learned drafter's input, and the harvest.
 
 Shapes: R rows, C entries of a ring, F features of a token.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tlt.types import MOST_GUESSES, Row
 
-# entries beyond the window: a drafter's guesses, and what some rounds commit before it is read
+# entries of a ring beyond the window, for a drafter's guesses and for what rounds commit before the ring is read
 _SLACK = 2 * MOST_GUESSES
-_LAZY = 32  # rounds whose entries are put into the ring together, unless somebody reads it before
+_LAZY = 32  # writes that are put into the ring together, unless it is read before
 
 
 class FeatureLayout(NamedTuple):
     """Which hidden states are kept: those that enter the layers `taps` (hidden_states[i] of Hugging Face), then the
-    last one, after the final norm; and of how many tokens a row."""
+    last one, after the final norm. `window` is the number of last tokens of a row for which they are kept."""
 
     taps: tuple[int, ...]
     window: int
@@ -30,11 +30,11 @@ class FeatureLayout(NamedTuple):
 
 
 class FeatureWindow:
-    """A per-row store: entry p of a row is the features of its token p with token p + 1; entries [first, length) are
-    there, of which the last `window` are used.
+    """A per-row store. Entry p of a row holds the features of its token p, and token p + 1. Entries [first, length)
+    exist; the last `window` of them are used.
 
-    What a round writes is kept as it came until somebody reads, or for some rounds: on a small model, to put every
-    round's entries into the ring by themselves takes a tenth of the round."""
+    Writes are put into the ring together, when it is read or after some rounds: on a small model, putting each round's
+    entries into the ring at once would take a tenth of the round."""
 
     def __init__(self, layout: FeatureLayout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.window, self.device = layout, layout.window, device
@@ -43,7 +43,7 @@ class FeatureWindow:
         self._tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
         self._blocks: list[tuple[list[int], Tensor, Sequence[int]]] = []  # places, features, next tokens
         self.live = 0
-        self.first: list[int] = []  # of live rows, and behind them of what free places still hold
+        self.first: list[int] = []  # oldest entry of each live row, then of what free places still hold
         self.length: list[int] = []
 
     @property
@@ -54,7 +54,7 @@ class FeatureWindow:
 
     @property
     def tokens(self) -> Tensor:
-        """[R, C] the token that follows each."""
+        """The token that follows each entry, [R, C]."""
         self._settle()
         return self._tokens
 
@@ -66,7 +66,7 @@ class FeatureWindow:
             self.length.append(0)
         if place == len(self._features):
             self._features, self._tokens = _grown(self._features), _grown(self._tokens)
-        # of what the row before left here, its ring has no more than the last `capacity` entries
+        # of the row that was here before, the ring holds only the last `capacity` entries
         self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
         self.length[place] = kept
 
@@ -77,16 +77,16 @@ class FeatureWindow:
         self.live -= 1
 
     def copy(self, source: int, target: int, length: int, first: int = 0) -> None:
-        """Entries below `length` of another row, as far back as that row still has them."""
+        """Copy the entries below `length` of row `source` to row `target`, as far back as `source` still has them."""
         self._settle()
         held = max(self.first[source], self.length[source] - self.capacity)
-        used = min(length, self.capacity)  # places beyond are of no entry below `length`
+        used = min(length, self.capacity)  # later places hold no entry below `length`
         self._features[target, :used] = self._features[source, :used]
         self._tokens[target, :used] = self._tokens[source, :used]
         self.first[target], self.length[target] = min(max(first, held), length), length
 
     def restore(self, row: int, first: int, features: Tensor, next_tokens: Tensor) -> None:
-        """Entries from `first` on, as `read` gave them before the row left."""
+        """Write the entries from `first` on, as `read` returned them before the row left."""
         count = len(next_tokens)
         self.first[row] = first
         self.write([row] * count, range(first, first + count), features.to(self.device), next_tokens.tolist())
@@ -94,8 +94,8 @@ class FeatureWindow:
     def write(
         self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]
     ) -> None:
-        """Entries (rows[m], positions[m]), in the order of positions within a row; features [M, F], which must not
-        change any more."""
+        """Write entry positions[m] of row rows[m], with positions ascending within a row. `features` [M, F] must not
+        be changed afterwards; next_tokens[m] is the token that follows."""
         places: list[int] = []
         for row, position in zip(rows, positions, strict=True):
             places.append(row * self.capacity + position % self.capacity)
@@ -105,7 +105,7 @@ class FeatureWindow:
             self._settle()
 
     def _settle(self) -> None:
-        """Put into the ring what was written since."""
+        """Put all pending writes into the ring."""
         if not self._blocks:
             return
         blocks, self._blocks = self._blocks, []
@@ -114,7 +114,7 @@ class FeatureWindow:
         places, next_tokens = [m for block in blocks for m in block[0]], [m for block in blocks for m in block[2]]
         if len(set(places)) == len(places):
             self._put(places, torch.cat([block[1] for block in blocks]), next_tokens)
-        else:  # a row went all around its ring: the later entry must win
+        else:  # a row wrapped around its ring: the later entry must win
             for block in blocks:
                 self._put(*block)
 
@@ -124,7 +124,7 @@ class FeatureWindow:
         self._tokens.view(-1).index_copy_(0, where, tokens)
 
     def start(self, row: int) -> int:
-        """The oldest entry in use."""
+        """The oldest entry of the row that is in use."""
         return max(self.first[row], self.length[row] - self.window)
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class FeatureWindow:
 
 
 class FeatureView:
-    """What drafters see of a window. They cannot change its books through it, and must not write to the tensors."""
+    """What drafters see of a window. It gives them copies of the window's lists; they must not write to its tensors."""
 
     def __init__(self, window: FeatureWindow) -> None:
         self._window = window
@@ -152,7 +152,7 @@ class FeatureView:
 
     @property
     def tokens(self) -> Tensor:
-        """[R, C] the token that follows each."""
+        """The token that follows each entry, [R, C]."""
         return self._window.tokens
 
     @property
@@ -166,7 +166,7 @@ class FeatureView:
 
 
 def _grown(ring: Tensor) -> Tensor:
-    """With room for more rows."""
+    """A copy of a ring tensor with room for more rows."""
     larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
     larger[: len(ring)] = ring
     return larger

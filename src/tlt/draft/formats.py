@@ -1,12 +1,12 @@
-"""Our learned drafter as the engines read it: the same tensors, in the names and the config.json of each.
+"""Writes our learned drafter as other engines read it: the same tensors, with the names and config.json of each format.
 
-- EAGLE-1 (arXiv 2401.15077): vLLM has it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose fc
-  has a bias; speculators does not have it.
-- EAGLE-3 (arXiv 2503.01840): LlamaForCausalLMEagle3 in vLLM and SGLang alike, with the target's head and both ways to
-  number its layers; speculators has a config of its own, and another name for the layer.
+- EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose
+  fc has a bias; speculators has no EAGLE-1.
+- EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head and both ways to
+  number its layers; speculators has its own config and another name for the layer.
 
-Engines do not say when a tensor is missing or not known to them, so that `tests/draft/test_formats.py` pins the exact
-sets. They draft greedily, without the noise, and so are right as often as the target's sample is the likeliest token.
+Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` pins the exact sets. They draft
+greedily, without the noise, so even the best drafter is right only where the target samples its likeliest token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Format = Literal["vllm", "sglang", "speculators"]
 
 
 class Words(NamedTuple):
-    """Of the target, [V, D] each."""
+    """The target's embedding and head, [V, D] each."""
 
     embedding: Tensor
     head: Tensor
@@ -35,14 +35,15 @@ class Words(NamedTuple):
 def write_drafter(
     layer: EagleLayer, target: Mapping[str, Any], folder: str | Path, to: Format, words: Words | None = None
 ) -> None:
-    """`target` is its config.json, and `words` what the drafter shares with it; left out, the engine takes the target's
-    own. Raises DrafterError for what the format cannot hold."""
+    """Write model.safetensors and config.json. `target` is the target's config.json. `words` are stored with the
+    drafter where the format has them; without them the engine uses the target's own. Raises DrafterError for a drafter
+    that the format cannot hold."""
     _refuse(layer.options, to)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(layer, to, words)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")  # not the target's: SGLang loads it as this
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")  # the drafter's own dtype: SGLang loads it as this
     config = (
         _speculators_config(layer.options, target)
         if to == "speculators"
@@ -52,7 +53,7 @@ def write_drafter(
 
 
 def method(options: EagleOptions) -> str:
-    """By which vLLM knows its kind."""
+    """The name of the drafter's kind in vLLM."""
     return "eagle3" if options.kind == "eagle3" else "eagle"
 
 
@@ -72,20 +73,20 @@ def _refuse(options: EagleOptions, to: Format) -> None:
 def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Tensor]:
     found = checkpoint_tensors(layer)
     if layer.options.kind == "eagle1":
-        # without a bias SGLang would leave its own as it was made, at random; vLLM's fc has none
+        # SGLang would leave a missing bias as it was initialised, at random; vLLM's fc has none
         return found | ({"fc.bias": torch.zeros_like(found["fc.weight"][:, 0])} if to == "sglang" else {})
     if to == "speculators":
         found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in found.items()}
     if words:
         shared = {"lm_head.weight": words.head}
-        if to == "speculators":  # which leaves an embedding that is not in the file as it was made
+        if to == "speculators":  # it would leave a missing embedding as it was initialised
             shared["embed_tokens.weight"] = words.embedding
         found |= {name: t.detach().to("cpu", found["fc.weight"].dtype, copy=True) for name, t in shared.items()}
     return found
 
 
 def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dict[str, Any]:
-    """Of vLLM and SGLang; positions are turned as in the target."""
+    """The config.json for vLLM or SGLang. The rotary embedding is that of the target."""
     eagle1 = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if options.kind == "eagle3" else eagle1],
@@ -95,7 +96,7 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
     }
     if options.kind == "eagle1":
         return config
-    nested = [tap - 1 for tap in options.taps]  # SGLang counts layers from what leaves them, and adds 1
+    nested = [tap - 1 for tap in options.taps]  # SGLang names a hidden state by the layer that it leaves, and adds 1
     return config | {
         "draft_vocab_size": options.vocab_size,
         "num_aux_hidden_states": len(options.taps),
@@ -107,7 +108,8 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
 
 
 def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one layer. `tie_word_embeddings` must not be the target's: SGLang would take the embedding for the head."""
+    """Entries of config.json for one Llama layer. `tie_word_embeddings` must not be the target's: SGLang would use the
+    embedding as the head."""
     rope = {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
     return {
         "model_type": "llama",
@@ -129,18 +131,19 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _theta_beside(rope: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 has the base of the angles among the parameters, where engines of before do not look for it."""
+    """Copy rope_theta to the top level: transformers 5 has it in rope_parameters, where older engines do not look."""
     theta = (rope.get("rope_parameters") or {}).get("rope_theta")
     return {"rope_theta": theta, **rope} if theta is not None else rope
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:
-    """Where the format has one: vLLM's EAGLE-3 and speculators; SGLang attends to everything."""
+    """The attention window, for formats that have one: vLLM's EAGLE-3 and speculators. SGLang attends to all
+    entries."""
     return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
 
 
 def _speculators_config(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """As speculators 0.9 writes it, and vLLM serves by itself."""
+    """The config.json that speculators 0.9 writes, and that vLLM can serve directly."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],

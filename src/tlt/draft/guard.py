@@ -1,4 +1,4 @@
-"""Design rule 4 for what is done beside the training of a policy: what goes wrong there costs speed alone."""
+"""Guards what is done beside the training of a policy: an error there costs speed alone (design rule 4)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ R = TypeVar("R")
 
 
 class Guard(Generic[T]):
-    """The only way to something that may fail, and no harm done: once it has raised, it is let go, and whatever is
-    asked of it has the answer that it would have if it were not there."""
+    """The only access to an object that may fail. Once a call on the object has raised, the object is dropped, and this
+    and every later call returns its default."""
 
     def __init__(self, inside: T | None, passes_on: tuple[type[Exception], ...] = ()) -> None:
-        """`passes_on`: errors that are not its own, and go through."""
+        """`passes_on`: errors that are not the object's own, and are raised on."""
         self.inside, self.passes_on = inside, passes_on
 
     def __call__(self, act: Callable[[T], R], otherwise: R) -> R:
@@ -32,5 +32,5 @@ class Guard(Generic[T]):
             return otherwise
 
     def tell(self, act: Callable[[T], object]) -> None:
-        """Whatever it returns."""
+        """Call `act` and ignore what it returns."""
         self(act, None)

@@ -1,14 +1,14 @@
 """Whether training the drafter pays before the run is over: a pure function of recorded numbers.
 
-A drafter is known by its agreement a, how often a guess is right behind right ones. What it is worth is told by the
-tuner's seconds: with chains of d guesses a round commits E_d(a) = 1 + a + ... + a^d tokens and takes T_d, so that
-decoding is S(a) = max(F, max over d of E_d(a) T_0 / T_d) times as fast as plain decoding, where F is what it is without
-this drafter. What it will be is told by a power law in the seconds x that it was trained for, ln(1 - a) = c - b ln x,
-fitted on judgements. The target moves meanwhile, which adds `drift` to ln(1 - a) in every step.
+A drafter is described by its agreement a: the chance that a guess is right if those before it are. Its worth follows
+from the tuner's seconds: with chains of d guesses a round commits E_d(a) = 1 + a + ... + a^d tokens and takes T_d, so
+decoding is S(a) = max(F, max over d of E_d(a) T_0 / T_d) times as fast as plain decoding, where F is the speed without
+this drafter. Training follows a power law in its seconds x, ln(1 - a) = c - b ln x, which is fitted on judgements.
+Meanwhile the target moves, which adds `drift` to ln(1 - a) in every step.
 
-So each plan, to train in the idle time of the next k steps and then to rest, has a price for the steps that remain:
-the rollouts' seconds, and what training costs those who decode beside it. The cheapest plan decides. A drafter that is
-far behind may catch up first: all workers train it while nothing is decoded, if the price is lower even so.
+A plan is to train in the idle time of the next k steps and then to rest. Its price for the steps that remain is the
+rollouts' seconds and what training costs the workers that decode beside it. The cheapest plan decides. A drafter that
+is far behind may catch up first: all workers train it while nothing is decoded, if that makes the price lower.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import numpy as np
 Number = TypeVar("Number", float, np.ndarray)
 
 MOST_AGREEMENT = 0.995
-_MISSES = np.linspace(0.0, math.log(1 - MOST_AGREEMENT), 129)  # ln(1 - agreement), between which lines are drawn
-_MOST_STEPS = 64  # of a plan: a longer run is planned in so many parts
+_MISSES = np.linspace(0.0, math.log(1 - MOST_AGREEMENT), 129)  # ln(1 - agreement): points of an interpolation
+_MOST_STEPS = 64  # steps of a plan; a longer run is planned in so many parts of several steps
 
 
 class RoundCosts(NamedTuple):
-    """Of the rounds of one size, as the tuner knows them."""
+    """Costs of the rounds of one size, as the tuner knows them."""
 
     weight: float
     """seconds that were spent in such rounds"""
     plain: float
-    """seconds of one without drafting"""
+    """seconds of a round without drafting"""
     drafted: Mapping[int, float]
-    """of one with a chain of so many guesses of the learned drafter"""
+    """seconds of a round, by the number of guesses in the learned drafter's chains"""
     fallback: float = 1.0
-    """times plain decoding, what the best strategy without that drafter is"""
+    """speed of the best strategy without the learned drafter, in multiples of plain decoding"""
 
 
 class Learning(NamedTuple):
@@ -46,16 +46,16 @@ class Learning(NamedTuple):
     miss: float
     """ln(1 - agreement) now"""
     seconds: float
-    """of training after which it would stand here"""
+    """seconds of training after which it would stand here"""
     slope: float
-    """b, its pessimistic side"""
+    """b, on its pessimistic side"""
     best: float = -math.inf
-    """ln(1 - agreement) beyond which nothing is known of the law"""
+    """ln(1 - agreement) below which nothing is known of the law: training is held to lead no further"""
     drift: float = 0.0
-    """that a step adds to `miss`"""
+    """what a step adds to `miss`"""
 
     def trained(self, seconds: float) -> Learning:
-        """After so many more."""
+        """After so many more seconds of training."""
         if not seconds:
             return self
         now = self.seconds + seconds
@@ -63,7 +63,7 @@ class Learning(NamedTuple):
         return self._replace(miss=miss, seconds=now)
 
     def next_step(self, trained: float) -> Learning:
-        """After so many seconds of training, and one step of the target."""
+        """After so many more seconds of training, and one step of the target."""
         after = self.trained(trained)
         moved = min(0.0, after.miss + self.drift)
         back = math.exp(min(0.0, (after.miss - moved) / self.slope)) if self.slope else 1.0
@@ -72,29 +72,29 @@ class Learning(NamedTuple):
 
 class Horizon(NamedTuple):
     steps: int
-    """that remain in the run"""
+    """steps that remain in the run"""
     rollout_seconds: float
-    """of one, as the drafter is now"""
+    """seconds of a rollout with the present drafter"""
     idle_seconds: float
-    """of a step, of all workers together, that training may take"""
+    """seconds of a step, summed over workers, that training may take"""
     second_costs: float
-    """what a second of training takes from those who decode beside it; 1 where it is not idle time"""
+    """seconds of decoding beside it that a second of training costs; 1 where training takes no idle time"""
     workers: int = 0
-    """that may catch up"""
+    """number of workers that may catch up"""
 
 
 class Decision(NamedTuple):
     trains: bool
     saves: float
-    """seconds in the steps that remain, what training costs taken off: of the best plan"""
+    """seconds that the best plan saves in the steps that remain, less what its training costs"""
     seconds: float
-    """of training, that the plan takes"""
+    """seconds of training in the plan"""
     agreement: float
-    """as it is now"""
+    """present agreement"""
     speed: float
-    """times plain decoding, as it is now"""
+    """present speed, in multiples of plain decoding"""
     speed_trained: float
-    """as it would be when the plan has trained"""
+    """speed at the end of the plan's training"""
     steps: int
     second_costs: float
     slope: float
@@ -103,7 +103,7 @@ class Decision(NamedTuple):
     """seconds for which all workers are to train at once, while nothing is decoded"""
 
     def numbers(self) -> dict[str, float]:
-        """For the trace."""
+        """All fields, for the trace."""
         return {name: float(value) for name, value in self._asdict().items()}
 
     @property
@@ -112,7 +112,7 @@ class Decision(NamedTuple):
 
 
 def accept_length(agreement: Number, depth: int) -> Number:
-    """E_d(a): tokens that a round commits, the target's own one among them."""
+    """E_d(a): tokens that a round with chains of d = `depth` guesses commits, the bonus token counted."""
     length = 0 * agreement + 1
     for _ in range(depth):
         length = 1 + agreement * length
@@ -120,7 +120,7 @@ def accept_length(agreement: Number, depth: int) -> Number:
 
 
 def agreement_of(length: float, depth: int) -> float:
-    """The agreement at which chains so deep have this accept length."""
+    """The agreement at which chains of `depth` guesses have this accept length, found by bisection."""
     low, high = 0.0, MOST_AGREEMENT
     for _ in range(40):
         middle = (low + high) / 2
@@ -129,13 +129,13 @@ def agreement_of(length: float, depth: int) -> float:
 
 
 def speed(agreement: Number, costs: RoundCosts) -> Number:
-    """S(a): times plain decoding in such rounds."""
+    """S(a): the speed in such rounds, in multiples of plain decoding."""
     drafted = (accept_length(agreement, d) * costs.plain / t for d, t in costs.drafted.items())
     return reduce(np.maximum, drafted, 0 * agreement + costs.fallback)
 
 
 def speeds(agreement: Number, costs: Sequence[RoundCosts], depth: int) -> Iterator[tuple[float, Number]]:
-    """(weight, S) for each size of rounds. Where no seconds are known, drafting always goes on, at one cost."""
+    """(weight, S(a)) for each size of rounds. Where no costs are known, S(a) is the accept length."""
     if not costs:
         yield 1.0, accept_length(agreement, depth)
     for one in costs:
@@ -143,21 +143,21 @@ def speeds(agreement: Number, costs: Sequence[RoundCosts], depth: int) -> Iterat
 
 
 def mean_speed(found: Iterable[tuple[float, float]]) -> float:
-    """Of all rounds, by the seconds that they take."""
+    """The harmonic mean of (weight, speed) over all sizes of rounds."""
     pairs = list(found)
     return sum(w for w, _ in pairs) / max(1e-9, sum(w / s for w, s in pairs))
 
 
 def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int, least: float) -> Decision:
-    """`least`: share of the rollouts to come that training must save beyond its costs. `depth`: that drafters are
-    judged with."""
+    """Choose the cheapest plan. `least`: fraction of the rollouts to come that training must save beyond its costs.
+    `depth`: guesses of the chains that drafters are judged with."""
     seconds = _seconds_of_rollouts(learning, horizon, costs, depth)
     parts = min(horizon.steps, _MOST_STEPS)
     each = horizon.steps / max(1, parts)  # steps of a part
     drifting = learning._replace(drift=learning.drift * each)
 
     def plan(training: int, catch_up: float = 0.0) -> tuple[float, Learning]:
-        """Its price, and where the drafter stands when it ends to train."""
+        """The plan's price in seconds, and where the drafter stands at the end of its training."""
         price, at = catch_up, drifting.trained(catch_up * horizon.workers)
         trained = at
         for part in range(parts):
@@ -192,7 +192,8 @@ def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], de
 def _seconds_of_rollouts(
     learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int
 ) -> Callable[[float], float]:
-    """Of a rollout with a drafter that has this ln(1 - agreement). From a table: a decision asks a thousand times."""
+    """ln(1 - agreement) -> seconds of a rollout with such a drafter. It interpolates a table, as a decision needs a
+    thousand values."""
     now = list(speeds(_agreement(learning), costs, depth))
     then = speeds(1 - np.exp(_MISSES), costs, depth)
     share = sum(w * s / t for (w, s), (_, t) in zip(now, then, strict=True)) / sum(weight for weight, _ in now)
@@ -211,7 +212,7 @@ def _agreement(learning: Learning) -> float:
 
 
 def _lengths(parts: int) -> Iterator[int]:
-    """0, 1, 2, 4, ..., all."""
+    """Numbers of parts to train in: 0, 1, 2, 4, ..., all."""
     length = 0
     while length < parts:
         yield length
@@ -220,7 +221,7 @@ def _lengths(parts: int) -> Iterator[int]:
 
 
 def _catch_ups(horizon: Horizon, most: float) -> Iterator[float]:
-    """Half a rollout, one, 2, 4, ..., as long as that can repay."""
+    """Seconds to catch up for: half a rollout, one, 2, 4, ..., as long as they can repay."""
     seconds = horizon.rollout_seconds / 2
     while horizon.workers and 0 < seconds < most:
         yield seconds
@@ -228,17 +229,17 @@ def _catch_ups(horizon: Horizon, most: float) -> Iterator[float]:
 
 
 class Curve:
-    """ln(1 - a) = c - b ln x, fitted on the judgements of late, since the law is steeper at first."""
+    """ln(1 - a) = c - b ln x, fitted on recent judgements alone, since the law is steeper at first."""
 
     RECENT, KEPT = 4.0, 64
-    """judgements from a quarter of the present seconds on; more than so many are not kept"""
+    """judgements from a quarter of the present seconds on are kept, about so many at most"""
     NOISE = 0.05
-    """of one, in ln(1 - a)"""
+    """least standard deviation of a judgement, in ln(1 - a)"""
     DOUBT = 0.15
-    """standard deviation of what b may be before anything was judged"""
+    """standard deviation of b before any judgement"""
 
     def __init__(self, seconds: float, miss: float, slope: float) -> None:
-        """It goes through here, with about this b."""
+        """The curve goes through (seconds, miss), and `slope` is the first guess of b."""
         self.slope, self.points, self.judged = slope, [(seconds, miss)], 0
         self.start = seconds, miss
 
@@ -249,22 +250,22 @@ class Curve:
         return curve
 
     def as_expected(self) -> Curve:
-        """From the same start, before anything was judged."""
+        """The curve from the same start, without the judgements since."""
         return Curve(*self.start, self.slope)
 
     @property
     def seconds(self) -> float:
-        """That what is trained has been trained for."""
+        """Seconds for which the weights in training were trained."""
         return self.points[-1][0]
 
     def add(self, trained: float, miss: float) -> None:
-        """So many seconds of training led to there."""
+        """`trained` more seconds of training led to `miss`."""
         now, self.judged = self.seconds + trained, self.judged + 1
         lately = [(x, y) for x, y in self.points if x * self.RECENT >= now]
         self.points = [*lately[-self.KEPT :], (now, miss)]
 
     def fit(self) -> tuple[float, float, float]:
-        """c, b, and the standard error of b."""
+        """c, b, and the standard error of b, by least squares with a normal prior on b."""
         logs, misses = [math.log(x) for x, _ in self.points], [miss for _, miss in self.points]
         x, y, weight = sum(logs) / len(logs), sum(misses) / len(misses), (self.NOISE / self.DOUBT) ** 2
         xx = sum((log - x) ** 2 for log in logs)
@@ -276,11 +277,11 @@ class Curve:
         return c, b, noise / math.sqrt(xx + weight)
 
     def now(self) -> float:
-        """ln(1 - agreement) by the law, of what is trained."""
+        """ln(1 - agreement) of the weights in training, by the law."""
         c, b, _ = self.fit()
         return c - b * math.log(self.seconds)
 
     def position(self, miss: float) -> float:
-        """Seconds of training after which a drafter stands there."""
+        """Seconds of training after which a drafter has this ln(1 - agreement), by the law."""
         c, b, _ = self.fit()
         return math.exp(max(-5.0, min(15.0, (c - miss) / max(0.05, b))))

@@ -11,7 +11,7 @@ from tlt.draft.drafter import Node, NodeDrafter, Offer
 
 
 class RandomDrafter(NodeDrafter):
-    """Guesses that know nothing."""
+    """Guesses at random."""
 
     name = "random"
 
@@ -25,7 +25,7 @@ class RandomDrafter(NodeDrafter):
 
 
 class AdversarialDrafter(NodeDrafter):
-    """In turn: sure of one wrong-looking token, duplicates, tokens out of the vocabulary, NaN and infinite scores."""
+    """Proposes in turn duplicates, tokens out of the vocabulary, NaN scores, infinite scores and one token for sure."""
 
     name = "adversarial"
 

@@ -1,11 +1,11 @@
 """The learned drafter at work: an `EagleLayer` behind the drafter protocol, for all rows at once.
 
-One layer has keys and values that depend on an entry's own input alone, never on what it attended. So the cache of a
-row can be rebuilt from its feature window at any moment, in one batched pass, and is then what it would have been:
-after rounds without this drafter, after a swap, after a preemption.
+The keys and values of a single layer depend on an entry's own input alone, never on what it attended to. So the cache
+of a row can be rebuilt exactly from its feature window at any moment, in one batched pass: after rounds without this
+drafter, after a swap, after a preemption.
 
-So its slots are no longer than its window and one round's guesses, which stand behind the committed entries as the
-target's draft nodes do behind its committed tokens.
+So a slot of the cache holds the window and one round's guesses. The guesses stand behind the committed entries, as the
+target's draft nodes stand behind its committed tokens.
 Shapes: B rows, n nodes of a level a row, M entries, D hidden, H query heads, K key-value heads, E head size.
 """
 
@@ -27,7 +27,7 @@ from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
 from tlt.sampling import log_law
 from tlt.types import MOST_GUESSES, Request
 
-_TABLE = 1 << 23  # what every token's embedding contributes is computed ahead where the vocabulary allows
+_TABLE = 1 << 23  # elements up to which the contribution of every token's embedding is precomputed
 
 
 class EagleDrafter:
@@ -36,13 +36,13 @@ class EagleDrafter:
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         self.options = layer.options
         self.agreement = layer.agreement
-        self.target = target  # its embedding and head are read at every use: they are always those of its version
+        self.target = target  # its embedding and head are read at every use, so they are those of its version
         self.load(layer)
 
     @torch.no_grad()
     def load(self, layer: EagleLayer) -> None:
-        """Take the weights, as few and flat products of them: fused, transposed, norms' weights folded in. `begin`
-        follows."""
+        """Take the layer's weights as a few matrices: fused, transposed, with the norms' weights folded in. `begin`
+        must follow."""
         o, target = self.options, self.target
         wide = torch.float64 if target.dtype == torch.float64 else torch.float32
         state = {name: t.detach().to(target.device, wide) for name, t in layer.state_dict().items()}
@@ -50,7 +50,7 @@ class EagleDrafter:
         self.norms = {n: RMSNorm(state[n + ".weight"], o.rms_norm_eps) for n in norms if n + ".weight" in state}
 
         def normed(name: str, weight: Tensor) -> Tensor:
-            """[D, ...]: what takes the norm's `unit` as `weight` would take all of it."""
+            """Fold the norm's own weight into `weight` [D, ...], which then applies to the norm's `unit`."""
             return self.norms[name].weight[:, None] * weight
 
         q, k = (to_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
@@ -99,19 +99,20 @@ class EagleDrafter:
         normed = self.norms["norm"](self.hidden) if "norm" in self.norms else self.hidden
         logits = F.linear(normed, self.target.head).view(*level.tokens.shape, -1)
         log_q = log_law(logits, level.law)[0]
-        if level.depth == 0 and self.blind:  # nothing to draft from: nothing is proposed
+        if level.depth == 0 and self.blind:  # rows without features get no proposal
             log_q[self._tensor(np.array(self.blind))] = -torch.inf
         return Candidates(None, log_q)
 
     # -- the roots: what the target has computed -----------------------------------------------------------------------
 
     def _first(self, alive: np.ndarray) -> Tensor:
-        """Catch up with the window, and attend from each row's last entry; rows that are to get no draft wait."""
+        """Write the window's entries that the cache lacks, and attend from each row's last entry. Rows that get no
+        draft catch up later."""
         window, starts, lengths = self.window, self.window.starts, self.window.lengths
         todo: list[tuple[int, int]] = []
         last: list[int] = []
         for row, (start, length, wanted) in enumerate(zip(starts, lengths, alive.tolist(), strict=True)):
-            # the last entry always, for its query; a row that has none yet gets an empty one
+            # always the last entry, for its query; a row without entries gets an empty one
             low = max(min(start, length - 1), min(self.ready[row], length - 1), 0) if wanted else max(length - 1, 0)
             todo += [(row, p) for p in range(low, max(length, 1))]
             last.append(len(todo) - 1)
@@ -177,7 +178,8 @@ class EagleDrafter:
         return heads[:, : o.num_heads], heads[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
 
     def _attend(self, query: Tensor, kv: Tensor, residual: Tensor) -> Tensor:
-        """The layer's output [B * n, D] of the queries [B * n, H, E]; kv [M, 2, K, E] are what the pass writes."""
+        """The layer's output [B * n, D] for the queries [B * n, H, E]. The pass writes `kv` [M, 2, K, E] to the
+        cache."""
         mixed = self.attention.attend(self.plan, 0, query, kv[:, 0], kv[:, 1])
         x = torch.addmm(residual, mixed, self.out)
         gate, up = (self.norms["post_attention_layernorm"].unit(x) @ self.gate_up).chunk(2, dim=-1)

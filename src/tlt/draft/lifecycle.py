@@ -1,14 +1,15 @@
 """The life of the learned drafter while the policy trains, as a state machine: events in, actions out.
 
-    TRAINING    idle workers train their replicas, until there is a stretch of it to judge
-    COLLECTING  the replicas of those who trained are on their way
-    WAITING     their average, the candidate, waits for somebody who is idle
-    JUDGING     it is compared with the drafter in use, on harvest that none of them was trained on
+    TRAINING    idle workers train their replicas, until there is a stretch of training to judge
+    COLLECTING  the replicas of the workers that trained are awaited
+    WAITING     their average, the candidate, waits for an idle worker
+    JUDGING     the candidate is compared with the drafter in use, on harvest that neither was trained on
 
-Then it is published if it is better. Training goes on from the average at once, whatever is thought of it. Workers that
-decode are asked for next to nothing: they take a published drafter between two rounds, and the common start of training
-once they are idle. A judgement that is broken off is gone on with when a worker is idle again; if a worker is lost on
-the way, the candidate is given up. While the drafter rests, the one in use is looked at now and then: it may go stale.
+Then the candidate is published if it is better. Training goes on from the average at once, whatever the judgement.
+Workers that decode are hardly disturbed: they take a published drafter between two rounds, and the common start of
+training once they are idle. A judgement that was broken off goes on when a worker is idle again; if a worker is lost
+before its end, the candidate is given up. While nothing is trained, the drafter in use is judged alone now and then (a
+look), as it may go stale.
 
 Nothing here knows of Ray, threads or torch: replicas and candidates are whatever the driver makes of them. The drivers
 are cluster/budget.py (one worker), cluster/publication.py (many) and bench/serial.py (many, between two steps).
@@ -28,28 +29,28 @@ Stage = Enum("Stage", "TRAINING COLLECTING WAITING JUDGING")
 
 
 class Collect(NamedTuple):
-    """Ask these workers for their replicas: each is to be `answered`."""
+    """Ask these workers for their replicas; each of them must be `answered`."""
 
     workers: Sequence[int]
 
 
 class Combine(NamedTuple):
-    """Average these, which were trained from `start`, at once: `combined`."""
+    """Average these replicas, which were trained from `start`, and call `combined` at once."""
 
     replicas: Sequence[Any]
     start: Any
-    """None: what the run began with"""
+    """None: the state that the run began with"""
 
 
 class Judge(NamedTuple):
-    """Ask these workers; each is to be `answered`. Without a candidate the drafter in use is looked at alone."""
+    """Ask these workers for judgements; each must be `answered`. Without a candidate this is a look."""
 
     workers: Sequence[int]
     candidate: Any
 
 
 class Publish(NamedTuple):
-    """All workers draft with the candidate, and it is saved."""
+    """All workers draft with the candidate from now on, and it is saved."""
 
     version: int
     candidate: Any
@@ -57,7 +58,7 @@ class Publish(NamedTuple):
 
 
 class Take(NamedTuple):
-    """These workers draft with what was published before."""
+    """These workers draft with the drafter that was published before."""
 
     workers: Sequence[int]
     candidate: Any
@@ -65,7 +66,7 @@ class Take(NamedTuple):
 
 
 class Adopt(NamedTuple):
-    """The worker trains on from the common start."""
+    """The worker goes on training from the common start."""
 
     worker: int
     start: Any
@@ -80,12 +81,12 @@ class DrafterReport:
 
     version: int = 0
     accept_length: float | None = None
-    """of the drafter in use, on the last whole rollout"""
+    """of the drafter in use, judged on the last finished rollout"""
     candidate: float | None = None
-    """of the last candidate, on the same"""
+    """accept length of the last candidate, on the same rollout"""
 
     def numbers(self) -> dict[str, float]:
-        """Those that are known."""
+        """The numbers that are known."""
         return {name: float(value) for name, value in vars(self).items() if value is not None}
 
 
@@ -94,44 +95,44 @@ class Trial:
     """A candidate on its way, or a look at the drafter in use."""
 
     of: Sequence[int] = ()
-    """whose replicas it is made of"""
+    """workers whose replicas it is made of"""
     seconds: float = 0.0
-    """of training since the candidate before"""
+    """seconds of training since the candidate before"""
     candidate: Any = None
     judged: Judgement = field(default_factory=Judgement)
 
 
 class Lifecycle:
-    """Of a drafter that so many workers train, in micro-batches of so many tokens. Events are its methods."""
+    """The state machine of a drafter that `workers` workers train. Events are its methods; they return the actions."""
 
     def __init__(self, gate: TrainingGate, workers: int, micro_batch_tokens: int) -> None:
         self.gate, self.workers, self.stage = gate, range(workers), Stage.TRAINING
         self.wanted = gate.thresholds.judged * micro_batch_tokens
-        """entries that a candidate is judged by"""
+        """entries that a candidate is judged on"""
         self.version = self.tokens = 0
-        """of the drafter, one more per publication; and entries trained on, in the whole run"""
+        """drafter version, one more per publication; and entries trained on in the whole run"""
         self.report = DrafterReport()
-        """of the rollout under way"""
+        """report on the current rollout"""
         self.in_use: tuple[Any, float | None] | None = None
-        """what was published last, and its agreement"""
+        """the drafter published last, and its agreement"""
         self._trial, self._answers = Trial(), dict[int, Any]()
-        self._awaited: set[int] = set()  # workers that are still to answer, be it to what was given up
-        self._micro_batches, self._seconds = 0, 0.0  # of training that is in no candidate yet
-        self._start: Any = None  # of training, where it is no longer the run's own
-        self._behind: set[int] = set()  # workers that have not taken it
-        self._ahead: set[int] = set()  # and those that have trained since
-        self._looked = False  # at the drafter in use, in this rollout
-        self._trained_now = 0.0  # seconds, in this rollout
-        self._looking = 0.0  # seconds that looks have taken beyond what they may, or may still take in this rollout
+        self._awaited: set[int] = set()  # workers that have not answered yet, even if their trial was given up
+        self._micro_batches, self._seconds = 0, 0.0  # training that is in no candidate yet
+        self._start: Any = None  # common start of training; None: the state that the run began with
+        self._behind: set[int] = set()  # workers that have not adopted it
+        self._ahead: set[int] = set()  # workers that have trained since
+        self._looked = False  # whether there was a look in this rollout
+        self._trained_now = 0.0  # seconds of training in this rollout
+        self._looking = 0.0  # seconds of looks less those that they may take: below 0, another one may begin
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
     def rollout_begins(self) -> None:
-        """There is harvest that no drafter was judged on yet."""
+        """A rollout begins: the harvest of the one before is whole, and no drafter was judged on it yet."""
         self.report, self._looked, self._trained_now = DrafterReport(self.version), False, 0.0
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
-        """`costs`: of its rounds, as far as the tuner knows them."""
+        """A rollout has ended; `costs` are those of its rounds, as far as the tuner knows them."""
         worker_seconds = horizon.rollout_seconds * len(self.workers)
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
         self.gate.rollout_ended(horizon, costs, self._trained_now)
@@ -147,7 +148,7 @@ class Lifecycle:
         self.gate.trained_for(report)
 
     def answered(self, worker: int, answer: Any) -> None:
-        """None where it has nothing to say."""
+        """A worker answered a `Collect` or `Judge`; None if it has no answer."""
         self._awaited.discard(worker)
         if answer is not None:
             self._answers[worker] = answer
@@ -157,19 +158,19 @@ class Lifecycle:
         self._train_on_from(candidate, self._trial.of)
 
     def lost(self, worker: int) -> None:
-        """Answers that are still to come are of no use."""
+        """A worker was lost: the trial is given up, and answers still to come are of no use."""
         self.stage = Stage.TRAINING
         self._awaited.discard(worker)
         self._ahead.discard(worker)
 
     def replaced(self, worker: int) -> list[Action]:
-        """By a new one with the drafter that the run began with."""
+        """A new worker, with the drafter that the run began with, took the place of a lost one."""
         if self._start is not None:
             self._behind.add(worker)
         return [Take([worker], *self.in_use)] if self.in_use else []
 
     def restored(self, version: int, candidate: Any, agreement: float | None) -> list[Action]:
-        """From disk: what was published last."""
+        """The drafter that was published last was loaded from disk."""
         self.version, self.in_use = version, (candidate, agreement)
         self._train_on_from(candidate, of=())
         return [Take(self.workers, candidate, agreement)]
@@ -181,7 +182,7 @@ class Lifecycle:
         return [Adopt(worker, self._start)]
 
     def idle(self, workers: Sequence[int]) -> list[Action]:
-        """These have nothing else to do: is anything due? To be asked again until nothing is."""
+        """These workers are idle. Returns what is due; call it again until that is nothing."""
         if self._awaited:
             return []
         match self.stage:
@@ -201,7 +202,7 @@ class Lifecycle:
         return [action]
 
     def _begin(self, idle: Sequence[int]) -> list[Action]:
-        """A candidate, if enough was trained; a look at the drafter in use where nothing is, as it would not pay."""
+        """Begin a candidate if enough was trained, or a look if training would not pay and a look is due."""
         if self._micro_batches >= self.gate.thresholds.stretch and self._ahead:
             self._trial = Trial(sorted(self._ahead), self._seconds)
             self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
@@ -212,7 +213,7 @@ class Lifecycle:
         return []
 
     def _combine(self) -> list[Action]:
-        if not self._answers:  # none is finite: they train again from the drafter in use
+        if not self._answers:  # no replica is finite: workers train again from the drafter in use
             self.stage = Stage.TRAINING
             return []
         self.stage = Stage.WAITING
@@ -222,7 +223,8 @@ class Lifecycle:
         return self._ask(Stage.JUDGING, Judge(idle, self._trial.candidate))
 
     def _weigh(self, idle: Sequence[int]) -> list[Action]:
-        """All that is known of the candidate by now: is it enough to go by?"""
+        """Add the answers to the judgement. If it was broken off before enough entries were judged, go on with it; else
+        decide."""
         trial, now = self._trial, summed(self._answers.values())
         if trial.candidate is None:
             self._looking += now.seconds
@@ -234,7 +236,7 @@ class Lifecycle:
     def _decide(self) -> list[Action]:
         self.stage, trial, judged = Stage.TRAINING, self._trial, self._trial.judged
         if not judged.entries:
-            self._seconds += trial.seconds  # it is a part of the next candidate
+            self._seconds += trial.seconds  # the next candidate includes this training
             return []
         in_use = judged.entries / judged.in_use
         if self.report.accept_length is None:
@@ -251,14 +253,14 @@ class Lifecycle:
         return [Publish(self.version, *self.in_use)]
 
     def _train_on_from(self, start: Any, of: Sequence[int]) -> None:
-        """All go on from there; who has trained it all alone stands there, or further on."""
+        """All workers go on training from `start`, except one that trained it alone: it is there, or further on."""
         self._start, self._ahead = start, set()
         self._behind = set(self.workers) - (set(of) if len(of) == 1 else set())
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Plain data; the drafter itself is saved by its driver, and comes back as `restored`."""
+        """Plain data. The driver saves the drafter itself, and gives it back with `restored`."""
         return {"gate": self.gate.state(), "version": self.version}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

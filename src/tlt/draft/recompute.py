@@ -1,6 +1,6 @@
-"""Harvest where the engine keeps no features, as vLLM: they are computed anew in idle time, a response at a time.
+"""Computes the harvest for engines that keep no features, such as vLLM: in idle time, one response at a time.
 
-One pass over a response gives what the rollout took as many passes for as it has tokens.
+One pass over a response gives the features for which the rollout needed one pass per token.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from tlt.draft.teacher import Teacher
 
 class FeatureTeacher(Teacher, Protocol):
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """[N, F] at each token of a sequence [N]. Raises Interrupted within a layer's time where `stop` says so."""
+        """Features [N, F] of the tokens [N] of a sequence. Raises Interrupted within a layer's time of `stop` saying
+        so."""
         ...
 
 
 class Recompute:
-    """Responses of the last whole rollout and of the one before it (`past`) wait here, up to half of `most_tokens` of
-    each; the longest comes first, as drafters fail at late positions first."""
+    """Responses of the last finished rollout, and of the one before it (`past`), wait here, up to `most_tokens` / 2
+    tokens of each. The longest is computed first, as drafters fail at late positions first."""
 
     def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
         self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
@@ -38,16 +39,17 @@ class Recompute:
             self._now.pop(0)
 
     def rollout_ended(self) -> None:
-        """What waits is computed by what the teacher is then: harvest of that version."""
+        """The current rollout becomes the last finished one. A response is computed by the teacher of that later
+        moment, and its harvest bears the teacher's version."""
         self._past, self._latest, self._now = self._latest, self._now, []
 
     def tokens(self, past: bool) -> int:
-        """Of those that wait."""
+        """Number of tokens of the responses that wait."""
         return _tokens(self._waiting(past))
 
     def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
-        """Of one of those that wait, in windows; nothing where none does. Raises Interrupted where `stop` says so, and
-        then it still waits."""
+        """Compute one of the waiting responses, in windows; [] if none waits. Raises Interrupted where `stop` says so,
+        and then the response still waits."""
         waiting = self._waiting(past)
         if not waiting:
             return []
@@ -57,7 +59,7 @@ class Recompute:
         return found
 
     def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
-        """Entries of all tokens but the last, in whole windows and the last window, as our own engine gives them.
+        """Entries of all tokens but the last, cut into whole windows and the last window, as our own engine cuts them.
         Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()

@@ -1,7 +1,7 @@
-"""Saving the drafter while it works: only what is trained, in a thread of its own, whole or not at all.
+"""Saves the drafter in the background: trained tensors only, in a thread of its own, atomically.
 
-Each save is a folder `drafter_<number>` that `speculation.path` takes as it is, with `training.safetensors` beside
-the weights: what training goes on from. It is written under another name, flushed, and renamed.
+Each save is a folder `drafter_<number>` that `speculation.path` takes as it is. Beside the weights it has
+`training.safetensors`, from which training goes on. It is written under another name, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Saved(NamedTuple):
 
 
 class DrafterSaver:
-    """Writes into `folder` from one thread, which lives while there is something to write (and the process with it);
-    all but the newest two go."""
+    """Writes into `folder` from one thread, which lives, and keeps the process alive, while there is something to
+    write. Only the newest two saves are kept."""
 
     def __init__(self, folder: Path, options: EagleOptions) -> None:
         self.folder, self.options = folder, options
@@ -44,8 +44,8 @@ class DrafterSaver:
         self._thread: threading.Thread | None = None
 
     def save(self, number: int, replica: Replica, agreement: float | None = None) -> None:
-        """Returns at once; the replica's tensors must not change any more. Of several that wait, only the newest is
-        written. A disk that is full or fails is logged, and costs the save alone."""
+        """Ask for a save, and return at once. The replica's tensors must not be changed afterwards. Of several saves
+        that wait, only the newest is written. An error of the disk is logged, and costs only this save."""
         with self._lock:
             self._waiting = (number, replica, agreement)
             if self._thread is None:
@@ -53,7 +53,7 @@ class DrafterSaver:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Until all is written."""
+        """Wait until all is written."""
         while thread := self._thread:
             thread.join()
 
@@ -66,17 +66,17 @@ class DrafterSaver:
                     return
             try:
                 write(self.folder, self.options, *job)
-            except Exception as error:  # a thread that ended here would be waited for, and never replaced
+            except Exception as error:  # if the thread ended here, none would replace it
                 log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
 
 
 def write(folder: Path, options: EagleOptions, number: int, replica: Replica, agreement: float | None) -> None:
-    """At once, in this thread. Raises OSError or SafetensorError."""
+    """Save at once, in this thread. Raises OSError or SafetensorError."""
     final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
     for left_over in folder.glob(".drafter_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
-    with torch.device("meta"):  # its tensors are the replica's
+    with torch.device("meta"):  # its tensors will be the replica's
         layer = EagleLayer(options)
     layer.load_state_dict(replica.weights, assign=True)
     layer.agreement = agreement
@@ -94,7 +94,7 @@ def write(folder: Path, options: EagleOptions, number: int, replica: Replica, ag
 
 
 def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
-    """The newest one that is whole; None if there is none."""
+    """The newest save that is whole; None if there is none."""
     for path in reversed(_folders(folder)):
         try:
             layer = load_drafter(path, target)
@@ -108,7 +108,7 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
 
 
 def newest_number(folder: Path) -> int:
-    """Of the drafters in this folder; 0 if there is none."""
+    """The highest number of the drafters in this folder; 0 if there is none."""
     return max((int(path.name.removeprefix("drafter_")) for path in _folders(folder)), default=0)
 
 

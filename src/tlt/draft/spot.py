@@ -1,7 +1,7 @@
-"""Training the drafter in the gaps of a rollout: short calls, which can be broken off amid a micro-batch.
+"""Spot training: trains the drafter in idle time, in short calls that can be broken off amid a micro-batch.
 
-One per worker. What workers share goes by value: `replica` out, `adopt` in, and the sums of `judge` added up. Drafters
-are judged on the harvest of the last whole rollout, and trained on those before it.
+Each worker has one trainer. Workers exchange values only: `replica` gives a copy, `adopt` takes one, and the results
+of `judge` are summed. Drafters are judged on the harvest of the last finished rollout, and trained on those before it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from tlt.draft.unroll import bundles, pack
 
 log = logging.getLogger(__name__)
 
-_PIECE = 64  # entries of one response: those to a prompt are much alike, so that few of them say little
-_STEPS = 8  # before the last one whose harvest is kept, where the buffer has room for it
-_HEADS = 1 << 30  # bytes, at most, of older targets' heads, where they are more than two
-_READY = 2  # micro-batches of harvest before training starts
-_SPREAD = 4  # entries before it starts from random weights, to each input of fc: they are what it begins with
-_ENOUGH = 4  # micro-batches likewise of a drafter trained before, which a few responses make worse on all others
-_MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches that the published weights are a mean of, at the least rate and at most
-_SAMPLE = 16  # entries of harvest that `fc`'s inputs are known by, to each of them
-_LEAST_RATE = 0.1  # of the configured one
+_PIECE = 64  # most entries from one response: responses to a prompt are much alike, so many of them are needed
+_STEPS = 8  # rollouts before the last one whose harvest is kept, where the buffer has room
+_HEADS = 1 << 30  # bytes for the heads of target versions in the harvest; two heads are always kept
+_READY = 2  # micro-batches of harvest that training from random weights needs
+_SPREAD = 4  # entries of harvest per input of fc that it needs: the first fc is computed from them
+_ENOUGH = 4  # micro-batches of harvest for a drafter trained before: a few responses make it worse on all others
+_MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches in the mean of published weights, at the lowest and the highest rate
+_SAMPLE = 16  # entries of harvest per input of `fc` in the sample for its whitening
+_LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
 
 
 class SpotTrainer:
     """`layer` is the drafter in use, or a fresh random one (cold start); it is not changed.
 
-    The rate is the configured one times the share of a chain's guesses that are still wrong: so it falls as the drafter
-    learns, and rises again where the target runs away from it. It never falls to zero, which leaves noise in the
-    weights, so what is published is their running mean (measured, a rate that falls within each judged stretch as well
-    gains nothing on top of that). `recompute`: where the engine keeps no features.
+    The learning rate is the configured one times the fraction of a chain's guesses that are still wrong. So it falls as
+    the drafter learns, and rises again when the target moves away. It never falls to zero, which leaves noise in the
+    weights; so their running mean is published. (A rate that falls within each judged stretch as well was measured to
+    gain nothing more.) `recompute` is given where the engine keeps no features.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class SpotTrainer:
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
         self.rng = random.Random(seed)
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
-        self.tokens = 0  # since the last replica
-        self._is_whole = False  # the harvest since the target moved
+        self.tokens = 0  # entries trained on since the last replica
+        self._is_whole = False  # whether the rollout by the present target has ended
         wanted = _ENOUGH * config.micro_batch_tokens
         if not layer.trained:
             wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
@@ -73,7 +73,7 @@ class SpotTrainer:
     # -- the harvest ---------------------------------------------------------------------------------------------------
 
     def harvest(self, item: Harvest | Transcript) -> None:
-        """The engine's `on_harvest`."""
+        """Take an item: the engine calls this as its `on_harvest`."""
         if isinstance(item, Transcript):
             assert self.recompute, "of an engine that keeps no features"
             self.recompute.add(item)
@@ -81,7 +81,7 @@ class SpotTrainer:
             self.buffer.add(item)
 
     def rollout_ended(self) -> None:
-        """Drafters may be judged on what it gave. Where nobody says that it ended, the next `target_moved` does."""
+        """Drafters may be judged on the rollout's harvest from now on. `target_moved` calls this if nobody else did."""
         if not self._is_whole:
             self._is_whole = True
             if self.recompute:
@@ -96,15 +96,16 @@ class SpotTrainer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is harvest enough to train on, or responses to compute it of."""
+        """Whether there is enough harvest to train on, or responses to compute it from."""
         waiting = self.recompute.tokens(past=True) if self.recompute else 0
         return self.buffer.past_tokens + waiting >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
-        """Micro-batches until the time is up: at least one, none where nothing is `ready`; or until `stop` says so,
-        which leaves the one under way undone. Where harvest must be computed first, that takes of the time."""
+        """Train on micro-batches for so many seconds: on at least one, but on none if not `ready`. Where `stop` says
+        so, the micro-batch under way is dropped. The time includes that to compute harvest where `recompute` is given;
+        then there may be no micro-batch at all."""
         began, report, spent = time.perf_counter(), SpotReport(), 0.0
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:
@@ -118,7 +119,7 @@ class SpotTrainer:
         return report
 
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
-        """The entries of one that was trained on."""
+        """Train on one micro-batch; returns its number of entries. Raises Interrupted."""
         if self.trainer.steps == 0:
             self._prepare()
         self.trainer.rate_scale = max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)
@@ -130,13 +131,14 @@ class SpotTrainer:
         return len(batch.tokens)
 
     def _prepare(self) -> None:
-        """Before the first step, and after twice as many: by then the harvest is of more prompts."""
+        """Estimate the whitening of fc's inputs. This is done before the first step and after 1, 2, 4, ... steps, as
+        the harvest is of more prompts by then."""
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
         sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
     def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
-        """Harvest of one response, if one waits. Raises Interrupted."""
+        """Compute the harvest of one response, if one waits; returns whether there is any. Raises Interrupted."""
         found = self.recompute.take(past, stop) if self.recompute else []
         for item in found:
             self.buffer.add_late(item, past)
@@ -144,14 +146,14 @@ class SpotTrainer:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """The higher the rate, the faster the weights move away from what they were."""
+        """Update the mean of the weights. The higher the learning rate, the fewer micro-batches it is over."""
         weight = max(1 / _MEMORY, self.trainer.rate_scale / _LEAST_MEMORY)
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, weight)
 
     def replica(self) -> Replica | None:
-        """A copy of all that training changes, with the tokens since the last one; what follows is trained on top. None
-        if something of it is no longer finite: training starts again, from the drafter in use."""
+        """A copy of all that training changes, with the entries trained on since the last copy. None if it is not
+        finite: then training starts again, from the drafter in use."""
         tensors = {f"mean.{name}": tensor for name, tensor in zip(self.names, self.mean, strict=True)}
         tensors |= self.trainer.state()
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
@@ -162,14 +164,14 @@ class SpotTrainer:
         return Replica({name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}, tokens)
 
     def _start(self) -> Replica:
-        """Of the drafter in use, as if nothing had been trained yet."""
+        """The replica of the drafter in use, as if it had not been trained yet."""
         trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
         means = {f"mean.{name}": parameter for name, parameter in self.in_use.named_parameters()}
         return Replica(means | trainer.state(), 0)
 
     @torch.no_grad()
     def adopt(self, replica: Replica) -> None:
-        """Train on from this one: the common start of all workers that do."""
+        """Go on training from this replica, the common start of all workers."""
         for name, tensor in zip(self.names, self.mean, strict=True):
             tensor.copy_(replica.tensors[f"mean.{name}"])
         self.trainer.load_state(replica.tensors)
@@ -178,8 +180,8 @@ class SpotTrainer:
     # -- publication ---------------------------------------------------------------------------------------------------
 
     def judge(self, candidate: Mapping[str, Tensor] | None, stop: Callable[[], bool] = lambda: False) -> Judgement:
-        """Of a candidate (`Replica.tensors`), if there is one, and the drafter in use, on this worker's `evidence`. It
-        is broken off amid a micro-batch where `stop` says so."""
+        """Judge a candidate (`Replica.tensors`), if there is one, and the drafter in use, on this worker's `evidence`.
+        Where `stop` says so, it is broken off amid a micro-batch and returns the parts done by then."""
         layer = None if candidate is None else _put(candidate, self.judged)
         done: list[Judgement] = []
         try:
@@ -187,7 +189,7 @@ class SpotTrainer:
                 if not self._recompute_one(stop, past=False):
                     break
             parts = list(bundles(self.evidence(), self.config.micro_batch_tokens))
-            self.rng.shuffle(parts)  # one that is broken off again and again is not of the same part each time
+            self.rng.shuffle(parts)  # so that judgements broken off again and again are not all of the same part
             for items in parts:
                 batch = pack(items, self.target.device)
                 in_use, _, entries = self.trainer.judge(self.in_use, batch, stop)
@@ -198,12 +200,12 @@ class SpotTrainer:
         return summed(done)
 
     def evidence(self) -> list[Harvest]:
-        """Some of what the last whole rollout gave: the same until the target has moved."""
+        """Pieces of the last finished rollout's harvest: the same ones until the target has moved."""
         return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
-        """The candidate (`Replica.tensors`), whose first guess was right so often, is now the drafter in use: a layer
-        of its own for `engine.draft_with`."""
+        """Make a candidate (`Replica.tensors`), with the measured agreement of its first guess, the drafter in use.
+        Returns a separate layer for `engine.draft_with`."""
         _put(candidate, self.in_use)
         self.in_use.agreement = agreement
         return copy.deepcopy(self.in_use)

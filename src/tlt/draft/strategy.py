@@ -1,4 +1,4 @@
-"""How to speculate in a round. (Apart from tree.py, so that the tuner can be run without torch.)"""
+"""How to speculate in a round. (Separate from tree.py, so that the tuner can be run without torch.)"""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ class Strategy(NamedTuple):
     """`verify_tokens` counts the root, so 1 is plain decoding."""
 
     drafter: str
-    """name of the drafter; of no meaning in plain decoding"""
+    """name of the drafter; without meaning in plain decoding"""
     depth: int
     branching: int
     verify_tokens: int
     min_chance: float = 0.0
     """a node less likely to be reached than this is not verified"""
     ahead: int = 0
-    """tokens of its look-ahead that a row which has one is drafted with, in the place of the drafter's; 0: none is"""
+    """a row that has a look-ahead is drafted by up to so many tokens of it, not by the drafter; 0: by the drafter"""
 
     @property
     def nodes(self) -> int:
-        """Of the widest tree."""
+        """Number of nodes of the largest tree."""
         return max(self.verify_tokens, self.ahead + 1)
 
     @property

@@ -1,8 +1,8 @@
-"""The model-free drafter: what followed earlier occurrences of the last tokens, in this response, in its siblings of
-the group, and in earlier epochs of the same prompt. Needs no training, so it works from the first step.
+"""The model-free drafter. It proposes what followed earlier occurrences of the last tokens, in this response, in its
+siblings of the group, and in earlier epochs of the same prompt. It needs no training, so it works from the first step.
 
-(The idea of suffix retrieval over a prompt's own history: SuffixDecoding, arXiv 2411.04975, and the model-free
-drafter of TLT.)
+(The idea of suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the
+model-free drafter of TLT, arXiv 2511.16665.)
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tlt.types import Request
 
 _ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
 _ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of "something not seen after this context"
-_CLASSES = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess; 0 is the learned drafter alone
+_CLASSES = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess; 0 is the learned drafter's
 _MATCHES = 16  # occurrences looked at, the newest first
 
 
 class _Place(NamedTuple):
-    """Index `at` in `tokens` of what followed a match; at the end of a growing list nothing has followed yet."""
+    """The token that followed a match is tokens[at]. If `at` is the end of the growing list, none has followed yet."""
 
     tokens: list[int]
     at: int
@@ -42,7 +42,7 @@ class _History:
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
         self.index: dict[tuple[int, ...], list[_Place]] = {}
-        self.tokens = 0  # indexed, those of a request that was decoded anew included
+        self.tokens = 0  # number of indexed tokens; those of a request that was decoded anew count again
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
         self.tokens += len(tokens)
@@ -65,7 +65,7 @@ class SuffixDrafter(NodeDrafter):
 
     def begin(self, window: FeatureView | None) -> None:
         super().begin(window)
-        self.live: dict[tuple[int, int], int] = {}  # requests now open
+        self.live: dict[tuple[int, int], int] = {}  # number of open requests by (prompt id, epoch)
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         super().open(request, committed)
@@ -97,7 +97,7 @@ class SuffixDrafter(NodeDrafter):
         self.kept_tokens += len(tokens)
 
     def _forget(self) -> None:
-        """Drop the oldest (prompt, epoch) that nobody decodes now, until the bound holds."""
+        """Drop the oldest (prompt, epoch) without open requests, until the bound holds."""
         for key in list(self.histories):
             if self.kept_tokens <= self.history_tokens:
                 return
@@ -148,7 +148,7 @@ class SuffixDrafter(NodeDrafter):
 
 
 def _followers(match: _Match | None) -> dict[int, list[_Place]]:
-    """token -> the places behind it, where the match goes on"""
+    """Each token that followed the match -> the places behind it, where the match goes on."""
     followers: dict[int, list[_Place]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):

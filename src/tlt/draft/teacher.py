@@ -1,4 +1,4 @@
-"""What a drafter learns from."""
+"""The model that a drafter learns from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Teacher(Protocol):
 
     @property
     def head(self) -> Tensor:
-        """[V, D], of the present version: whoever keeps it keeps that one, whatever the model becomes."""
+        """[V, D], of the present version. The returned tensor does not change when the model does."""
         ...
 
     def cis(self, positions: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Training of the learned drafter on the harvest, a short step at a time.
+"""Trains the learned drafter on the harvest, a short step at a time.
 
-The teacher is the target's full law, recomputed from its last hidden state with the head of that version.
+It learns the target's full law, recomputed from the target's last hidden state with the head of that version.
 Shapes: T entries of a pack, D hidden, E head size, V vocabulary.
 """
 
@@ -26,13 +26,13 @@ from tlt.draft.unroll import Pack, packs, unroll
 from tlt.draft.whitening import Moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_LOSS_ROWS = 1 << 22  # logits of a chunk of the loss: entries x vocabulary
+_LOSS_ROWS = 1 << 22  # most logits in a chunk of the loss: entries x vocabulary
 _FC = "fc.weight"
-# From random weights, after 30 s of CPU, an accept length of 3.8 with these two; 3.6 with every eighth entry, and 3.8
-# with twice the weight.
-_EVERY = 4  # of so many entries one is the root of a chain that is trained beyond its first guess
-_FEATURE_WEIGHT = 4.0  # of the distance to the target's hidden states, against the loss of the law
-_LATELY = 10  # steps that `reach` is a mean of, about
+# With these two, 30 s of CPU from random weights give an accept length of 3.8. Every eighth entry gives 3.6, and twice
+# the weight 3.8.
+_EVERY = 4  # one of so many entries is the root of a chain that is trained beyond its first guess
+_FEATURE_WEIGHT = 4.0  # weight of the distance to the target's hidden states, relative to the loss of the law
+_LATELY = 10  # `reach` is a running mean over about so many steps
 
 
 class Interrupted(Exception):
@@ -47,7 +47,7 @@ def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Shared-noise draft and target agree with a chance of at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    """TV. With shared noise, a guess is right with a chance of at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
@@ -59,8 +59,8 @@ def hybrid(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def agreement(log_p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
-    """1 - the chance that argmax(log p + g) = argmax(log q + g): for each v, 1 / sum_u max(p_u / p_v, q_u / q_v); over
-    the target's `likeliest` tokens v."""
+    """1 - the chance that argmax(log p + g) = argmax(log q + g). The chance that both are token v is
+    1 / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
     top_p, ids = log_p.topk(min(likeliest, log_p.shape[-1]), dim=-1)
     ratio_p = log_p[:, None] - top_p[..., None]
     ratio_q = log_q[:, None] - log_q.gather(-1, ids)[..., None]
@@ -77,16 +77,16 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 class DrafterTrainer:
     """Owns the trainable layer in float32 or wider, and its optimizer. The target's embedding and head are read at
-    every step, so they are always those of its present version; what is learned is the law of the version which
-    computed the harvest, by its head, kept by `target_moved`."""
+    every step, so they are those of its present version. The law to learn is that of the version which computed the
+    harvest; `target_moved` keeps its head."""
 
     def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.layer, self.target, self.config = layer, target, config
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         layer.to(target.device, self.dtype)
         self.whitening = torch.eye(layer.fc.in_features, dtype=self.dtype, device=target.device)
-        """[I, I] what makes the inputs of fc white"""
-        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # a step of fc, as white inputs see it
+        """[I, I] inputs of fc times this are white"""
+        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # a step of fc, for white inputs
         self.parameters = dict(layer.named_parameters()) | {_FC: self._white}
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -94,18 +94,18 @@ class DrafterTrainer:
         self.rng = random.Random(seed)
         self.heads = {target.version: target.head}
         self.steps = 0.0
-        """a fraction where replicas were averaged"""
+        """optimizer steps; not a whole number where replicas were averaged"""
         self.reach = float(config.unroll) if layer.trained else 0.0
-        """guesses that a chain got right lately, of those it was trained on"""
+        """running mean of how many of a chain's trained guesses are right before the first wrong one"""
         self.rate_scale = 1.0
         """the caller's schedule: a factor on the learning rate"""
         cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
     def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
-        """Look at harvest before it is trained on: learn what makes the inputs of fc white; and `from_scratch` begin
-        with the layer that predicts the next hidden state as well as a linear map can. (eagle3 has no such start, as
-        its fc does not read the embedding.) A sample that is not finite is passed over."""
+        """Estimate the whitening of fc's inputs from a sample of the harvest. With `from_scratch`, also set the layer
+        to the best linear map to the next hidden state. (eagle3 has no such start, as its fc does not read the
+        embedding.) A sample that is not finite is ignored."""
         moments = Moments(self.layer, self.target.embedding.to(self.dtype), sample)
         if not moments.inputs.isfinite().all():
             return
@@ -117,20 +117,21 @@ class DrafterTrainer:
                 self.layer.down_proj.weight.zero_()
 
     def target_moved(self, held: Collection[int]) -> None:
-        """To be called after the target took new weights: keep the heads of the versions that are `held` in harvest."""
+        """Call this after the target took new weights. It keeps its head, and those of the versions `held` in
+        harvest."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 
     @property
     def columns(self) -> int:
-        """How many guesses in a row are trained: one more than chains get right, as those behind a wrong one are of no
-        use yet and cost as much; up to `unroll`."""
+        """How many guesses of a chain are trained: one more than are right, at most `unroll`. Guesses behind a wrong
+        one cost as much and are of no use yet."""
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
-        """The mean loss over the columns, weighted by `decay`; and the mean of 1 - TV of each column. The later columns
-        are of every fourth entry. Raises Interrupted here, or in `backward`, where `stop` says so at the next
-        column."""
+        """The mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a column
+        without entries). Columns after the first have every fourth entry. Where `stop` says so, raises Interrupted at
+        the next column, here or in `backward`."""
 
         def look(gradient: Tensor | None = None) -> None:
             if stop():
@@ -163,11 +164,11 @@ class DrafterTrainer:
     def judge(
         self, layer: EagleLayer, batch: Pack, stop: Callable[[], bool] = lambda: False
     ) -> tuple[float, float, int]:
-        """Rounds in which chains of `unroll` guesses would decode these entries, and how often a round's first guess is
-        right, summed over rounds (`expected_rounds`); and how many entries there are: those whose whole chain is within
-        their sequence. Raises Interrupted where `stop` says so at the next column.
+        """The expected number of rounds in which chains of `unroll` guesses would decode these entries, that of rounds
+        whose first guess is right (`expected_rounds`), and the number of entries. Only entries whose whole chain is
+        within their sequence count. Where `stop` says so, raises Interrupted at the next column.
 
-        1 - TV is about the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88).
+        1 - TV stands for the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88).
         """
         deepest = self.config.unroll
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
@@ -183,13 +184,13 @@ class DrafterTrainer:
     def _columns(
         self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
     ) -> tuple[Iterable[Tensor], Tensor]:
-        """What the head takes, [T, D]: of the drafter in each column, and of the target."""
+        """The inputs of the head: the drafter's in each column, as `unroll` yields them, and the target's [T, D]."""
         batch = batch._replace(features=batch.features.to(self.dtype))
         columns = unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps, roots)
         return columns, batch.features[:, -layer.options.hidden_size :]
 
     def _chunked(self, out: Tensor, teacher: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Loss and overlap of M entries [M], a chunk at a time, so that no [M, V] tensor outlives its chunk."""
+        """Loss and 1 - TV of M entries, [M] each, a chunk at a time, so that no [M, V] tensor outlives its chunk."""
         head, known = self.target.head.to(self.dtype), self.heads[version].to(self.dtype)
 
         def chunk(out: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,8 +209,8 @@ class DrafterTrainer:
         return loss, overlap
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
-        """One optimizer step, none where the gradient is not finite; returns the mean of 1 - TV of each column, before
-        it. Raises Interrupted within a column's time where `stop` says so."""
+        """Take one optimizer step, or none where the gradient is not finite. Returns the mean of 1 - TV of each column
+        before the step. Where `stop` says so, raises Interrupted within a column's time."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -225,8 +226,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """The optimizer's step. That of fc is taken as if its inputs were white (W = fc whitening^-1 were trained, on
-        inputs times `whitening`), and folded into it at once: so fc is always as it is published."""
+        """Take the optimizer's step. For fc it is the step of W = fc whitening^-1, whose inputs (times `whitening`) are
+        white. It is folded into fc at once, so fc is always as it is published."""
         fc = self.layer.fc.weight
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening
@@ -238,8 +239,8 @@ class DrafterTrainer:
             self.steps += 1
 
     def state(self) -> dict[str, Tensor]:
-        """All that training changes: the weights, both moments of Adam, the number of steps, `reach`, `whitening`; not
-        copies."""
+        """All that training changes: the weights, both moments of Adam, the number of steps, `reach` and `whitening`.
+        The tensors are not copies."""
         numbers = {"steps": self.steps, "reach": self.reach}
         tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
         tensors["whitening"] = self.whitening
@@ -252,7 +253,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from another trainer's `state`, or from a mean of several."""
+        """Go on from another trainer's `state`, or from the mean of several."""
         self.steps, self.reach = float(state["steps"]), float(state["reach"])
         self.whitening = state["whitening"].to(self.target.device, self.dtype, copy=True)
         for name, parameter in self.layer.named_parameters():
@@ -261,6 +262,6 @@ class DrafterTrainer:
             self.optimizer.state[self.parameters[name]] = {"step": torch.tensor(self.steps), **moments}
 
     def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
-        """One pass over the harvest; gives what `step` gives, so that a caller may stop in between."""
+        """One pass over the harvest. Yields what each `step` returns, so that a caller may stop in between."""
         for batch in packs(items, self.config.micro_batch_tokens, self.target.device, self.rng):
             yield self.step(batch)

@@ -28,7 +28,7 @@ from tlt.sampling import Law, gumbel_topk
 @dataclass
 class DraftTree:
     """One row's tree; lists are indexed by node. `chance` is the estimated chance that the target's walk reaches the
-    node, `cells` where the calibration counts it (-1: the root)."""
+    node, and `cells` its cell of the calibration (-1: the root)."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [0])
@@ -36,11 +36,11 @@ class DraftTree:
     chance: list[float] = field(default_factory=lambda: [1.0])
     cells: list[int] = field(default_factory=lambda: [-1])
     ahead: bool = False
-    """whether the row's look-ahead is what it was drafted by"""
+    """whether the row was drafted by its look-ahead"""
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
-        """Of a look-ahead, which is known to its end."""
+        """The chain of a look-ahead, whose tokens are all known in advance."""
         count = len(tokens) + 1
         order = list(range(count))
         return cls([root, *tokens], [0, *order[:-1]], order, [1.0] * count, [-1] * count, ahead=True)
@@ -56,7 +56,7 @@ class Roots(NamedTuple):
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     law: Law
-    """for the drafter"""
+    """sampling laws of the B requests, for the drafter"""
     device: torch.device
     """where the noise lies"""
 
@@ -79,8 +79,8 @@ class _Grown(NamedTuple):
 def grow(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
-    """Draft a tree for each row. Only laws and noise are large; once ranked, all goes on in NumPy on the host."""
-    with np.errstate(invalid="ignore"):  # -inf is what may not be drafted
+    """Draft a tree for each row. Candidates are ranked on the device; all else is small, in NumPy on the host."""
+    with np.errstate(invalid="ignore"):  # -inf marks tokens that may not be drafted
         how = _grow_chains if strategy.branching == 1 else _grow_trees
         return how(drafter, roots, strategy, noise_of, vocab_size, calibration)
 
@@ -88,8 +88,8 @@ def grow(
 def _grow_chains(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
-    """As `_grow_trees` does with one child a node, without what is for choosing among them: on a CPU, to start so many
-    operations takes as long as the drafter does."""
+    """Do as `_grow_trees` with one child a node, without the operations that choose among children: on a CPU, starting
+    them takes as long as the drafter does."""
     tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
     reach, alive = np.ones(none.shape), roots.room[:, None] > 1
     levels = [(tokens, reach, none - 1)]
@@ -132,7 +132,7 @@ def _grow_trees(
         reach *= reach >= strategy.min_chance
         k, tokens, chance, cells = cells.shape[-1], *(x.reshape(B, -1) for x in (tokens, reach, cells))
         grown.append(_Grown(tokens, np.repeat(numbers, k, axis=1), chance, cells, depth + 1))
-        # of each row's new nodes the likeliest go on, if they can still be among the tokens to verify
+        # the likeliest of each row's new nodes are continued, if they can still be among the tokens to verify
         picks = np.arange(chance.shape[1])[None].repeat(B, axis=0)
         if chance.shape[1] > strategy.branching:
             picks = np.argsort(-chance, axis=1, kind="stable")[:, : strategy.branching]
@@ -155,8 +155,8 @@ def _children(
     vocab_size: int,
     calibration: Calibration,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the best candidates of `nodes` (B, W) under the noise, [B, W, k]: tokens, the calibration's cells, and whether
-    they may be children. The one time that a level waits for the device."""
+    """The best candidates under the noise of each of the `nodes` (B, W): tokens, the calibration's cells, and whether
+    they may be children, [B, W, k] each. Only here does a level wait for the device."""
     _check_shapes(candidates, nodes, vocab_size)
     ids = None if candidates.ids is None else candidates.ids.to(roots.device)
     best = gumbel_topk(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
@@ -171,7 +171,7 @@ def _children(
 
 
 def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: int) -> None:
-    """Raises ValueError: NumPy would broadcast what is off into nodes at wrong places."""
+    """Raises ValueError for a wrong shape or type, which NumPy would broadcast into nodes at wrong places."""
     ids, log_q, classes = candidates
     width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
     if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
@@ -183,13 +183,13 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:
-    """[B, W]: nothing follows a stop token, and the last token of a response needs no draft: the pass before gives
-    it."""
+    """Which nodes are continued, [B, W]. Nothing follows a stop token, and the last token of a response needs no draft:
+    it is the bonus token of the pass."""
     return (chance > 0) & (roots.room[:, None] > depth + 1) & (tokens[..., None] != roots.stops[:, None, :]).all(-1)
 
 
 def _least(grown: Sequence[_Grown], most: int) -> np.ndarray:
-    """[B, 1]: the chance of the `most`-th likeliest node of each row so far."""
+    """The chance [B, 1] of the `most`-th likeliest node of each row so far."""
     so_far = np.concatenate([level.chance for level in grown], axis=1)
     return -np.partition(-so_far, most - 1, axis=1)[:, most - 1, None]
 
@@ -217,7 +217,7 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
 
 
 def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
-    """Pad to the largest tree. A padding node follows the one before it, and no walk reaches it."""
+    """Stack trees, padded to the largest one. A padding node follows the one before it, and no walk reaches it."""
     B, N = len(trees), max(len(tree.tokens) for tree in trees)
     if N == 1:
         alone = torch.tensor([tree.tokens for tree in trees], device=device)
@@ -232,6 +232,6 @@ def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
     if (parents == chain).all():
         return batch
     visible = np.tile(np.eye(N, dtype=bool), (B, 1, 1))
-    for n in range(1, N):  # parents come first, so theirs is complete
+    for n in range(1, N):  # parents come first, so their row is complete
         visible[:, n] |= visible[np.arange(B), parents[:, n]]
     return batch._replace(visible=torch.from_numpy(visible).to(device))

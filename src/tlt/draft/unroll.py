@@ -1,7 +1,7 @@
 """The learned drafter's pass in training: packed harvest, unrolled as at inference.
 
 Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's features; column t reads the layer's own
-output of column t - 1 in their place, and attends the true entries up to its root and its own chain of guesses.
+output of column t - 1 in their place, and attends to the true entries up to its root and to its own chain of guesses.
 
 Sequences are packed one behind the other; attention stays inside each.
 Shapes: T entries of a pack, D hidden, H query heads, K key-value heads, E head size.
@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
 
-_QUERIES = 128  # entries of a block of attention
+_QUERIES = 128  # most entries of a block of attention
 
 
 class Pack(NamedTuple):
@@ -29,17 +29,17 @@ class Pack(NamedTuple):
     features: Tensor
     """[T, F]"""
     positions: Tensor
-    """[T] true ones"""
+    """[T] true positions in the sequences"""
     segments: Tensor
-    """[T] which harvest an entry is of"""
+    """[T] index of the item that an entry belongs to"""
     counted: Tensor
     """[T] bool: the entry's column 0 predicts a token of a response"""
     version: int
-    """of the target that computed the features"""
+    """version of the target that computed the features"""
 
 
 def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
-    """All of one target version."""
+    """Pack items, which must all be of one target version."""
     lengths = torch.tensor([len(item.tokens) for item in items])
     start = torch.tensor([item.start for item in items]).repeat_interleave(lengths)
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -56,7 +56,7 @@ def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
 
 
 def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: random.Random) -> Iterator[Pack]:
-    """One pass over the items in random order, `tokens` entries a pack, and at least one item."""
+    """One pass over the items in random order, in packs of up to `tokens` entries, or of one longer item."""
     order = list(items)
     rng.shuffle(order)
     for held in bundles(order, tokens):
@@ -64,7 +64,7 @@ def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: rand
 
 
 def bundles(items: Iterable[Harvest], tokens: int) -> Iterator[list[Harvest]]:
-    """In this order, those that follow each other and are of one target version, up to `tokens` entries together."""
+    """Group consecutive items of one target version, up to `tokens` entries a group; a longer item is a group alone."""
     held: list[Harvest] = []
     for item in items:
         full = sum(len(other.tokens) for other in held) + len(item.tokens) > tokens
@@ -84,11 +84,11 @@ def unroll(
     steps: int,
     roots: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Columns 0 .. steps - 1: what the head takes at each entry [T, D], and in the later columns at each of the `roots`
-    [R, D] (entries in ascending order; None: all). Entry i of column t predicts the token t + 2 behind token i; at the
-    end of a sequence its input is some other token, and its output means nothing.
+    """Yield columns 0 .. steps - 1, each the input of the target's head: column 0 for all entries [T, D], later columns
+    for the `roots` [R, D] (indices of entries, ascending; None: all). Entry i of column t predicts token i + t + 2; at
+    the end of a sequence its input is some other token, and its output means nothing.
 
-    `cos_sin` [positions, E] each, of the target's rotary embedding in Hugging Face's order.
+    `cos_sin`: cos and sin of the target's rotary embedding, [positions, E] each, in Hugging Face's order.
     """
     o = layer.options
     share = o.num_heads // o.num_kv_heads
@@ -96,7 +96,7 @@ def unroll(
     blocks = _blocks(batch, places, o.window)
     g = layer.fuse(batch.features)
     true: tuple[Tensor, Tensor] | None = None  # keys and values of column 0, [K, T, E]
-    own: list[tuple[Tensor, Tensor]] = []  # of each later one, [K, R, E]
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of each later column, [K, R, E]
     for t in range(steps):
         if t == 1 and roots is not None:
             g, places = g[roots], roots
@@ -125,13 +125,13 @@ class _Block(NamedTuple):
     first: int
     last: int
     bias: Tensor
-    """[high - low, last - first] 0 where one sees the other, else -inf"""
+    """[high - low, last - first] 0 where the query sees the entry, else -inf"""
 
 
 def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
-    """Of a column whose queries stand at these `places` of the pack. Of a pack of many short sequences, or of a long
-    causal one, most pairs of entries see nothing of each other: so attention goes block by block, of some whole
-    sequences or of a part of one, over no more than it sees."""
+    """The blocks of a column whose queries stand at these `places` of the pack. Most pairs of entries do not see each
+    other, be there many short sequences or one long causal one. So attention goes block by block: a block has some
+    whole sequences, or a part of one, and only the entries that those queries see."""
     entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = []
     for begin, start, end in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
@@ -147,7 +147,8 @@ def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
 
 
 def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, low, high) of the blocks of sequences of these lengths, up to `_QUERIES` entries each."""
+    """Cut sequences of these lengths into blocks [low, high) of up to `_QUERIES` entries. Yields (begin, low, high),
+    where the first sequence of the block begins at `begin`."""
     low = end = 0
     for length in lengths:
         begin, end = end, end + length
@@ -163,8 +164,8 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
-    """The block's queries, of [K, share, M, E], over the true entries (column 0) and each over its own chain of guesses
-    (the later columns)."""
+    """Attention of the block's queries, of all [K, H / K, M, E], to the true entries (column 0) and of each query to
+    its own chain of guesses (later columns): [K, H / K, high - low, E]."""
     low, high, first, last, bias = block
     query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
     seen = query @ keys.transpose(2, 3) + bias  # [K, share, high - low, last - first]
@@ -179,7 +180,7 @@ def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tens
 
 
 def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    """[T, heads, E] in Hugging Face's order of pairs (i, i + E/2)."""
+    """Rotate [T, heads, E], with Hugging Face's order of pairs (i, i + E/2)."""
     cos, sin = (table[positions, None] for table in cos_sin)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin

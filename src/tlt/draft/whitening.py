@@ -1,5 +1,5 @@
-"""What linear algebra on a sample of the harvest gives to training: how to make the inputs of `fc` white, and the `fc`
-that predicts the next hidden state best.
+"""Estimates two matrices from a sample of the harvest: one that makes the inputs of `fc` white, and the `fc` that
+predicts the next hidden state best.
 
 Shapes: N entries, I inputs of fc, D hidden.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
 
-_RIDGE = 1e-3  # of the mean second moment, added to all in the regression
-_FLOOR = 0.1  # likewise before the root: a direction that a sample of few prompts lacks is in the next prompts
+_RIDGE = 1e-3  # fraction of the mean second moment that is added to all in the regression
+_FLOOR = 0.1  # the same for the whitening: directions that a sample of few prompts lacks occur in the next prompts
 
 
 class Moments:
     """Sums over the entries of a sample: inputs by inputs [I, I], and next hidden states by inputs [D, I]; float64."""
 
     def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:
-        """`embedding` [V, D], in the type to multiply in."""
+        """`embedding` [V, D] has the dtype of the products."""
         size, out = layer.fc.in_features, layer.fc.out_features
         self.inputs = torch.zeros(size, size, dtype=torch.float64, device=embedding.device)
         self.following = torch.zeros(out, size, dtype=torch.float64, device=embedding.device)
@@ -35,11 +35,11 @@ class Moments:
             self.entries += len(x)
 
     def next_hidden(self) -> Tensor:
-        """[D, I]: least squares from an entry's inputs to the hidden state of the next one, with a small ridge."""
+        """The matrix [D, I] from an entry's inputs to the next entry's hidden state, by ridge regression."""
         return torch.linalg.solve(self._raised(_RIDGE), self.following, left=False)
 
     def whitening(self) -> Tensor:
-        """[I, I], symmetric: inputs [N, I] times this have second moments of about 1."""
+        """The symmetric matrix [I, I] by which inputs [N, I] are multiplied to have second moments of about 1."""
         values, vectors = torch.linalg.eigh(self._raised(_FLOOR) / self.entries)
         return (vectors * values.rsqrt()) @ vectors.T
 
@@ -49,7 +49,7 @@ class Moments:
 
 
 def fc_inputs(layer: EagleLayer, embedding: Tensor, item: Harvest) -> Tensor:
-    """[N, I]: what fc reads at each entry of an item, as the target computed it."""
+    """The inputs of fc [N, I] at each entry of an item, from the target's features."""
     features = item.features.to(embedding)
     if layer.options.kind == "eagle3":
         return features[:, : layer.fc.in_features]
