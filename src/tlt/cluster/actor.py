@@ -19,18 +19,19 @@ _FIRST_WORDS = "here is worker"
 
 
 class Place(NamedTuple):
-    """Where a worker lives."""
+    """Where a worker runs, and what it may use there."""
 
     log_file: str
-    """of all that its process writes to the screen, too"""
+    """file for all that its process writes, standard output and errors included"""
     cores: Sequence[int] = ()
-    """its own ones, where all workers are on one machine"""
+    """the worker's own cores, where all workers are on one machine"""
     folder: str = ""
-    """of this run alone, where all workers are on one machine: there they meet, through no open port"""
+    """this run's own folder, where all workers are on one machine: they meet there, through no open port"""
 
 
 class Actor:
-    """It is built with the first call, so that what that raises comes back as such."""
+    """The Ray actor around a `Worker`. The worker is built with the first call, which raises what building it
+    raises."""
 
     def __init__(self, config: Config, index: int, policy_folder: str, place: Place) -> None:
         self._arguments = config, index, policy_folder
@@ -49,7 +50,7 @@ class Actor:
             raise portable(error) from None
 
     def process(self) -> int:
-        """Its number. In a thread of its own, like the next two."""
+        """The process id. This method and the next two run in a thread of their own."""
         return os.getpid()
 
     def interrupt(self, number: float) -> None:
@@ -76,7 +77,8 @@ class Actor:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it would not arrive: Ray takes such a one for the loss of a worker."""
+    """The error itself, or a RuntimeError with its text if it cannot be pickled: Ray would take that for a lost
+    worker."""
     try:
         copy.deepcopy(error)  # by the protocol of pickle
     except Exception:
@@ -85,7 +87,7 @@ def portable(error: Exception) -> Exception:
 
 
 def _write_to(path: str) -> None:
-    """All that this process says from now on, that of libraries and of a crash too."""
+    """Send all that this process writes from now on to this file, the output of libraries and of a crash included."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, sys.stdout.fileno())
@@ -96,14 +98,14 @@ def _write_to(path: str) -> None:
 
 
 def _address_of_this_machine() -> str:
-    """As Ray reaches it."""
+    """The address by which Ray reaches this machine."""
     import ray
 
     return ray.util.get_node_ip_address()
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address, for those who meet others there; None where none has it."""
+    """The name of the network interface that has this address; None if none has it."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -113,7 +115,7 @@ def interface_of(address: str) -> str | None:
 
 
 def last_words(path: str) -> str:
-    """What the worker wrote last, as a clause that names its log; empty where it wrote nothing."""
+    """The worker's last line of output, as a clause that names its log; empty if it wrote none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

@@ -1,7 +1,7 @@
-"""Look-ahead of many workers: what is decoded for the steps to come, by whom, and what that is worth.
+"""Look-ahead with many workers: which requests of coming steps are decoded, by which worker, and what that is worth.
 
-Those who are idle decode the requests that the cursor takes next, with the present target. An entry that has not ended
-is gone on with at the next occasion: its old tokens are its draft then, so that they are checked on the way.
+Idle workers decode the requests that the cursor takes next, with the present target. A response that has not ended is
+continued at the next occasion: its old tokens are its draft then, so they are verified on the way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tlt.cluster.worker import AheadSlice, AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
-_GOES_ON, _ALIKE = 1.5, 0.5  # what to expect of a response: so many times its length so far, or its longest sibling's
-_KEPT = 0.9  # of what was measured before, a rollout or a slice
+_GOES_ON, _ALIKE = 1.5, 0.5  # expected length of a response: so many times its own so far, or its longest sibling's
+_KEPT = 0.9  # weight of earlier measurements after another rollout or slice
 
 
 class LookingAhead:
     def __init__(self, slots: int, most_steps: int, most_tokens: int) -> None:
-        """`slots` of a worker; `most_steps` to come are decoded ahead."""
+        """`slots`: rows that a worker has room for; `most_steps`: number of coming steps that are decoded ahead."""
         self.slots, self.most_steps = slots, most_steps
         self.store = AheadStore(most_tokens)
         self.tokens = 0
@@ -32,18 +32,18 @@ class LookingAhead:
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> what it decodes ahead
         self._home: dict[int, int] = {}  # seed -> the worker that has its keys and values
-        self._given: list[Request] = []  # in this rollout
-        self._drafted = 0  # tokens that it began with
+        self._given: list[Request] = []  # requests of this rollout
+        self._drafted = 0  # tokens decoded ahead that this rollout began with
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
-        """A rollout of these requests; those of the steps to come are `coming`, a list a step."""
+        """A rollout of these requests begins. `coming` has the requests of the steps to come, a list for each step."""
         self._given = list(requests)
         self._coming, self._steps = iter(coming), deque()
         self._at = {}
         self._drafted = sum(len(a.tokens) for r in requests if (a := self.store.get(r)))
 
     def since_last(self) -> int:
-        """Tokens decoded ahead since this was last asked."""
+        """Number of tokens decoded ahead since the last call of this."""
         tokens, self.tokens = self.tokens, 0
         return tokens
 
@@ -58,7 +58,8 @@ class LookingAhead:
         self.store.put(drafts)
 
     def was_lost(self, row: Row, tokens: Sequence[int], version: int) -> None:
-        """A worker had told of these tokens of a row: they are right, and draft the one that begins anew."""
+        """A worker that decoded this row was lost. The tokens that it had reported are right, so they draft the row
+        when it begins anew."""
         known = self.store.get(row.request)
         rest = known.tokens[len(tokens) :].tolist() if known else ()
         self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
@@ -66,8 +67,9 @@ class LookingAhead:
     # -- who decodes what ----------------------------------------------------------------------------------------------
 
     def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
-        """For one of so many idle workers, which deal out among them what has not ended. Each goes on with what it has
-        keys and values of; what another one has comes last, as it would have to be computed again."""
+        """What this one of `idle` idle workers decodes next. The requests that have not ended are dealt out among these
+        workers. Requests whose keys and values the worker holds come first; those that another worker holds come last,
+        as they would have to be computed again."""
         others = {index: requests for index, requests in self._at.items() if index != worker}
         elsewhere = {request.seed for requests in others.values() for request in requests}
         coming = [request for step in self._next_steps() for request in step]
@@ -92,12 +94,12 @@ class LookingAhead:
             yield step
 
     def steps_of(self, worker: int) -> tuple[int, ...]:
-        """How far on the steps are that it decodes ahead."""
+        """Which coming steps the worker decodes ahead for; 1 is the next one."""
         seeds = {request.seed for request in self._at.get(worker, ())}
         return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
 
     def rows_of(self, worker: int) -> tuple[int, ...]:
-        """What is known by now of the rows that it decodes ahead, in tokens."""
+        """Number of tokens known so far of each row that the worker decodes ahead."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def heard(self, worker: int, done: AheadSlice) -> None:
@@ -108,18 +110,19 @@ class LookingAhead:
         self.lost(worker)
 
     def lost(self, worker: int) -> None:
-        """Whatever it was at, others may take."""
+        """The worker no longer decodes ahead: others may take its requests."""
         self._at.pop(worker, None)
 
     # -- what is known of the requests of this rollout -----------------------------------------------------------------
 
     def drafts(self, requests: Iterable[Request]) -> list[Ahead]:
-        """What is known of these, and of their siblings."""
+        """What is known of these requests and of their siblings."""
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """The line that workers take their fair shares from: whole groups in their order, or where lengths were seen
-        ahead, shares of about as many rounds (longest first: Graham, 1969), the long ones first in each."""
+        """The queue from which workers take their shares. Where nothing was decoded ahead, it has whole groups in their
+        order. Else each worker's share is expected to take about as many rounds (longest processing time first: Graham,
+        1969), with long rows first."""
         if not any(self.store.get(row.request) for row in rows):
             return deque(by_prompt(rows))
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}
@@ -131,7 +134,8 @@ class LookingAhead:
         return deque(group for one in bins for group in by_prompt(one))
 
     def _rounds(self, request: Request) -> float:
-        """Expected until it ends; of one that has not ended yet, as much again is still to come."""
+        """Rounds that the request is expected to take. If it did not end ahead, as many tokens again are still to
+        come, or the mean of its siblings if that is more."""
         mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
         known = self.store.get(request)
         if known is None:
@@ -141,9 +145,10 @@ class LookingAhead:
 
 
 def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
-    """Which of the requests of coming steps, the nearest first, to decode before which: a step waits for its longest
-    response, so that a token of that is worth many of others. One of each group of which nothing is known tells how
-    long its responses are, as those to one prompt are alike; then those that are expected to be longest."""
+    """The order in which to decode requests of coming steps ahead, given with the nearest step first. One request of
+    each group of which nothing is known comes first: it tells how long the group's responses are, as those to one
+    prompt are alike. Then come those that are expected to be longest: a step waits for its longest response, so a token
+    of that is worth many others."""
     first = {request.prompt.token_ids: request for request in reversed(left)}
     longest = {
         prompt: max((len(ahead.tokens) for ahead in store.group(request)), default=0)
@@ -158,7 +163,7 @@ def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
 
 
 def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
-    """By prompt, in the order of their first."""
+    """Group rows by prompt, in the order of the first row of each."""
     order: dict[tuple[int, int], int] = {}
     for row in rows:
         order.setdefault((row.request.prompt.prompt_id, row.request.epoch), len(order))
@@ -167,20 +172,20 @@ def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 class Value:
-    """What a second of decoding ahead saves in the rollouts to come, from what was measured. No constant decides."""
+    """What a second of decoding ahead saves in the rollouts to come, from measurements alone."""
 
     def __init__(self) -> None:
         self.accept_length = self.accept_length_ahead = 1.0
-        self._drafted = self._seen = 0.0  # tokens that rollouts began with, and those that they accepted
-        self._tokens = self._seconds = 0.0  # decoded ahead, and what that took
-        self._pass_seconds = 0.0  # of a worker, for a row
+        self._drafted = self._seen = 0.0  # tokens that rollouts began with, and those of them accepted
+        self._tokens = self._seconds = 0.0  # tokens decoded ahead, and the seconds that took
+        self._pass_seconds = 0.0  # worker seconds of a pass over one row
 
     def decoded(self, tokens: int, seconds: float) -> None:
         self._tokens = _KEPT * self._tokens + tokens
         self._seconds = _KEPT * self._seconds + seconds
 
     def learn(self, stats: RolloutStats, drafted: int, worker_seconds: float) -> None:
-        """From a rollout that began with so many tokens decoded ahead."""
+        """Learn from a rollout that began with `drafted` tokens decoded ahead."""
         passes = stats.row_passes - stats.ahead_passes
         if passes:
             self.accept_length = (stats.tokens - stats.ahead_committed) / passes
@@ -196,8 +201,9 @@ class Value:
         return self._seconds > 0 and self._drafted > 0 and self._seen > 0
 
     def saves(self, seconds: float, workers: int) -> float:
-        """Seconds of the rollouts to come, which all workers share: tokens decoded ahead x the share of them that is
-        accepted x what one costs less then. 0 as long as nothing was measured."""
+        """Seconds of the rollouts to come that `seconds` of decoding ahead save: tokens decoded ahead x fraction of
+        them that is accepted x seconds that each saves, over the number of workers. 0 as long as nothing was
+        measured."""
         if not self.is_known:
             return 0.0
         tokens = seconds * self._tokens / self._seconds

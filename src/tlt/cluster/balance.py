@@ -1,4 +1,4 @@
-"""Who decodes what: the first shares, what a worker is given as its slots fall free, and whether an idle one helps.
+"""Which worker decodes what: what it is given as its slots fall free, and whether an idle worker helps another.
 
 Pure arithmetic; no token depends on any of it.
 """
@@ -14,17 +14,17 @@ from tlt.trace import AHEAD, IDLE, SPOT
 
 T = TypeVar("T")
 
-_DECAY = 0.97  # of what was seen of rounds, a slice
-_LEAST_SAVING = 0.2  # seconds that help must save to be worth the trouble
-_MEASURED_FOR = 5.0  # seconds after which what training costs is believed to be what was measured
+_DECAY = 0.97  # factor on earlier measurements of rounds, for each slice
+_LEAST_SAVING = 0.2  # seconds that help must save to be worth its trouble
+_MEASURED_FOR = 5.0  # seconds of measurement that weigh as much as the initial value of what training costs
 _LENGTHS = 1000  # finished responses remembered
 
 
 class RoundTime:
-    """t(rows), the seconds of a round: a line through the slices seen, the late ones weighing more."""
+    """t(rows), the seconds of a round: a line fitted to the slices so far, in which late ones weigh more."""
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of 1, x, y, xx, xy
+        self._sums = [0.0] * 5  # decayed sums of 1, x, y, xx, xy
 
     def add(self, rows: float, seconds: float) -> None:
         terms = (1.0, rows, seconds, rows * rows, rows * seconds)
@@ -46,48 +46,50 @@ class Forecast:
         self.longest = longest
         self.round_time = RoundTime()
         self.prefill_seconds = 0.0
-        """of a token"""
+        """seconds to prefill a token"""
         self.lengths: deque[int] = deque(maxlen=_LENGTHS)
 
     def remaining(self, tokens: int) -> float:
-        """Tokens that a response of so many tokens is expected to go on for: those that went on longer tell, and where
-        there is none, as long again."""
+        """Expected number of tokens still to come of a response of so many tokens: the mean over finished responses
+        that were longer. Without any, the response is expected to double, up to the longest."""
         longer = [length for length in self.lengths if length > tokens]
         return (fmean(longer) if longer else min(self.longest, 2 * tokens + 1)) - tokens
 
     def rounds(self, live: Mapping[int, int], accept_length: float) -> float:
-        """Until the last of a worker's rows (seed -> tokens so far) is expected to end."""
+        """Expected number of rounds until the last of a worker's rows (seed -> tokens so far) ends."""
         return max((self.remaining(tokens) for tokens in live.values()), default=0.0) / max(1.0, accept_length)
 
     def seconds_left(self, live: Mapping[int, int], accept_length: float) -> float:
-        """Until then, if nobody helps."""
+        """Expected seconds until then, if nobody helps."""
         return self.rounds(live, accept_length) * self.round_time(len(live))
 
     def helping(self, live: Mapping[int, int], moved: Sequence[int], accept_length: float) -> float:
-        """Seconds by which the rollout ends earlier if these of a worker's rows go elsewhere: remaining rounds x
-        (t(rows) - t(rows left)), less the prefill of what they have."""
+        """Seconds by which the rollout ends earlier if the rows `moved` go from this worker to another: remaining
+        rounds x (t(rows) - t(rows of the one that has more then)), less the prefill of the tokens that they have."""
         saved = self.round_time(len(live)) - self.round_time(max(len(moved), len(live) - len(moved)))
         return self.rounds(live, accept_length) * saved - self.prefill_seconds * sum(live[seed] for seed in moved)
 
     def is_worth_helping(
         self, live: Mapping[int, int], moved: Sequence[int], accept_length: float, training: float
     ) -> bool:
-        """`training`: seconds that training for so long instead is predicted to save in the rollouts to come."""
+        """Whether helping saves more than `training`, the seconds that training instead is predicted to save in the
+        rollouts to come."""
         return self.helping(live, moved, accept_length) > max(training, _LEAST_SAVING)
 
 
 class Beside:
-    """What a second of training takes from those who decode beside it: how much longer their rounds are than beside a
-    worker that rests or decodes ahead. And how long workers decoded, so that the rest of a rollout was idle."""
+    """Measures what a second of training takes from workers that decode beside it: how much longer their rounds are
+    than beside a worker that rests or decodes ahead. It also counts how long workers decoded: the rest of a rollout is
+    idle."""
 
     def __init__(self, second_costs: float) -> None:
-        """`second_costs`: until it was measured for a while."""
+        """`second_costs`: the value until it was measured for a while."""
         self._before, self._decoding = second_costs, 0.0
-        self._seconds = {True: 0.0, False: 0.0}  # of slices, by whether somebody trained meanwhile
+        self._seconds = {True: 0.0, False: 0.0}  # seconds of slices, by whether a worker trained meanwhile
         self._expected = {True: 0.0, False: 0.0}
 
     def decoded(self, states: Sequence[str], seconds: float, expected: float) -> None:
-        """A slice took so long, `expected` of such rounds whoever is beside them; `states` of all workers."""
+        """A slice took `seconds`, where `expected` is the mean for such rounds. `states` are those of all workers."""
         self._decoding += seconds
         training = SPOT in states
         if training or IDLE in states or AHEAD in states:
@@ -95,11 +97,11 @@ class Beside:
                 kept[training] = _DECAY * kept[training] + new
 
     def begin(self) -> None:
-        """A rollout."""
+        """A rollout begins."""
         self._decoding = 0.0
 
     def idle_seconds(self, worker_seconds: float) -> float:
-        """Of so many seconds of all workers in this rollout."""
+        """How many of `worker_seconds`, the seconds of this rollout summed over workers, were idle."""
         return max(0.0, worker_seconds - self._decoding)
 
     @property
@@ -113,13 +115,13 @@ class Beside:
 
 
 def half_of(live: Mapping[int, int]) -> list[int]:
-    """Every second row by length, the longest stays: long and short ones on both sides."""
+    """Seeds of every second row by length, without the longest, so that both sides have long and short rows."""
     return sorted(live, key=lambda seed: -live[seed])[1::2]
 
 
 def take(queue: deque[list[T]], load: int, fair: int, slots: int) -> list[T]:
-    """What a worker with `load` requests gets of the waiting groups: whole ones, as long as it has less than its fair
-    share and they fit into its slots. One that does not fit is split as soon as an eighth of the slots is free."""
+    """What a worker with `load` requests gets of the waiting groups: whole groups, as long as it has less than its fair
+    share and they fit into its slots. A group that does not fit is split as soon as an eighth of the slots is free."""
     taken: list[T] = []
     while queue and load + len(taken) < fair and load + len(taken) + len(queue[0]) <= slots:
         taken += queue.popleft()

@@ -1,5 +1,6 @@
-"""The drafter's life with one worker. It is never idle, so it trains between rollouts, for a share of their seconds, as
-long as that pays back; or, as one of several processes of another trainer, while it waits for the others."""
+"""The drafter's life with one worker. The worker is never idle, so it trains between rollouts, for a fraction of their
+seconds, as long as that pays. As one of several processes of another trainer, it trains while it waits for the
+others."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
 
-_SLICE = 0.5  # seconds of idle time, after which there may be enough to judge by
+_SLICE = 0.5  # seconds of training in idle time before it is asked what is due
 
 
 def harvest_to(budget: Guard[Budget]) -> Callable[[Harvest | Transcript], None]:
-    """For the engine's `on_harvest`."""
+    """The engine's `on_harvest`, which gives each item to the trainer."""
     return lambda item: budget.tell(lambda it: it.trainer.harvest(item))
 
 
@@ -34,21 +35,21 @@ def never() -> bool:
 
 
 class Budget:
-    """Trains the drafter which the engine begins with; saves what is published in the run's folder. To be had through
+    """Trains the drafter that the engine begins with, and saves each published one in the run's folder. Use it through
     a `Guard` alone."""
 
     def __init__(self, trainer: SpotTrainer, config: Config, steps: int | None = None) -> None:
-        """`steps` of the run, if that is known."""
+        """`steps`: number of steps of the run, if that is known."""
         training, layer = config.speculation.training, trainer.in_use
         self.steps, self.idle = steps, 1.0
-        self._version = -1  # of the target, when idle time was last spent
+        self._version = -1  # target version when idle time was last spent
         self.trainer, self.share = trainer, training.budget
         self.life = Lifecycle(TrainingGate(training.unroll, layer.trained), 1, training.micro_batch_tokens)
         self.folder = Path(config.run.folder) / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options)
 
     def spend(self, engine: RolloutEngine) -> None:
-        """After a rollout of the engine: what was done is written in its stats."""
+        """Train and judge after a rollout of the engine, and write what was done into the engine's stats."""
         began, stats = time.perf_counter(), engine.stats
         self.trainer.rollout_ended()
         rollout_seconds = sum(stats.seconds.values())
@@ -61,9 +62,9 @@ class Budget:
         stats.seconds["spot"] = time.perf_counter() - began
 
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
-        """Train and judge until it is over; what was done is added to the engine's stats."""
+        """Train and judge until the idle time is over, and add what was done to the engine's stats."""
         began, stats, report = time.perf_counter(), engine.stats, SpotReport(1)
-        if self.trainer.target.version != self._version:  # until it moves, there is no harvest that is new
+        if self.trainer.target.version != self._version:  # until the target moves, there is no new harvest
             self._version = self.trainer.target.version
             self.life.rollout_begins()
         self._go_on(engine, is_over)
@@ -72,7 +73,7 @@ class Budget:
             stats.drafter_tokens += report.tokens
             self._go_on(engine, is_over)
         spent = time.perf_counter() - began
-        self.idle = spent if is_over() else max(spent, self.idle)  # one that rests sees nothing of it
+        self.idle = spent if is_over() else max(spent, self.idle)  # at rest it returns early
         self._rollout_ends(engine, sum(stats.seconds.values()) + self.idle, self.idle, THRESHOLDS.second_costs)
         stats.seconds["spot"] = spent
 
@@ -89,7 +90,7 @@ class Budget:
         return report
 
     def _go_on(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
-        """Whatever is due."""
+        """Do whatever is due."""
         while not is_over() and (actions := self.life.idle([0])):
             for action in actions:
                 self._do(action, engine, is_over)
@@ -116,18 +117,18 @@ class Budget:
         engine.draft_with(self.trainer.publish(replica.tensors, agreement))
 
     def number_on(self) -> None:
-        """After the drafters of another run in this folder: of these the newest are kept by their numbers."""
+        """Number on from the drafters of another run in this folder: the saver keeps those with the highest numbers."""
         self.life.version = newest_number(self.folder)
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def load_state(self, state: Mapping[str, Any], engine: RolloutEngine) -> None:
-        """Go on with the drafter that was published last, in the engine too."""
+        """Restore the state, and give the drafter that was published last to the engine and to training."""
         self.life.load_state(state)
         self.take_published(engine)
 
     def take_published(self, engine: RolloutEngine) -> None:
-        """The drafter that was published last, for the engine and for training."""
+        """Load the drafter that was published last, for the engine and for training."""
         if saved := load_latest(self.folder, self.trainer.target.options):
             for action in self.life.restored(saved.number, saved.replica, saved.layer.agreement):
                 self._do(action, engine)

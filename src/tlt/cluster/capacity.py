@@ -1,4 +1,4 @@
-"""Workers that are awaited, as Ray has not begun their process yet, and those that the run goes on without."""
+"""Keeps track of workers whose process Ray has not begun yet (awaited), and of those that the run goes on without."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from tlt.cluster.pool import ClusterError, Pool
 
 log = logging.getLogger(__name__)
 
-_TELLS = 10.0  # seconds: a process that takes longer to begin is told of
+_TELLS = 10.0  # seconds after which the user is told that a process has not begun
 _LOOKS = 1.0  # seconds between two looks
-_PAUSE = 30.0  # seconds before one that was lost too often is tried again; twice as many each time, up to the longest
+_PAUSE = 30.0  # seconds before a worker lost too often is tried again; doubled each time, up to the longest pause
 _LONGEST_PAUSE = 3600.0
 
 
 class Capacity:
     def __init__(self, pool: Pool, least: int, grace: float) -> None:
-        """A process has `grace` seconds to begin; where fewer than `least` workers are left, the run ends."""
+        """A process has `grace` seconds to begin. If fewer than `least` workers are left, the run ends."""
         self.pool, self.least, self.grace = pool, least, grace
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
-        """since when"""
+        """awaited workers, and since when"""
         self._told: set[int] = set()
-        self._absent: dict[int, float] = {}  # until when at least
+        self._absent: dict[int, float] = {}  # workers that are left out, and until when at least
         self._next = 0.0
 
     @property
     def present(self) -> list[int]:
-        """All others, in order: those that are there, or awaited."""
+        """All workers that are not left out, awaited ones included, in order."""
         return [index for index in range(self.pool.size) if index not in self._absent]
 
     def awaits(self, index: int) -> None:
-        """A new process was asked for."""
+        """A new process of this worker was asked for."""
         self._absent.pop(index, None)
         self.awaited[index] = time.monotonic()
 
     def look(self) -> tuple[list[int], list[int]]:
-        """Those whose process has begun since the last look, and those that were awaited in vain."""
+        """Workers whose process has begun since the last look, and workers whose process did not begin in time."""
         now = time.monotonic()
         begun = [index for index in self.awaited if self.pool.has_begun(index)]
         for index in begun:
@@ -50,8 +50,8 @@ class Capacity:
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
     def leave_out(self, index: int, why: str, times: int = 0) -> None:
-        """The run goes on without it until there is room for it; or for a while, as it does so for so many `times`
-        now. Raises ClusterError where too few are left."""
+        """Go on without the worker until its process is there. If it was left out `times` times for losses, go on
+        without it for a pause that doubles each time. Raises ClusterError if too few workers are left."""
         self.awaited.pop(index, None)
         self._told.discard(index)
         pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS
@@ -63,7 +63,7 @@ class Capacity:
         log.warning("%s, and the run goes on with them%s: %s", left, again, why)
 
     def back(self) -> list[int]:
-        """Those that were left out, whose time has come and whose process is there."""
+        """Workers that were left out, whose pause is over and whose process is there."""
         now = time.monotonic()
         if not self._absent or now < self._next:
             return []

@@ -1,4 +1,4 @@
-"""Ray's control process: whether it is there still, and whom it lets in."""
+"""Ray's control process: whether it is still there, and whether it asks for a token."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import time
 from tlt.cluster.pool import ClusterError
 
 _EVERY = 5.0  # seconds between two looks
-_MISSES = 3  # looks in a row that find nobody: a cluster that is busy may be slow to answer
-_ANSWERS = 3.0  # seconds
-_TELLS = 120.0  # seconds, within which a process that asks has started, and was answered or not
+_MISSES = 3  # failed looks in a row after which it is gone: a busy cluster may be slow to answer
+_ANSWERS = 3.0  # seconds that it has to answer a look
+_TELLS = 120.0  # seconds for the process of `lets_in_anybody` to start and to get an answer
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
 def lets_in_anybody(address: str) -> bool:
-    """Whether who has no token is answered there: in a process of its own, as Ray takes one up when it is imported.
-    Raises ClusterError where that cannot be told."""
+    """Whether the cluster answers a client without a token. The client is a process of its own, as Ray takes up a token
+    when it is imported. Raises ClusterError if this cannot be told."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     asked = [sys.executable, "-c", _ASKS, address]
     env = own | {"RAY_AUTH_MODE": "disabled"}
@@ -38,8 +38,8 @@ def lets_in_anybody(address: str) -> bool:
 
 
 class Control:
-    """Without it workers still answer for a minute; then Ray ends them and the driver, with words of its own. So it is
-    looked at, in time to save."""
+    """Watches Ray's control process. Without it workers still answer for a minute; then Ray ends them and the driver,
+    with a message of its own. So it is looked at now and then, in time to save."""
 
     def __init__(self, address: str) -> None:
         """`address`: host:port."""
@@ -48,7 +48,8 @@ class Control:
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def look(self) -> None:
-        """If it is time to. Raises ClusterError, once: what is to be saved then is not disturbed again."""
+        """Look whether the process is there, if the last look is old enough. Raises ClusterError if it is gone, but
+        only once, so that saving is not disturbed."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return
         try:

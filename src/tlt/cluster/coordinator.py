@@ -1,7 +1,7 @@
-"""Who is in which state and what it does next: ROLLOUT, IDLE, AHEAD, SPOT, UPDATE.
+"""Decides what each worker does next; its states are ROLLOUT, IDLE, AHEAD, SPOT, UPDATE.
 
-One loop over the calls that come back. Nothing here reaches a token: design rule 1 lets any worker decode any request,
-once more from its start or from wherever another one stopped.
+It is one loop over the calls that come back. No token depends on it: design rule 1 lets any worker decode any request,
+again from its start or from where another worker stopped.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tlt.draft.guard import Guard
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
-_ATTEMPTS = 5  # at an update that fails, although no worker is lost
-_AHEAD = 2  # slices that one decodes ahead for, before it is told anew which requests are worth most
+_ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
+_AHEAD = 2  # slices that a worker decodes ahead for, before it is told anew which requests are worth most
 _LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
-_HANGS = 30.0  # seconds after which one that trains is given up
+_HANGS = 30.0  # seconds after which a worker that does not come back from idle work is replaced
 _ANSWERS = 0.5  # seconds that a worker has to say how far its update is
 
 
@@ -41,12 +41,12 @@ class Coordinator:
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
-        """as of the last call that came back: a whole, which another thread may read"""
+        """what each worker is at, as of the last call that came back; replaced as a whole, so any thread may read it"""
         self.updated = 0.0
-        """share of the update that the last of them had done a moment ago"""
+        """fraction of the update that the slowest worker had done a moment ago"""
         self._enter(IDLE)
-        self._number = 0  # of the last rollout
-        self._rollout_seconds = 0.0  # of the one before
+        self._number = 0  # number of the present or last rollout
+        self._rollout_seconds = 0.0  # seconds of the last finished rollout
         self._rendezvous: tuple[str, object] | None = None
         self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
         self.beside = Beside(THRESHOLDS.second_costs)
@@ -54,8 +54,8 @@ class Coordinator:
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self.idle_time = IdleTime(self.drafter, self.ahead, crew)
-        self._ended, self._pause = time.monotonic(), 0.0  # the last rollout; and seconds from there to the update
-        self._version = 0  # of the target
+        self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from there to the update
+        self._version = 0  # target version
         self._plain = False  # whether this is a comparison with plain decoding
         self._plain_forecast = Forecast(config.rollout.max_new_tokens)
 
@@ -103,7 +103,7 @@ class Coordinator:
         return responses, stats
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        """Workers help each other, and do nothing else beside."""
+        """Decode plainly. Workers help each other, and do nothing else meanwhile."""
         self._all_back()
         kept = self.forecast, self.trains_when_idle, self.looks_ahead
         self.forecast, self.trains_when_idle, self.looks_ahead = self._plain_forecast, False, False
@@ -119,14 +119,14 @@ class Coordinator:
             self._enter(IDLE)
 
     def _all_back(self) -> None:
-        """Nobody is at what is done in idle time any more."""
+        """Call all workers back from what is done in idle time."""
         self.crew.break_off()
         self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
 
     def _begin(self, missing: int) -> None:
         self._number += 1
         self.crew.break_off()
-        self.crew.call_back(("look_ahead",), _HANGS)  # for what they have, before anybody begins with that anew
+        self.crew.call_back(("look_ahead",), _HANGS)  # so that what they decoded ahead is known to all
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
@@ -134,7 +134,7 @@ class Coordinator:
         self.hear()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
-        """Until nothing is missing."""
+        """Decode until no response is missing."""
         responses: list[Response] = []
         while self.missing:
             self.crew.take_in()
@@ -152,12 +152,12 @@ class Coordinator:
         return responses
 
     def hear(self) -> None:
-        """What came back while another call was waited for."""
+        """Handle the calls that came back while another call was waited for."""
         for done in self.crew.kept():
             self._heard(done)
 
     def _heard(self, done: Done) -> None:
-        """What was done in idle time."""
+        """Handle a call that came back, as far as it is about idle time."""
         if done.lost:
             self.drafter.tell(lambda it: it.life.lost(done.worker))
             self.ahead.lost(done.worker)
@@ -174,7 +174,7 @@ class Coordinator:
             self.drafter.tell(lambda it: it.life.answered(done.worker, done.result))
 
     def _next(self, index: int) -> None:
-        """The worker has nothing to do: more of its share, what waits, or what an idle one does."""
+        """Give a free worker the next slice of its share, rows that wait, or idle work."""
         share = self.shares[index]
         fair = math.ceil(self.missing / len(self.crew.present))
         new = [*share.promised, *take(self.queue, len(share.rows) + len(share.promised), fair, self.slots)]
@@ -193,14 +193,15 @@ class Coordinator:
         share.asked = []
 
     def _seconds(self, share: Share) -> float:
-        """Of its next slice: a helper waits for what is asked of it, and of a last row nothing can be."""
+        """Seconds of the worker's next slice: 0 if a helper waits for rows of it, and longer if it has one row only, as
+        none of that can be given up."""
         if share.asked:
             return 0.0
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Nothing left to decode, and nothing waits: help another worker, or if that would not pay, train the drafter
-        or decode ahead. One that is to help does so too until it is given something, as it is back within a round."""
+        """Use a worker that has nothing left to decode: it helps another worker, or if that would not pay, trains the
+        drafter or decodes ahead. A helper decodes ahead until it is given rows, as it is back within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
         asks = self._asks_for_work(index)
         if asks:
@@ -213,7 +214,7 @@ class Coordinator:
             self._train(index)
 
     def _goes_on_with_the_drafter(self, index: int) -> bool:
-        """Whether this idle worker has something to do for its candidate, or to start from."""
+        """Let idle workers do what the drafter's life asks for. Returns whether this one got a call."""
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
         self.drafter.tell(lambda it: it.go_on(idle))
         if not self.crew.pending(index):
@@ -221,7 +222,7 @@ class Coordinator:
         return bool(self.crew.pending(index))
 
     def _catch_up(self) -> float:
-        """All workers train, for as long as that repays, and what they made of it is judged; the seconds."""
+        """All workers train, for as long as that repays, and the candidates are judged. Returns the seconds it took."""
         most, began = self.config.speculation.training.catch_up, time.monotonic()
         until = began + self.drafter(lambda it: it.life.gate.catch_up(most), 0.0)
         for index in sorted(self.crew.sound) if until > began else ():
@@ -242,7 +243,7 @@ class Coordinator:
         return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
-        """An idle worker decodes for the steps to come, if there is something to."""
+        """Have an idle worker decode ahead for coming steps. Returns whether there was something to decode."""
         idle = sum(not share.rows and i in self.crew.sound for i, share in enumerate(self.shares))
         work = self.ahead.work(index, self._number, idle) if self.looks_ahead else None
         if work:
@@ -259,9 +260,9 @@ class Coordinator:
         return self.trains_when_idle and self.shares[index].trains and self.idle_time.may_train()
 
     def _asks_for_work(self, index: int) -> bool:
-        """Whether it is to help the worker that has most to do, as that is predicted to end the rollout earlier. What
-        decoding ahead would save does not count against that: it can be done later, and little of it may be of the
-        responses that a step waits for."""
+        """Whether the idle worker is to help the one with most rows, as that is predicted to end the rollout earlier.
+        What decoding ahead would save does not count against that: it can be done later, and little of it may be of
+        the responses that a step waits for."""
         if any(share.helper == index for share in self.shares):
             return True
         most = max(self.shares, key=lambda share: len(share.rows))
@@ -281,7 +282,7 @@ class Coordinator:
         return True
 
     def _took(self, index: int, done: Slice) -> list[Response]:
-        """A slice came back: what finished in it."""
+        """A slice came back. Returns the responses that finished in it."""
         share = self.shares[index]
         self._learn(share.last, done)
         share.last = done
@@ -291,7 +292,7 @@ class Coordinator:
             del share.rows[response.request.seed]
             self.forecast.lengths.append(len(response.token_ids))
         self.missing -= len(done.responses)
-        if not share.asked:  # it has been asked with this slice, if it was at all
+        if not share.asked:  # so a request to give up rows, if any, was part of this slice
             for row in done.released:
                 del share.rows[row.request.seed]
                 share.heard.pop(row.request.seed, None)
@@ -323,7 +324,7 @@ class Coordinator:
             self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)
 
     def _reclaim(self, index: int) -> None:
-        """The worker was lost: others decode what it had, with the same tokens."""
+        """The worker was lost: others decode the rows that it had, to the same tokens."""
         lost, self.shares[index] = self.shares[index], Share()
         for seed, row in lost.rows.items():
             if heard := lost.heard.get(seed):
@@ -335,7 +336,8 @@ class Coordinator:
             self._gone = self._gone + lost.last.stats
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
-        """All workers' counters; what responses say of themselves is of them, whatever was decoded twice."""
+        """The sum of all workers' counters. Tokens and passes are those of the responses, so that nothing decoded twice
+        counts twice."""
         found = [share.last.stats for share in self.shares if share.last]
         stats = sum(found, start=self._gone)
         names = {name for one in found for name in one.agreement}
@@ -352,14 +354,15 @@ class Coordinator:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def shard_policy(self) -> None:
-        """The workers meet, and each keeps its shard of the policy alone. Raises ClusterError."""
+        """The workers meet, and each keeps only its own shard of the policy. Raises ClusterError."""
         members = self.crew.present
         rendezvous = self._rendezvous_of(members)
         self.crew.together("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """On all workers that are there, each with its shards. Where one is lost amid it, the others go back to the
-        state before, the new one takes it too, and it is done again on the same shards. Raises ClusterError."""
+        """Update the policy on all present workers, each with its shards of the batch. If one is lost amid it, the
+        others go back to the state before, the new one takes that too, and the update is done again on the same shards.
+        Raises ClusterError."""
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
@@ -383,7 +386,7 @@ class Coordinator:
         self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
 
     def _rendezvous_of(self, members: list[int]) -> str:
-        """Where these meet as a group: another place as soon as one of them was lost, or there are others."""
+        """Where these workers meet as a group. The place is new after every loss and every change of members."""
         now = self.crew.losses, members
         if self._rendezvous is None or self._rendezvous[1] != now:
             self._rendezvous = self.crew.someone("rendezvous"), now

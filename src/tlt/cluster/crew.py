@@ -1,5 +1,5 @@
-"""The workers as those see them who want work done: one that is lost is replaced by a copy of another, and where there
-is no place for that one the others go on without it until there is."""
+"""Calls to workers that survive losses: a lost worker is replaced by a copy of another. Where there is no place for the
+new one, the others go on without it until there is."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tlt.rl.parallel import SILENT, Broken, GroupBroken
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = SILENT + 10.0  # seconds for the others to come back from what they did with a worker that was lost
-_LOOK = 1.0  # seconds between two looks at who does not answer
-BREAKABLE = ("spot", "judge", "look_ahead")  # they take the call's number last
+_PATIENCE = SILENT + 10.0  # seconds for the others to come back from a joint call that a worker was lost from
+_LOOK = 1.0  # seconds between two looks for workers that do not answer
+BREAKABLE = ("spot", "judge", "look_ahead")  # calls that may be broken off; their last argument is the call's number
 _JOINT = ("update", "shard_policy")  # a worker that hangs in one of these holds up all others
-_PING = 5.0  # seconds that a sound worker may take to say that it is there
+_PING = 5.0  # seconds that a worker which does not hang may take to answer
 _IN_A_ROW = 3  # times that a worker may be lost with no update in between
 
 
@@ -31,18 +31,19 @@ class Done(NamedTuple):
     method: str
     result: Any
     lost: bool = False
-    """the worker is gone, all its calls with it; a new one is on its way, or the run goes on without it"""
+    """the worker is gone with all its calls; a new one is started, or the run goes on without it"""
 
 
 class Crew:
-    """Calls that change what a run depends on are made of all workers that are there, so that any one can stand in for
-    another. Where the policy is in shards none can: the first loss ends the run."""
+    """Calls that change the run's state go to all present workers, so that any worker can replace another. Where the
+    policy is in shards none can: the first loss ends the run."""
 
     def __init__(
         self, pool: Pool, shards: bool = False, patience: float = math.inf, least: int = 1, grace: float = math.inf
     ) -> None:
-        """A worker that does not answer within a call's deadline hangs, and is lost; `patience` is that of short ones,
-        in seconds. One whose process has not begun after `grace` seconds is left out, as long as `least` are there."""
+        """A worker that does not answer within a call's deadline hangs, and counts as lost. `patience`: deadline of
+        short calls, in seconds. `grace`: seconds after which a worker whose process has not begun is left out. `least`:
+        number of workers that must be present."""
         self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)
         self.capacity = Capacity(pool, pool.size if shards else least, grace)
         self.sound = set(range(pool.size))  # those that hold the run's state
@@ -50,12 +51,12 @@ class Crew:
         self.trouble = ""
         """what went wrong last: why a worker was lost, or why the workers' group broke"""
         self._in_a_row = [0] * pool.size
-        self._sources: dict[int, tuple[int, Handle]] = {}  # of those that are new: whose state, and the call for it
+        self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and that call
         self._calls: dict[Handle, tuple[int, str]] = {}
-        self._since = [0.0] * pool.size  # when each began what it is at
-        self._kept: list[Done] = []  # came back while another call was waited for
-        self._number = 0  # of the last call that may be broken off
-        self._broken = ""  # a joint call that a worker was lost from: `together` knows how long the others have
+        self._since = [0.0] * pool.size  # when each worker began its present call
+        self._kept: list[Done] = []  # calls that came back while another call was waited for
+        self._number = 0  # number of the last call that may be broken off
+        self._broken = ""  # a joint call that a worker was lost from; `together` sets the others' deadline
 
     @property
     def present(self) -> list[int]:
@@ -67,7 +68,8 @@ class Crew:
         return [index for index in sorted(self.sound) if not self.pending(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> None:
-        """Its end comes out of `done`. One that is left out is asked for nothing: it will be given the run's state."""
+        """Start a call; `done` returns its end. A worker that is left out is not called: it will take the run's
+        state."""
         if index not in self.present:
             return
         if not self.pending(index):
@@ -75,32 +77,32 @@ class Crew:
         self._calls[self.pool.submit(index, method, *arguments)] = index, method
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """A call that may be broken off."""
+        """Start a call that may be broken off."""
         assert method in BREAKABLE, "its worker would not hear that it is wanted"
         self._number += 1
         self.call(index, method, *arguments, self._number)
 
     def break_off(self) -> None:
-        """Those who do what may be broken off are wanted: they end it amid a micro-batch, or do not begin."""
+        """Break off all calls that may be: they end amid a micro-batch or with the round, or do not begin."""
         for index in {i for i, method in self._calls.values() if method in BREAKABLE}:
             self.pool.interrupt(index, self._number)
 
     def pending(self, index: int) -> list[str]:
-        """Methods under way, in their order."""
+        """Methods of the worker's calls that have not come back, in order of submission."""
         return [method for i, method in self._calls.values() if i == index]
 
     def done(self) -> list[Done]:
-        """Calls that came back: at least one. Raises what a method raised, and ClusterError if nobody is left to go
-        on."""
+        """Calls that came back: at least one. Raises what a method raised, and ClusterError if no sound worker is
+        left."""
         return self.kept() or self._collect()
 
     def kept(self) -> list[Done]:
-        """What came back while other calls were waited for."""
+        """Calls that came back while other calls were waited for."""
         kept, self._kept = self._kept, []
         return kept
 
     def _collect(self, timeout: float = math.inf) -> list[Done]:
-        """At least one, unless the time is up."""
+        """Calls that came back: at least one, unless the timeout in seconds is over."""
         until = time.monotonic() + timeout
         while True:
             handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
@@ -110,7 +112,7 @@ class Crew:
                 return found
 
     def _hung(self) -> list[Done]:
-        """Those who miss a deadline, and are lost."""
+        """Replace a worker that missed a deadline; it is in the result as lost."""
         now = time.monotonic()
         there = [index for index in self.present if index not in self.capacity.awaited]
         firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
@@ -125,7 +127,7 @@ class Crew:
         return [Done(index, method, None, lost=True)]
 
     def _awaited_in_vain(self) -> list[Done]:
-        """Those whose process does not begin, and who are left out."""
+        """Leave out workers whose process did not begin in time; they are in the result as lost."""
         begun, in_vain = self.capacity.look()
         for index in begun:
             self._since[index] = time.monotonic()
@@ -134,8 +136,8 @@ class Crew:
         return [Done(index, "take_state", None, lost=True) for index in in_vain]
 
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
-        """A worker is late with a call; or one that it waits for is: in a joint call the one that says nothing at all;
-        if it is new, the one whose state it is to take."""
+        """The worker that hangs, and its method, where this one is late: in a joint call a worker that says nothing at
+        all; if this one is new, the worker whose state it is to take; else this one."""
         if method in _JOINT:
             silent = [i for i in self.present if self.pool.updated(i, _PING) is None]
             return max(silent, default=index), method
@@ -159,10 +161,10 @@ class Crew:
             raise _shard_lost("another worker", method, str(error)) from None
         except Exception as error:
             if method != "take_state":
-                if not isinstance(error, ValueError):  # which is a sentence for the user as it is
+                if not isinstance(error, ValueError):  # a ValueError is a sentence for the user as it is
                     error.add_note(f"raised by worker {index} amid {method}")
                 raise
-            self.replace(index, method, str(error))  # it cannot even be built, where it is
+            self.replace(index, method, str(error))  # the worker could not be built at its place
             return Done(index, method, None, lost=True)
         if method == "take_state":
             self.sound.add(index)
@@ -177,7 +179,7 @@ class Crew:
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
     def everyone(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """The result of each worker that is there; one that is lost is asked again when it was replaced."""
+        """The result of each present worker. If a worker is lost, its replacement is called again."""
         for index in self.present:
             self.call(index, method, *arguments)
         results: dict[int, Any] = {}
@@ -203,7 +205,8 @@ class Crew:
                     self._kept.append(done)
 
     def whole(self, method: str, *arguments: Any) -> Any:
-        """The first worker's result of a call that takes the whole policy: where that is in shards, all make it."""
+        """The first worker's result of a call that needs the whole policy. Where that is in shards, all make the
+        call."""
         return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
 
     def together(
@@ -212,9 +215,9 @@ class Crew:
         arguments: Mapping[int, tuple[Any, ...]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
-        """A call in which these workers need each other, and return Broken where another one was lost. None if so: by
-        then all are back, as one that still waits when all connections to a lost one have ended is replaced too.
-        `meanwhile` is called now and then."""
+        """The results of a call in which these workers need each other; they return Broken if another one is lost. The
+        result is None then. All workers are back by then: one that still waits when all connections to a lost worker
+        have ended is replaced too. `meanwhile` is called now and then."""
         for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -237,7 +240,8 @@ class Crew:
         return [results[i] for i in arguments] if until == math.inf else None
 
     def call_back(self, methods: Collection[str], patience: float) -> None:
-        """Wait until no worker is busy with one of these; one that does not come back hangs, and is replaced."""
+        """Wait until no worker is busy with one of these methods. One that is not back after `patience` seconds is
+        replaced."""
         until = time.monotonic() + patience
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:
@@ -247,15 +251,16 @@ class Crew:
             self._kept += self._collect(0.5)
 
     def all_sound(self) -> None:
-        """Wait until every worker that is there holds the run's state."""
+        """Wait until every present worker holds the run's state."""
         while len(self.sound) < len(self.present):
             self._kept += self._collect()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def replace(self, index: int, amid: str, why: str) -> None:
-        """A new worker that takes the state of a sound one; `amid` says what the old one was at. One that was lost too
-        often is left out for now. Raises ClusterError if there is no sound one, or too few are left."""
+        """Start a new worker, which takes the state of a sound one. `amid`: the method that the old one was at. A
+        worker that was lost too often is left out for now. Raises ClusterError if no worker is sound, or too few are
+        left."""
         why = "; ".join(filter(None, (why, self.pool.last_words(index))))
         self.trouble = f"worker {index} was lost amid {amid} ({why})"
         if self.shards:
@@ -264,7 +269,7 @@ class Crew:
         self.losses += 1
         self._in_a_row[index] += 1
         self._forget(index)
-        self._source()  # the run cannot go on without one
+        self._source()  # raises if no worker is sound
         self.pool.replace(index)
         if (times := self._in_a_row[index]) > _IN_A_ROW:
             why = f"worker {index} was lost {times} times in a row; {self.trouble}"
@@ -289,14 +294,14 @@ class Crew:
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
 
     def take_in(self) -> None:
-        """Those that were left out, and are there again, take the run's state. Not amid an update, in which the others
-        give away the one before it."""
+        """Workers that were left out, and are there again, take the run's state. This must not be called amid an
+        update: the others would give the state before it."""
         for index in self.capacity.back():
             self._bring_up(index)
             log.warning("worker %d is there: %d of %d go on", index, len(self.present), self.size)
 
     def _suspect(self, source: int, state: Handle) -> None:
-        """A new worker did not get the state: perhaps the one that it was of is gone too."""
+        """A new worker did not get its state. Replace the worker `source`, whose state it was, if that is gone too."""
         if source not in self.sound or not self.pool.wait([state], 0):
             return
         try:

@@ -1,4 +1,4 @@
-"""What a worker does that nothing waits for and that helps nobody: train the drafter, or decode ahead."""
+"""Decides what an idle worker that helps no other does: train the drafter, or decode ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt.draft.guard import Guard
 
 
 class IdleTime:
-    """By the seconds that each is predicted to save in the rollouts to come."""
+    """Compares the seconds that training and decoding ahead are predicted to save in the rollouts to come."""
 
     def __init__(self, drafter: Guard[Publication], ahead: LookingAhead, crew: Crew) -> None:
         self.drafter, self.ahead, self.crew = drafter, ahead, crew
@@ -26,7 +26,7 @@ class IdleTime:
         return training > ahead
 
     def rather_trains(self) -> bool:
-        """As long as one of the two is not known, they take turns."""
+        """Whether to train, not to decode ahead. As long as the worth of one is not known, they take turns."""
         if self.ahead.value.is_known and self.drafter(lambda it: it.life.gate.decision, None):
             return self.training_saves_more()
         self._in_turn = not self._in_turn

@@ -20,7 +20,8 @@ from tlt.types import Request, Response, RolloutStats, WorkerNow
 
 class LocalRollout:
     def __init__(self, engine: RolloutEngine, budget: Guard[Budget] | None = None, look_ahead: int = 0) -> None:
-        """Where a few rows more are free, requests of `look_ahead` steps to come are decoded beside a long tail."""
+        """`look_ahead`: number of coming steps whose requests are decoded beside a long tail, where a round may have
+        more rows at little cost."""
         self.engine, self.look_ahead = engine, look_ahead
         self.budget = budget or Guard[Budget](None)
         self.plain = engine.plain_beside()
@@ -95,4 +96,4 @@ class LocalRollout:
         return [self.tracer.drain()]
 
     def close(self) -> None:
-        """Nothing of it outlives the process."""
+        """There is nothing to end: nothing of it outlives the process."""

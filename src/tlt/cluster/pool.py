@@ -1,4 +1,4 @@
-"""Several workers and calls to them, wherever they are. What is done with them knows no more of them than this."""
+"""The protocol of several workers, wherever they run: calls to them, losses, and how to replace them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 Handle = Any
-"""of a call; as an argument of another call it stands for the result, which then goes from worker to worker"""
+"""a call under way; as an argument of another call it stands for the result, which goes from worker to worker"""
 
 
 class WorkerLost(Exception):
-    """The worker died, or its answer is lost with another one's; the message says what is known of why."""
+    """The worker died, or an argument of the call was lost with another worker. The message says why, if known."""
 
 
 class ClusterError(ValueError):
@@ -21,43 +21,44 @@ class Pool(Protocol):
     size: int
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
-        """Call a method of worker `index`; one after the other in order of submission, workers beside each other."""
+        """Call a method of worker `index`. A worker's calls run one after the other, in order of submission; workers
+        run in parallel."""
         ...
 
     def interrupt(self, index: int, number: float) -> None:
-        """`Worker.interrupt`, at once, beside whatever the worker is at; lost with a worker that is lost."""
+        """Call `Worker.interrupt` at once, beside the worker's present call. If the worker is lost, nothing happens."""
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:
-        """`Worker.updated`, in the same way; None where there is no answer for so many seconds."""
+        """`Worker.updated`, read in the same way; None if there is no answer within so many seconds."""
         ...
 
     def put(self, value: Any) -> Handle:
-        """For an argument that several workers are given."""
+        """A handle of this value, to be an argument of calls to several workers."""
         ...
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        """Those that are done, or failed: at least one, unless the time is up."""
+        """The calls that are done or have failed: at least one, unless the timeout in seconds is over."""
         ...
 
     def result(self, handle: Handle) -> Any:
-        """Of a call that is done. Raises WorkerLost, or what the method raised."""
+        """The result of a call that is done. Raises WorkerLost, or what the method raised."""
         ...
 
     def replace(self, index: int) -> None:
-        """A new worker in the place of one, which is killed if it still lives; as at the start of the run."""
+        """Put a new worker, as at the start of the run, in the place of this one, which is killed if it still lives."""
         ...
 
     def has_begun(self, index: int) -> bool:
-        """Whether the process of this worker runs, or has ended; else there may be no place for it."""
+        """Whether the process of this worker has begun. If not, there may be no place for it."""
         ...
 
     def capacity(self) -> str:
-        """How many places for workers there are, in a clause."""
+        """A clause that says how many places for workers there are."""
         ...
 
     def last_words(self, index: int) -> str:
-        """The end of what a worker has written, in a clause that says where; empty if it has not."""
+        """A clause with the last line that a worker wrote, and where; empty if it wrote none."""
         ...
 
     def close(self) -> None:

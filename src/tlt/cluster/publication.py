@@ -1,4 +1,4 @@
-"""The drafter's life with many workers: what `draft/lifecycle.py` asks for becomes calls of the crew."""
+"""The drafter's life with many workers: turns the actions of `draft/lifecycle.py` into calls of the crew."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ METHODS = ("replica", "judge")
 
 
 def mark_decisions(gate: TrainingGate, tracer: Tracer) -> None:
-    """Each, with its numbers."""
+    """Mark the gate's new decisions in the trace, with their numbers."""
     for decision in gate.taken_note():
         tracer.mark("drafter trains" if decision.trains else "drafter rests", **decision.numbers())
 
 
 class Shared(NamedTuple):
-    """A drafter, and where workers can take it from."""
+    """A drafter, and the handle by which workers take it."""
 
     replica: Replica
     given: Handle
 
 
 class Publication:
-    """What is published is saved in the run's folder. To be had through a `Guard` alone."""
+    """Carries out the drafter's life, and saves each published drafter in the run's folder. Use it through a `Guard`
+    alone."""
 
     def __init__(self, crew: Crew, config: Config) -> None:
         self.crew, self.steps = crew, config.train.steps
@@ -49,14 +50,14 @@ class Publication:
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
 
     def go_on(self, idle: Sequence[int]) -> None:
-        """Whatever is due, with workers that are idle."""
+        """Do whatever is due, with the idle workers."""
         while actions := self.life.idle(idle):
             self.do(actions)
 
     def rollout_ends(
         self, version: int, seconds: float, beside: Beside, costs: Sequence[RoundCosts], tracer: Tracer
     ) -> None:
-        """By the target of this version; what is decided of training is marked in the trace."""
+        """A rollout by the target of this version has ended. Marks the decisions on training in the trace."""
         workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
         idle = beside.idle_seconds(seconds * workers)
         self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers), costs)
@@ -86,7 +87,7 @@ class Publication:
                 self._call([worker], "adopt", start.given)
 
     def _ask(self, workers: Iterable[int], method: str) -> None:
-        """One that the run goes on without has nothing to say."""
+        """Call the method of these workers. One that is left out is taken to answer None."""
         for worker in workers:
             if worker in self.crew.present:
                 self.crew.call(worker, method)
@@ -100,7 +101,7 @@ class Publication:
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the drafter that was published last."""
+        """Restore the state, and go on with the drafter that was published last."""
         self.life.load_state(state)
         if saved := load_latest(self.folder, self.options) if self.saver else None:
             shared = Shared(saved.replica, self.crew.pool.put(saved.replica))

@@ -1,4 +1,4 @@
-"""Many workers behind the loop's protocols: what one worker in the process does, they do together."""
+"""Many workers behind the loop's protocols: they do together what one worker in the process does alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClusterRollout:
         self.coordinator, self.crew = coordinator, coordinator.crew
 
     def sync(self, policy: Any, version: int) -> None:
-        """Every engine takes the weights of the replica beside it: none of them comes by here."""
+        """Every engine takes the weights of the replica beside it; `policy` is not used."""
         self.coordinator.sync(version)
 
     def generate(
@@ -50,7 +50,7 @@ class ClusterRollout:
             self.coordinator.drafter.tell(lambda it: it.load_state(drafter))
 
     def release(self) -> None:
-        """Each worker does so before its part of the update."""
+        """There is nothing to do: each worker releases its memory before its part of the update."""
 
     def now(self) -> Sequence[WorkerNow]:
         return self.coordinator.now
@@ -66,7 +66,7 @@ class ClusterRollout:
 
 
 class ClusterPolicy:
-    """Replicas of one policy; what is asked of it, one of them answers. Or its shards; then they answer together."""
+    """The policy: replicas, of which one answers each call, or shards, which answer together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
@@ -77,7 +77,8 @@ class ClusterPolicy:
         return self.coordinator.updated
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Raises ClusterError; the state before is whole by then, if those who are left could go back to it."""
+        """Update the policy. Raises ClusterError; `version` is `step` then if the workers that are left went back to
+        the state before, else None."""
         self.version = None
         try:
             metrics = self.coordinator.update(batch, step)
@@ -104,7 +105,8 @@ class ClusterPolicy:
         self.crew.everyone("load_optimizer", str(folder.resolve()))
 
     def sha256(self) -> str:
-        """Of all replicas, or of what all members gather. Raises ClusterError should they differ."""
+        """The hash of the policy, which all replicas, or all members with shards, compute. Raises ClusterError if the
+        hashes differ."""
         digests = list(self.crew.everyone("sha256").values())
         if len(set(digests)) > 1:
             raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
@@ -112,13 +114,14 @@ class ClusterPolicy:
 
 
 def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
-    """The workers of a pool, once all are there and hold the same policy."""
+    """The rollout and the policy of a pool's workers, once all present workers hold the same policy. Raises
+    ClusterError."""
     try:
         cluster = config.cluster
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
         coordinator = Coordinator(crew, config)
         policy = ClusterPolicy(coordinator)
-        policy.sha256()  # when all are there: they wait for each other in no rendezvous for long
+        policy.sha256()  # waits until all are there, as a rendezvous waits for nobody for long
         if config.train.shard:
             coordinator.shard_policy()
     except BaseException:

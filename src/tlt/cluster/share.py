@@ -1,4 +1,4 @@
-"""What one worker has of a rollout."""
+"""A worker's share of a rollout."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tlt.types import Row
 
 @dataclass
 class Share:
-    """A worker's part of the rollout."""
+    """What a worker has to decode in a rollout, and what is known of it."""
 
     rows: dict[int, Row] = field(default_factory=dict)
-    """by seed: what it was given, as it was then, and has not ended"""
+    """rows by seed, as the worker was given them, that have not ended"""
     promised: list[Row] = field(default_factory=list)
-    """given up by others for it"""
+    """rows that another worker gave up for this one"""
     asked: list[int] = field(default_factory=list)
-    """seeds that it shall give up with its next slice"""
+    """seeds of rows that the worker is to give up with its next slice"""
     helper: int | None = None
-    """for whom"""
+    """the worker for which it gives them up"""
     heard: dict[int, list[int]] = field(default_factory=dict)
-    """tokens by seed that it has told of since it was given them"""
+    """by seed, the tokens that the worker reported since it was given the row"""
     last: Slice | None = None
     trains: bool = True
-    """whether it has harvest enough"""
+    """False once the worker had too little harvest to train on"""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of its rows, as far as it has said."""
+        """Number of tokens of each of its rows, as far as the worker has reported."""
         live = self.last.live if self.last else {}
         return tuple(live.get(seed, len(row.tokens)) for seed, row in self.rows.items())

@@ -1,5 +1,5 @@
-"""A small process that outlives the driver: when that has ended, in whatever way, it ends what is left of its Ray and
-removes its folder.
+"""A small process that outlives the driver. When the driver has ended, in whatever way, it kills what is left of the
+driver's Ray and removes its folder.
 
     python -m tlt.cluster.sweeper DRIVER FOLDER        waits for the end of its standard input, which the driver holds
 """
@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "TLT_CLUSTER"
-"""in the environment of all that the driver's Ray has started: the folder"""
+"""environment variable that holds the folder, in all processes that the driver's Ray has started"""
 _GRACE = 5.0  # seconds for Ray to end by itself
 
 
 def marked(folder: str) -> list[int]:
-    """Processes that have the mark, zombies not counted."""
+    """Ids of the processes whose environment has the mark with this folder, zombies not counted."""
     wanted = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
