@@ -1,8 +1,8 @@
 """One worker: a target with its engine, a replica of the policy, a drafter and its trainer, driven by short calls.
 
-A call takes a bounded time and returns what was done in it; the worker has no thread and no queue of its own. So who
-calls sees at once that it is idle, has it back at the end of a call, and notices a lost one by the call that fails.
-Only `interrupt` is called beside another call.
+A call takes a bounded time and returns what was done in it; the worker has no thread and no queue of its own. So its
+caller sees at once that a worker is idle, has it back at the end of a call, and notices its loss by the call that
+fails. Only `interrupt` and `updated` are called beside another call.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""(where the members meet, rank, size, shards of a batch, device) -> their group"""
+"""(where the members meet, rank, number of members, shards of a batch, device) -> the group of the members"""
 
 
 class Work(NamedTuple):
-    """What a worker is given for a slice; what it has goes on."""
+    """What a worker is given for a slice, beside the rows that it has already."""
 
     rollout: int
-    """number of the rollout; with a new one, what was under way is forgotten"""
+    """number of the rollout; with a new number, earlier rows are forgotten"""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
-    """seeds of requests that others shall go on with"""
+    """seeds of requests that the worker gives up, for others to go on with"""
     drafts: Sequence[Ahead] = ()
-    """what was decoded ahead for the new ones"""
+    """what was decoded ahead for the new requests"""
     plain: bool = False
-    """by plain decoding, whatever the recipe says"""
+    """whether to decode plainly, whatever the recipe says"""
 
 
 class AheadWork(NamedTuple):
@@ -65,36 +65,36 @@ class AheadWork(NamedTuple):
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """what is known of these by now"""
+    """what is known of these requests and their siblings by now"""
 
 
 class AheadSlice(NamedTuple):
-    """What it has decoded of that so far, by its present target."""
+    """What a worker has decoded of an `AheadWork` so far, with its present target."""
 
     found: list[Ahead]
     seconds: float
 
 
 class Slice(NamedTuple):
-    """What a worker did."""
+    """What a worker did in a slice."""
 
     responses: list[Response]
     released: list[Row]
     stats: RolloutStats
-    """of this worker's whole rollout so far"""
+    """counters of this worker's whole rollout so far"""
     live: dict[int, int]
-    """tokens so far by seed"""
+    """number of tokens so far of each live row, by seed"""
     waiting: list[int]
-    """seeds"""
+    """seeds of the rows that wait"""
     seconds: float
     news: dict[int, list[int]]
-    """tokens of those that go on, by seed, since the slice before"""
+    """by seed, the tokens of live and waiting rows since the slice before"""
     costs: Sequence[RoundCosts] = ()
-    """of this worker's rounds"""
+    """what this worker's rounds cost"""
 
 
 class State(NamedTuple):
-    """All that a new worker needs to go on as another one."""
+    """All that a new worker needs to go on in the place of another."""
 
     policy: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -125,17 +125,18 @@ class Worker:
         self.device = torch_device(config.model)
         take_weights(self.target, self.policy, version=0)
         self._rollout = -1
-        self._told: dict[int, int] = {}  # tokens, by seed, that a slice has told of
+        self._told: dict[int, int] = {}  # by seed, the number of tokens that slices have reported
         self._group: tuple[Any, ProcessGroup] | None = None
-        self._before: State | None = None  # the update under way
-        self._wanted = 0.0  # calls of `spot` up to this number are to end
+        self._before: State | None = None  # the state before the update under way
+        self._wanted = 0.0  # calls in idle time up to this number are to end
         gc.collect()
-        gc.freeze()  # else a collection amid a rollout looks through all that was loaded, a quarter of a second
+        gc.freeze()  # else a collection amid a rollout would go through all that was loaded, for a quarter of a second
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
     def decode(self, work: Work, seconds: float) -> Slice:
-        """Rounds until the time is up or nothing is left. Raises ValueError for a request that can never run."""
+        """Decode for so many seconds, at least one round, or until nothing is left. Raises ValueError for a request
+        that can never run."""
         began = time.perf_counter()
         engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)
         self._enter_rollout(work.rollout, work.drafts, engine)
@@ -162,8 +163,8 @@ class Worker:
         return news
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> AheadSlice:
-        """Rounds for the steps to come, until the time is up, all is decoded or this worker is wanted. What has not
-        ended then goes on with the next call."""
+        """Decode requests of coming steps until the seconds are over, all is decoded, or `interrupt` asks for the
+        worker. What has not ended goes on with the next call."""
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
@@ -178,7 +179,7 @@ class Worker:
         return AheadSlice(found, time.perf_counter() - began)
 
     def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: RolloutEngine) -> None:
-        """With a new one, what was under way is forgotten."""
+        """Take the drafts. If the rollout is a new one, forget the rows of the one before."""
         self.store.put(drafts)
         if number != self._rollout:
             engine.start(())
@@ -187,39 +188,39 @@ class Worker:
     # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
 
     def spot(self, seconds: float, number: float = math.inf) -> SpotReport | None:
-        """Train it until the micro-batch under way when the time is up is done; None where it cannot be. Calls that may
-        be broken off have a number above 0 and above those before."""
+        """Train the drafter for so many seconds, to the end of the micro-batch under way then. None if it cannot train.
+        A call that may be broken off has a `number` above 0 and above all earlier ones."""
         if not self.trainer(lambda trainer: trainer.ready, False):
             return None
         with self.tracer.span("spot"):
             return self.trainer(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number), None)
 
     def interrupt(self, number: float) -> None:
-        """From another thread: a `spot` or `judge` of this number or one before ends amid its micro-batch, a
-        `look_ahead` with its round, or does not begin."""
+        """Called from another thread. A `spot` or `judge` with this number or a lower one ends amid its micro-batch, a
+        `look_ahead` with its round; if it has not begun yet, it ends at once."""
         self._wanted = number
 
     def rollout_ended(self) -> None:
-        """Before the target moves: what was harvested is whole."""
+        """The rollout has ended, so its harvest is whole, although the target has not moved yet."""
         self.trainer.tell(lambda trainer: trainer.rollout_ended())
 
     def replica(self) -> Replica | None:
         return self.trainer(lambda trainer: trainer.replica(), None)
 
     def judge(self, candidate: Replica | None, number: float = math.inf) -> Judgement | None:
-        """Of the candidate, if there is one, and of the drafter in use, on what this worker harvested in the last whole
-        rollout. None where it cannot be."""
+        """Judge the candidate, if there is one, and the drafter in use, on what this worker harvested in the last
+        finished rollout. None if it cannot judge."""
         tensors, began = candidate.tensors if candidate else None, time.perf_counter()
         with self.tracer.span("judge"):
             judged = self.trainer(lambda it: it.judge(tensors, lambda: self._wanted >= number), None)
         return judged and judged._replace(seconds=time.perf_counter() - began)
 
     def adopt(self, common: Replica) -> None:
-        """Train on from there."""
+        """Go on training from this replica."""
         self.trainer.tell(lambda trainer: trainer.adopt(common))
 
     def take_drafter(self, common: Replica, agreement: float | None) -> None:
-        """Draft with what was published, from the next round on."""
+        """Draft with the published drafter, from the next round on."""
         self.trainer.tell(lambda trainer: self.engine.draft_with(trainer.publish(common.tensors, agreement)))
 
     def _harvest(self, item: Harvest | Transcript) -> None:
@@ -228,18 +229,19 @@ class Worker:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def rendezvous(self) -> str:
-        """Where a new group can meet; it stays open until the next one."""
+        """Open a place where a new group can meet, and return its address. It stays open until the next one."""
         self._rendezvous = Rendezvous(self._meets)
         return self._rendezvous.address
 
     def shard_policy(self, rendezvous: Any, rank: int, size: int) -> None:
-        """Where the policy is in shards, before all that is asked of it. Raises GroupBroken."""
+        """Keep only this member's shard of the policy. Where the policy is in shards, this comes before all other calls
+        that need it. Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.shard_over(self._group_at(rendezvous, rank, size))
 
     def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int) -> dict[str, float] | Broken:
-        """This member's part of the update; Broken if another member is lost, and then `rollback`. Raises GroupBroken
-        if it was lost with shards of the policy, and there is no state to go back to."""
+        """Do this member's part of the update. Returns Broken if another member is lost; `rollback` must follow. Raises
+        GroupBroken if there is no state to go back to, as where the lost member had a shard of the policy."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
@@ -253,7 +255,7 @@ class Worker:
 
     @property
     def updated(self) -> float:
-        """Share of the update under way that is done; from another thread."""
+        """Fraction of the update under way that is done. Read from another thread."""
         return self.policy.updated
 
     def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
@@ -263,13 +265,13 @@ class Worker:
         return self._group[1]
 
     def leave(self) -> None:
-        """A group that lost a member is of no use to the others."""
+        """Leave the group, if there is one: a group that lost a member is of no use to the others."""
         if self._group:
             self._group[1].leave()
         self._group = None
 
     def rollback(self) -> None:
-        """To the state before the update, however much of it was done."""
+        """Go back to the state before the update, however much of it was done."""
         self.leave()
         if self._before:
             self._restore(self._before)
@@ -285,7 +287,7 @@ class Worker:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """As of before the update, while one is under way."""
+        """The state of this worker; while an update is under way, the state before it."""
         return self._before or State(
             _copies(self.policy.trained_state()),
             _copies(self.policy.optimizer_state()),
@@ -294,7 +296,7 @@ class Worker:
         )
 
     def take_state(self, state: State) -> None:
-        """Go on as the worker that this state is of."""
+        """Go on in the place of the worker whose state this is."""
         self._restore(state)
         take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
@@ -321,7 +323,7 @@ class Worker:
         self.policy.load_optimizer(Path(folder))
 
     def trace(self) -> list[Span]:
-        """What it did since this was last asked."""
+        """Spans since the last call of this."""
         return self.tracer.drain()
 
     def tuner_state(self) -> dict[str, Any]:
@@ -332,5 +334,5 @@ class Worker:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In host memory, whatever becomes of the originals."""
+    """Copies in host memory, which do not change with the originals."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Workers on Ray: thin actors (`actor.py`), each with its own cores or its own device.
 
-Alone on this machine, Ray lives in a folder that only this user can open, listens on loopback, and goes with the run:
-`sweeper` sees to that whatever becomes of the driver.
+Without `cluster.address`, Ray is the run's own, on this machine: its folder can be opened by this user only, it listens
+on loopback, and it ends with the run. `sweeper` ends it even if the driver is killed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and
 
 class RayPool:
     def __init__(self, config: Config, folder: str | Path) -> None:
-        """Starts Ray, or joins it; workers come to life with their first call. Raises ConfigError or ClusterError."""
+        """Start Ray, or join it. Each worker is built by its first call. Raises ConfigError or ClusterError."""
         self.size = config.cluster.workers
         self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
-        """of the Ray that is this run's own"""
+        """folder of the Ray that is this run's own; empty if there is none"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()
@@ -55,7 +55,7 @@ class RayPool:
 
     def _start(self) -> None:
         folder = self.folder = _short_folder()
-        rays = Path(folder) / "ray"  # Ray opens its folder to all users; nobody else gets into the one above
+        rays = Path(folder) / "ray"  # Ray opens its folder to all users, but the one above is closed to others
         rays.mkdir()
         command = [sys.executable, "-m", "tlt.cluster.sweeper", str(os.getpid()), folder]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -100,7 +100,7 @@ class RayPool:
                 raise ConfigError(f"{least}, but there are {count:g} {what}: one each is needed")
         place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
-        # calls are many and short: Ray's record of each took a tenth of the processor from those who decode
+        # calls are many and short: Ray's record of each took a tenth of the CPU time from decoding
         actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_BESIDE: 1})(Actor)
         return actor.remote(self._config, index, policy_folder, place)
 
@@ -127,7 +127,7 @@ class RayPool:
         return self._ray.put(value)
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        if not self._amid_update:  # then nothing whole could be saved; there is time for it to end
+        if not self._amid_update:  # amid one nothing whole could be saved, and there is time for it to end
             self._control.look()
         waiting = list(handles)
         done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)
@@ -148,7 +148,7 @@ class RayPool:
 
     def replace(self, index: int) -> None:
         self._kill(index)
-        # the checkpoint that the run went on from may be gone by now; the new worker takes the state of a sound one
+        # the checkpoint that the run resumed from may be gone by now, so the new worker begins with the recipe's model
         self._actors[index] = self._actor(index, self._config.model.path)
         self._processes[index] = self._process(index)
 
@@ -156,8 +156,8 @@ class RayPool:
         return self._actors[index].process.options(concurrency_group=_BESIDE).remote()
 
     def _kill(self, index: int) -> None:
-        """Ray asks a worker to end before it ends it, and one that is stopped keeps its connections for some seconds,
-        at whose other end a member of its group waits."""
+        """Kill a worker, and where Ray is this run's own, kill its process at once: Ray asks a worker to end first, so
+        a stopped one would keep its connections for some seconds, while other members of its group wait for it."""
         self._ray.kill(self._actors[index], no_restart=True)
         process = self._processes[index]
         if self.folder and self._ray.wait([process], timeout=0)[0]:
@@ -175,7 +175,7 @@ class RayPool:
         return last_words(self._log_file(index))
 
     def close(self) -> None:
-        """Ends Ray, if it is this run's own."""
+        """Leave Ray, and end it if it is this run's own."""
         _take_threads(self._threads)
         with _own_signals():
             self._ray.shutdown()
@@ -185,15 +185,15 @@ class RayPool:
 
 
 def _why(error: Exception) -> str:
-    """Of a lost worker, in a clause. What Ray does not know of a dead one it guesses at, in long sentences."""
+    """A clause that says why a worker was lost, without the long guesses that Ray makes where it does not know."""
     lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
     clause = lines[0].partition(". ")[0]
     return "its process is gone" if not clause or "connection error" in clause else clause
 
 
 def _give_up_threads() -> int:
-    """This process computes little, and all the cores are the workers': a second thread would have the first one wait
-    for them. Returns how many it had."""
+    """Let this process use one thread, and return how many it had. It computes little, and the workers use all cores,
+    so with a second thread the first one would wait for a core."""
     import torch
 
     before = torch.get_num_threads()
@@ -208,16 +208,18 @@ def _take_threads(count: int) -> None:
 
 
 def share_of_cores(index: int, workers: int) -> list[int]:
-    """This process may use these cores; the worker gets its part of them, or shares one where they are too few."""
+    """The worker's cores, out of those that this process may use: an equal part of them, or one core, which other
+    workers use too, where they are too few."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // workers
     return cores[index * each : (index + 1) * each] if each else [cores[index % len(cores)]]
 
 
 def _import_ray(alone: bool) -> Any:
-    """Ray reads these as it is imported: one of our own takes a token of its own, which no file ever holds."""
+    """Import Ray, which reads these environment variables when it is imported. A Ray of our own (`alone`) gets a new
+    token, which no file holds. Raises ConfigError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray has its workers give way to whatever else runs
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers give way to all other processes
     if alone:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on all interfaces, loopback or not
     if alone and "ray" not in sys.modules:
@@ -232,8 +234,8 @@ def _import_ray(alone: bool) -> Any:
 
 
 def _keep_off_the_screen(ray: Any, file: Path) -> None:
-    """What Ray's processes have to say, of a worker that died for instance, goes there. There is no setting for this,
-    and in a version that does it otherwise it is on the screen."""
+    """Send the messages of Ray's processes, on a worker that died for instance, to this file. Ray has no setting for
+    this; versions of Ray that print in another way still print to the screen."""
 
     def note(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
         with suppress(OSError), file.open("a", encoding="utf-8") as log:
@@ -245,7 +247,7 @@ def _keep_off_the_screen(ray: Any, file: Path) -> None:
 
 
 def _short_folder() -> str:
-    """It bears this process's number."""
+    """Make a temporary folder, named by this process's id, whose path is short enough for Ray's sockets."""
     prefix = f"tlt_{os.getpid()}_"
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(folder) > _LONGEST_FOLDER:
@@ -256,7 +258,7 @@ def _short_folder() -> str:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray puts a handler of its own in the place of the run's; afterwards they are as before."""
+    """Restore the run's signal handlers afterwards, as Ray puts its own in their place."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,10 +1,10 @@
-"""Which strategy a round uses: `Fixed`, or `Bandit`, which measures and picks the fastest, plain decoding among them.
+"""Picks the strategy of each round: `Fixed` uses one, `Bandit` measures and uses the fastest, which may be plain.
 
 The bandit is BEG-MAB of the TLT paper (arXiv 2511.16665, section 5: bucketed epsilon-greedy over the window of what
-each arm gave) with a model that fills in what was not tried. The time of a round is a matter of the bucket (live rows
-and context) and the tokens it commits a matter of the text, so both are kept apart: how far a drafter's guesses are
-right is learned from all of its arms, wherever they are used; an arm's seconds start from a profile taken at start-up,
-scaled by what the bucket's other arms took.
+each arm gave) with a model for arms that were not tried. The seconds of a round depend on the bucket (live rows and
+context), the tokens that it commits on the text, so both are learned separately: how far a drafter's guesses are right
+from all of its arms, wherever they are used; an arm's seconds from a profile taken at start-up, scaled by what the
+bucket's other arms took, and then from its own rounds.
 No torch here: `bench/tuner.py` runs it against recorded tables.
 """
 
@@ -25,55 +25,55 @@ from tlt.engine.acceptance import AcceptanceModel, chance
 from tlt.engine.buckets import Bucket, Took, bucket_of
 from tlt.engine.interpolate import interpolate
 
-_ROUNDS_BETWEEN_LOOKS = 4  # between two looks at all arms; one that is tried is tried for so many
-_TRY_SHARE = 0.1  # of the looks at which an arm that could be the best is tried
-_RETRY_UNUSED_AFTER_ROUNDS = 512  # a drafter that was not used for so long is given a try
-_AGREEMENT_AT_BEST = 0.8  # how often the guesses of an unknown drafter are right if all is well
-_AGREEMENT_UNKNOWN = 0.4  # and how often they are expected to be right
-_DOUBT_OF_SECONDS = 0.1  # relative, of an arm not used in a bucket; falls with the root of its rounds
-_DOUBT_OF_ACCEPTANCE = 0.3  # relative, of how often guesses are right; falls with the root of the rows that told of it
-_PRIOR_ROUNDS = 4  # what the model says counts as much as so many rounds or, of guesses, rows
-_PRIOR_ROWS = 2  # and what is known of the guess before, or of a chain where the draft is a tree, as so many rows
-_RENEWED_IF_BETTER_BY = 0.1  # what was seen of a drafter is forgotten if its successor is better by this
-_FREE_ROWS_SLOWDOWN = 0.03  # by which a round may take longer for rows that nobody waits for
-_BRIEF_ROUND_SLOWDOWN = 1.8  # times the round of one row, what a round that is to be over soon may take
-_SWITCH_MARGIN = 0.02  # an arm gives way only to one that is better by this
+_ROUNDS_BETWEEN_LOOKS = 4  # all arms are compared once in so many rounds; an arm is tried for so many
+_TRY_SHARE = 0.1  # fraction of the comparisons at which an arm that could be the best is tried
+_RETRY_UNUSED_AFTER_ROUNDS = 512  # a drafter that was not used for so many rounds is tried again
+_AGREEMENT_AT_BEST = 0.8  # how often the guesses of an unknown drafter may be right at best
+_AGREEMENT_UNKNOWN = 0.4  # how often the guesses of an unknown drafter are expected to be right
+_DOUBT_OF_SECONDS = 0.1  # relative error of an arm's seconds in a new bucket; falls with the root of its rounds there
+_DOUBT_OF_ACCEPTANCE = 0.3  # relative error of how often guesses are right; falls with the root of the rows seen
+_PRIOR_ROUNDS = 4  # weight of the model's values: in rounds for seconds, in rows for guesses
+_PRIOR_ROWS = 2  # weight, in rows, of the guess before as a prior; and of chains as a prior for trees
+_RENEWED_IF_BETTER_BY = 0.1  # what was seen of a drafter is forgotten if its successor's agreement is higher by this
+_FREE_ROWS_SLOWDOWN = 0.03  # a round may take longer by this fraction for rows that nobody waits for
+_BRIEF_ROUND_SLOWDOWN = 1.8  # a round that is to be over soon may take so many times the round of one row
+_SWITCH_MARGIN = 0.02  # an arm gives way only to one that is faster by this fraction
 _LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
-_AGREEMENT_AHEAD = 0.97  # how often a look-ahead is thought to be right before any was seen
+_AGREEMENT_AHEAD = 0.97  # how often a look-ahead's tokens are expected to be right before any was seen
 
 
 class Tuner(Protocol):
     @property
     def strategies(self) -> Sequence[Strategy]:
-        """All that `choose` may ever return."""
+        """The strategies that `choose` picks from. Where a drafter has failed, it may return plain decoding, too."""
         ...
 
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
-        """For a round of `rows` live rows of `context` tokens in the mean; `usable` names the drafters that still
-        work, `offers` has the tokens that each row's look-ahead could propose."""
+        """The strategy for a round of `rows` live rows with `context` tokens on average. `usable`: names of the
+        drafters that still work; `offers`: number of tokens that each row's look-ahead could propose."""
         ...
 
     def record(
         self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
     ) -> None:
-        """What the round just chosen took, and gave each row, `ahead` of which were drafted by its look-ahead; the
-        seconds of rounds with a prefill are not scored."""
+        """Learn from the round just chosen: its seconds, the tokens that each row committed, and how many tokens
+        `ahead` its look-ahead had proposed. Not `scored`: the seconds do not count, as with a prefill."""
         ...
 
     def free_rows(self, rows: int) -> int:
-        """How many rows a round may have to take no longer than one of `rows`."""
+        """How many rows a round may have that takes hardly longer than one of `rows` rows."""
         ...
 
     def brief_rows(self) -> int:
-        """How many rows a round may have that is to be over soon, as somebody else may want the worker."""
+        """How many rows a round may have that is to be over soon, as the worker may be needed for other work."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Another drafter goes by this name from now on; how often its first guess is right, if that is known."""
+        """Another drafter has this name from now on. `chance`: how often its first guess is right, if that is known."""
         ...
 
     def costs(self, drafter: str) -> list[RoundCosts]:
-        """What rounds with and without its chains take, by size; none where they are not known."""
+        """What rounds with and without the drafter's chains cost, by size of rounds; [] where that is not known."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class Fixed:
 
 
 class Bandit:
-    """`profile[rows][strategy]`: seconds of a round, measured at start-up; rows in between are interpolated.
-    `chances[drafter]`: how often a guess is right, as far as that is known before."""
+    """`profile[rows][strategy]`: seconds of a round, measured at start-up; numbers of rows in between are interpolated.
+    `chances[drafter]`: how often its guesses are right, as far as that is known at the start."""
 
     def __init__(
         self,
@@ -137,19 +137,19 @@ class Bandit:
         self.took: dict[Bucket, dict[Strategy, Took]] = {}
         self.anywhere, self.here = AcceptanceModel(), dict[Bucket, AcceptanceModel]()
         self._interpolated: dict[tuple[Strategy, int], float] = {}
-        self._within: dict[tuple[int, float], int] = {}  # rows of a round that takes so much longer
-        self._scale: dict[Bucket, float] = {}  # what the profile is off by
-        self.current = self.settled = PLAIN  # what is used now, and what is held to be the best
-        self._last = PLAIN  # what the round before used
+        self._within: dict[tuple[int, float], int] = {}  # rows of a round that takes so many times longer
+        self._scale: dict[Bucket, float] = {}  # measured seconds over those of the profile
+        self.current = self.settled = PLAIN  # the arm in use, and the arm that is held to be the best
+        self._last = PLAIN  # strategy of the round before
         self.switched = False
-        self.catch_up: dict[str, float] = {}  # seconds that a drafter's first round after another one took longer
-        self.stay = 50.0  # rounds that the best arm stays the best, in the mean
+        self.catch_up: dict[str, float] = {}  # extra seconds of a drafter's first round after another drafter's
+        self.stay = 50.0  # number of rounds for which the best arm stays the best, on average
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
-        self._spent: dict[Bucket, float] = {}  # seconds of rounds
+        self._spent: dict[Bucket, float] = {}  # seconds spent in rounds
         self._now = Bucket(0, 0)
-        self._each = 1.0  # tokens that a row commits by `current`
-        self._ahead = self._expected_ahead(self._now)  # and by a look-ahead chain of 0, 1, 2, ...
+        self._each = 1.0  # tokens that a row commits in a round with `current`
+        self._ahead = self._expected_ahead(self._now)  # and in one with a look-ahead chain of 0, 1, 2, ... tokens
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Bandit:
         moved = bucket != self._now
         self._now = bucket
         self._rounds += 1
-        # to look at all figures every round would cost more than it finds
+        # comparing all arms in every round would cost more than it gains
         lost = self.current != PLAIN and self.current.drafter not in usable
         if moved or lost or self._rounds % _ROUNDS_BETWEEN_LOOKS == 0:
             self.current = self._pick(bucket, [a for a in self._arms if a == PLAIN or a.drafter in usable])
@@ -168,8 +168,8 @@ class Bandit:
         return chosen
 
     def _beside_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
-        """Which rows have a look-ahead differs from round to round, so this is decided in each: how wide the pass may
-        be for them, and whether the arm drafts for the others."""
+        """Decide how many look-ahead tokens a row may have in the pass, and whether the arm drafts for the other rows.
+        This is decided every round, as other rows have a look-ahead each time."""
         known = np.array(offers)
         others = len(known) - np.count_nonzero(known)
         widths = [w for w in self._widths if w <= known.max()]
@@ -184,8 +184,8 @@ class Bandit:
         return best
 
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
-        """Of a round whose longest chain may be shorter than the width: in between those of this one and the next
-        below."""
+        """Seconds of a round with this width, interpolated down to the next lower width if the longest chain is
+        shorter."""
         seconds = self._seconds_now(base._replace(ahead=width), bucket)
         if longest >= width:
             return seconds
@@ -193,7 +193,8 @@ class Bandit:
         return interpolate({below: self._seconds_now(base._replace(ahead=below), bucket), width: seconds}, longest)
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
-        """What its drafter has to catch up with, if it was not used in the round before, pays for a few rounds."""
+        """Seconds of the arm, plus its drafter's catch-up, spread over a few rounds, if the round before did not use
+        it."""
         catching_up = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
         return self.seconds(arm, bucket) + catching_up / _ROUNDS_BETWEEN_LOOKS
 
@@ -212,7 +213,7 @@ class Bandit:
         if self.settled in speed and speed[best] < speed[self.settled] * (1 + margin):
             best = self.settled
         self._settle(best)
-        # worth a try is what could be the best by all that is not known of it, its drafter's catching up counted
+        # an arm is worth a try if, by what is not known of it, it could be the best with its catch-up counted
         hopeful = [
             arm
             for arm in arms
@@ -227,19 +228,19 @@ class Bandit:
         return self.rng.choice(hopeful) if hopeful and self.rng.random() < _TRY_SHARE else best
 
     def _catching_up(self, arm: Strategy, bucket: Bucket, rounds: float) -> float:
-        """What a switch to its drafter costs, as a share of so many rounds of it."""
+        """What a switch to the arm's drafter costs, as a fraction of the seconds of so many rounds."""
         if arm.drafter == self.settled.drafter:
             return 0.0
         return self.catch_up.get(arm.drafter, 0.0) / (rounds * self.seconds(arm, bucket))
 
     def _price(self, arm: Strategy, bucket: Bucket) -> float:
-        """Of a try: paid for one look; or, where a whole drafter may have become the best, for as long as till the next
-        such try."""
+        """What a try costs: the catch-up, spread over the rounds of one try; or, if the drafter is unknown, over the
+        rounds until it would be tried again."""
         unknown = self._is_unknown(arm.drafter)
         return self._catching_up(arm, bucket, _RETRY_UNUSED_AFTER_ROUNDS if unknown else _ROUNDS_BETWEEN_LOOKS)
 
     def _is_unknown(self, drafter: str) -> bool:
-        """Never used, or so long ago that it may have become another: its guesses may be good or bad."""
+        """Whether the drafter was never used, or so long ago that nothing is known of its guesses any more."""
         last = self._used.get(drafter)
         return drafter != PLAIN.drafter and (last is None or self._rounds - last >= _RETRY_UNUSED_AFTER_ROUNDS)
 
@@ -249,7 +250,7 @@ class Bandit:
             self._turned, self.settled = self._rounds, best
 
     def _doubt(self, arm: Strategy, bucket: Bucket) -> float:
-        """By how much an arm may be better than is known."""
+        """By what fraction an arm may be faster than is known."""
         if self._is_unknown(arm.drafter):
             return max(0.0, _tokens_of(_AGREEMENT_AT_BEST, arm.depth) / self.tokens(arm, bucket) - 1)
         took = self.took.get(bucket, {}).get(arm)
@@ -258,11 +259,11 @@ class Bandit:
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def tokens(self, arm: Strategy, bucket: Bucket) -> float:
-        """Tokens a row commits in a round."""
+        """Expected number of tokens that a row commits in a round."""
         return self._expected(arm, bucket)[0]
 
     def _expected(self, arm: Strategy, bucket: Bucket) -> tuple[float, float]:
-        """Tokens a row, and by how much more it may be."""
+        """Expected number of tokens that a row commits, and the relative error of that."""
         here = self.here.get(bucket) or AcceptanceModel()
         source, chain = (arm.drafter, arm.branching), (arm.drafter, 1)
         right, reached, tokens, luck = self.chances.get(arm.drafter, _AGREEMENT_UNKNOWN), 1.0, 1.0, 0.0
@@ -276,11 +277,11 @@ class Bandit:
         return tokens, _DOUBT_OF_ACCEPTANCE * luck / tokens
 
     def seconds(self, arm: Strategy, bucket: Bucket) -> float:
-        """Of a round in this bucket."""
+        """Expected seconds of a round in this bucket."""
         expected = self._profiled(arm, 2**bucket.rows) * self._scale.get(bucket, 1.0)
         took = self.took.get(bucket, {}).get(arm)
         if took is None or (arm.ahead and len(took.seconds) < _PRIOR_ROUNDS):
-            return expected  # chains of all lengths are not tried at random: a slow moment would put one off for good
+            return expected  # widths are not tried at random, so one slow round could rule one out
         return _blend(len(took.seconds), took.median, expected)
 
     def _profiled(self, arm: Strategy, rows: int) -> float:
@@ -301,11 +302,11 @@ class Bandit:
             return
         ahead = ahead or [0] * len(tokens)
         drafted = [count for count, guessed in zip(tokens, ahead, strict=True) if not guessed]
-        if scored and self.switched and strategy.drafter != PLAIN.drafter:  # it had to catch up: charged to the switch
+        if scored and self.switched and strategy.drafter != PLAIN.drafter:  # the catch-up is charged to the switch
             excess = max(0.0, seconds - self.seconds(strategy, bucket))
             known = self.catch_up.get(strategy.drafter, excess)
             self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-        elif scored and (not any(ahead) or max(ahead) >= strategy.ahead):  # a narrower pass is another
+        elif scored and (not any(ahead) or max(ahead) >= strategy.ahead):  # narrower passes do not count
             self._learn_seconds(bucket, strategy, [seconds])
         for guesses in (self.anywhere, self.here.setdefault(bucket, AcceptanceModel())):
             if strategy.drafter != PLAIN.drafter and drafted:
@@ -323,17 +324,17 @@ class Bandit:
         self._scale[bucket] = statistics.median(took.median / self._profiled(a, rows) for a, took in here.items())
 
     def free_rows(self, rows: int) -> int:
-        """By the profile: on a GPU many, on a CPU hardly any."""
+        """Taken from the profile: many on a GPU, hardly any on a CPU."""
         return self._rows_within(rows, 1 + _FREE_ROWS_SLOWDOWN)
 
     def brief_rows(self) -> int:
-        """By the profile: on a GPU a full batch."""
+        """Taken from the profile: a full batch on a GPU."""
         return self._rows_within(1, _BRIEF_ROUND_SLOWDOWN)
 
     def _rows_within(self, rows: int, longer: float) -> int:
         if (rows, longer) not in self._within:
             more = range(rows, max(rows, *self.profile) + 1)
-            most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first rows that are timed may seem slow
+            most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first timing may be too slow
             self._within[rows, longer] = max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
         return self._within[rows, longer]
 
@@ -349,8 +350,8 @@ class Bandit:
         return [found(bucket, spent) for bucket, spent in self._spent.items() if chains]
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """One that is not much better than the drafter before is learned as its guesses come in. `chance` was measured
-        on other prompts than those of the drafter before, so that the two of them say little."""
+        """Forget what was seen of the old drafter's guesses if the new one is much better, or unknown; else it is
+        corrected as guesses come in. Small differences say little, as `chance` was measured on other prompts."""
         first = self.anywhere.chance((drafter, 1), 0, self.chances.get(drafter, _AGREEMENT_UNKNOWN), _PRIOR_ROWS)
         if chance is None or chance > first + _RENEWED_IF_BETTER_BY:
             self._forget(drafter)
@@ -358,7 +359,7 @@ class Bandit:
             self.chances[drafter] = chance
 
     def _forget(self, drafter: str) -> None:
-        """What its guesses were worth; not what its rounds take."""
+        """Forget how often the drafter's guesses were right, but not the seconds of its rounds."""
         for guesses in (self.anywhere, *self.here.values()):
             guesses.forget(drafter)
 
@@ -387,7 +388,7 @@ class Bandit:
 
 
 def _blend(count: int, seen: float, prior: float) -> float:
-    """What was seen of so many rounds, with the prior as a few rounds more."""
+    """The mean of what `count` rounds took and of the prior, which counts as a few rounds."""
     return (count * seen + _PRIOR_ROUNDS * prior) / (count + _PRIOR_ROUNDS)
 
 
