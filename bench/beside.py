@@ -1,10 +1,10 @@
-"""What a worker that decodes loses to its neighbour, which is idle, runs an empty loop, or trains the drafter.
+"""How much a decoding worker is slowed by its neighbour, which is idle, runs an empty loop, or trains the drafter.
 
     python bench/beside.py [recipes/longtail.toml] [--repeats 40] [--json FILE] [--section.key value ...]
 
-It decodes the same long responses in every turn, one at a time as at the end of a rollout, with a fixed strategy. The
-empty loop shows what the machine itself takes from one processor when the other one is busy, with anything; what
-training costs beyond that is its own doing.
+The worker decodes the same long responses in every turn, one at a time as at the end of a rollout, with a fixed
+strategy. The empty loop shows how much the machine slows one processor when the other one is busy with anything; what
+training costs beyond that is due to training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tlt.sampling import make_requests
 from tlt.types import Request
 
 FIXED = {"drafter": "eagle", "depth": "8", "branching": "1", "verify_tokens": "9", "min_chance": "0"}
-PROMPTS = 16  # of each worker
+PROMPTS = 16  # prompts of each worker
 LONGEST = 4  # responses that are decoded in each turn
 SLICE = 1.0  # seconds of a call, as for a last row
 LOOP = "import os, sys\nos.sched_setaffinity(0, map(int, sys.argv[1:]))\nwhile True: pass"
@@ -44,7 +44,7 @@ class Pair:
         self.rollouts = self.spots = 0
 
     def decode(self, worker: int, requests: Sequence[Request], train: bool = False) -> list[Slice]:
-        """Calls until all of them have ended; meanwhile worker 1 trains, if it shall."""
+        """Let a worker decode until all requests have ended; with `train`, worker 1 trains meanwhile."""
         self.rollouts += 1
         calls, slices = {"decode": self._decode(worker, requests)}, []
         while "decode" in calls:
@@ -85,8 +85,8 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     requests = make_requests(prompts[: 2 * PROMPTS], 8, params, 0, "beside")
     pair = Pair(config)
     try:
-        pair.decode(1, requests[PROMPTS * 8 :])  # its harvest
-        for version in (1, 2):  # what is trained on is of the rollouts before the last one
+        pair.decode(1, requests[PROMPTS * 8 :])  # gives worker 1 its harvest
+        for version in (1, 2):  # the drafter is trained on rollouts before the last one
             pair.pool.wait([pair.pool.submit(1, "sync", version)])
         answers = [response for done in pair.decode(0, requests[: PROMPTS * 8]) for response in done.responses]
         longest = sorted(answers, key=lambda response: -len(response.token_ids))[:LONGEST]

@@ -1,9 +1,10 @@
-"""How good the chances are that trees are cut by: predicted against seen agreement, by depth.
+"""How good the calibration is by which trees are cut: predicted chances against how often the target took the token.
 
     python bench/calibration.py recipes/longtail.toml --svg FILE [--json FILE]
 
-Each verified child whose parent was reached counts once: what the calibration predicted for it just before, and whether
-the target took it. The first 100 rounds, in which the counts begin from their prior, are left out.
+Each verified child whose parent was reached counts once, with the chance that the calibration predicted for it just
+before, and whether the target took it. Numbers are by depth. The first 100 rounds are left out, as the counts begin
+from their prior.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Watched(Calibration):
 
 
 def reliability(pairs: Sequence[tuple[int, float, bool]]) -> list[dict[str, Any]]:
-    """Points of depth and bin: mean prediction, share taken, count."""
+    """For each depth and bin of predictions: the mean prediction, the fraction that was taken, and the count."""
     depth, predicted, taken = (np.array(column) for column in zip(*pairs, strict=True))
     which = np.minimum((predicted * BINS).astype(int), BINS - 1)
     points = []
@@ -59,7 +60,7 @@ def reliability(pairs: Sequence[tuple[int, float, bool]]) -> list[dict[str, Any]
 
 
 def picture(points: Sequence[dict[str, Any]]) -> str:
-    """A square plot; the diagonal is perfect, an area is a count."""
+    """An SVG of points in a square. A perfect calibration lies on the diagonal; a point's area stands for its count."""
     size, edge = 420, 50
     most = max(p["count"] for p in points)
 

@@ -1,9 +1,9 @@
-"""How long a worker that trains the drafter takes to come back when it is asked to, beside what a micro-batch takes.
+"""How long workers take to come back from idle work when they are called back, beside the seconds of a micro-batch.
 
     python bench/callback.py [recipes/longtail.toml] [--workers 2] [--steps 10] [--json FILE] [--section.key value ...]
 
-Every step ends with such a call: the rollout is over, and all are wanted for the update. The time is the driver's, from
-the call to the answer; a worker that was not training is not counted.
+Every step ends with such a call: the rollout is over, and all workers are needed for the update. The time is measured
+by the driver, from the call to the last answer. A call is not counted if no worker was busy with what it calls back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
 
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--cluster.workers", str(workers), "--train.steps", str(steps), "--run.folder", folder + "/run"]
-        fixed += ["--speculation.path", ""]  # random: one that was trained before would rest
+        fixed += ["--speculation.path", ""]  # a random drafter: one that was trained before would rest
         config = load_config(recipe, [*overrides, *fixed])
         with patch.object(Crew, "call_back", timed_call_back), patch.object(Lifecycle, "trained", noted):
             train(config, False, Display(Console(quiet=True)))

@@ -1,9 +1,9 @@
-"""How a drafter that begins at random comes into use: what a run with spot training did, step by step.
+"""How a random drafter comes into use in a run with spot training, step by step.
 
     tlt train recipes/longtail.toml --workers 2 --speculation.path "" --train.steps 130 --run.folder FOLDER
     python bench/cold_start.py FOLDER [--json FILE]
 
-The learned drafter has taken over where, over ten steps, it drafts in more than half of the rounds.
+The learned drafter takes over in the first ten steps in which it drafts in more than half of the rounds, on average.
 """
 
 from __future__ import annotations

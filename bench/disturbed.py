@@ -1,5 +1,5 @@
-"""A run of the tests' tiny model with two workers, in real processes, and what may befall it: faults at a moment, or at
-a point of the program (`Cell`), where `faults/sitecustomize.py` strikes."""
+"""Runs the tests' tiny model with two workers, in real processes, and disturbs the run by faults at a moment or at a
+point of the program (`Cell`), where `faults/sitecustomize.py` strikes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from recovery import ROOT, WAYS, write_recipe
 from tlt.cluster.sweeper import MARK
 
 PATIENCE = 4.0  # seconds: cluster.patience
-_GONE_WITHIN = 20.0  # seconds
+_GONE_WITHIN = 20.0  # seconds for all processes and folders of an ended run to go
 _HOOKS = ROOT / "bench" / "faults"
 _WORKER, _COORDINATOR = "tlt.cluster.worker:Worker.", "tlt.cluster.coordinator:Coordinator."
 _EVALUATION = "tlt.run:_evaluate"
 
 
 def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **kept: int) -> Path:
-    """A long tail for its size, so that one worker is often idle, and a drafter small enough to be trained then.
-    `kept`: bounds in tokens, of [speculation]."""
+    """A recipe whose rollouts have a long tail for their size, so that one worker is often idle, and whose drafter is
+    small enough to be trained then. `kept`: bounds in tokens, for [speculation]."""
     training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2, "buffer_tokens": buffer_tokens}
     held_out = home / "held_out.jsonl"
     held_out.write_text('{"question": "and?", "answer": "a"}\n{"question": "or?", "answer": "o"}\n', encoding="utf-8")
@@ -54,13 +54,13 @@ class Cell(NamedTuple):
     phase: str
     fault: str
     at: tuple[str, ...]
-    """points that the thread is within, the innermost last"""
+    """functions that the thread must be in, the innermost last"""
     call: int = 1
-    """of these, since the fault is armed"""
+    """which call of the innermost one, since the fault was armed"""
     during: tuple[str, ...] = ()
-    """points that the driver is within"""
+    """functions that the driver must be in"""
     first: str = ""
-    """phase of a SIGKILL of another worker, that leads there"""
+    """phase in which another worker gets SIGKILL first, which leads to this point"""
 
     @property
     def name(self) -> str:
@@ -68,12 +68,12 @@ class Cell(NamedTuple):
 
     @property
     def is_on_record(self) -> bool:
-        """It may leave a response without a reward, and so lead to another policy."""
+        """Whether it may leave a response without a reward, which is recorded and leads to another policy."""
         return self.role == "reward" and self.fault != "SIGKILL" and not self.during and self.fault != "disk full"
 
     @property
     def lets_go(self) -> bool:
-        """Of something that only speed depends on: the run has it again once it is resumed."""
+        """Whether it ends only the drafter's training, which a resumed run has again."""
         drafter = {"worker": _LEARNS_AT, "driver": ("spot", "publication")}.get(self.role, ())
         return self.fault in ("exception", "out of memory") and self.phase in drafter
 
@@ -112,7 +112,7 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
 _LEARNS_AT = ("spot", "judgement", "publication")
 _FAULTS = ("SIGKILL", "SIGSTOP", "exception", "out of memory", "disk full")
 _WRITES = {"worker": ("save",), "driver": tuple(_PHASES["driver"]), "reward": ("decode",)}
-"""phases in which a full disk is met"""
+"""phases that write, so that a full disk is met there"""
 CELLS = tuple(
     Cell(role, phase, fault, **place)
     for role, phases in _PHASES.items()
@@ -124,27 +124,28 @@ CELLS = tuple(
 
 @dataclass
 class DisturbedRun:
-    """In processes of its own, started again where it ended. `place` is on a small disk, which a fault may fill."""
+    """A run in processes of its own, which can be started again after its end. `folder` may be on a small disk, which a
+    fault fills."""
 
     recipe: Path
     folder: Path
     options: tuple[str, ...] = ()
     left_behind: list[str] = field(default_factory=list)
-    """of processes that ended"""
+    """what processes that ended left behind"""
 
     def __post_init__(self) -> None:
         self._faults = self.recipe.parent / f"{self.folder.name}.faults"
         self._faults.mkdir()
         self._log = self.recipe.parent / f"{self.folder.name}.log"
-        self._told = 0  # bytes of it that belong to processes that have ended
+        self._told = 0  # bytes of the log that processes which have ended wrote
 
     # -- its processes -------------------------------------------------------------------------------------------------
 
     def start(self, *options: str) -> None:
-        """Returns when all workers are there, or it has ended."""
+        """Start a process, and return when all workers are there or it has ended."""
         command = [sys.executable, "-m", "tlt", "train", str(self.recipe), "--run.folder", str(self.folder)]
         paths = os.pathsep.join([str(_HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        for path in self._faults.iterdir():  # points that a process which was killed has not left
+        for path in self._faults.iterdir():  # files of points that a killed process was in
             path.unlink()
         (self.folder / "config.json").unlink(missing_ok=True)
         with self._log.open("ab") as log:
@@ -158,7 +159,7 @@ class DisturbedRun:
             time.sleep(0.02)
 
     def go_on(self) -> None:
-        """From its last checkpoint."""
+        """Start the run again: from its last checkpoint if there is one, else from the beginning."""
         self.start(*(["--resume"] if self.has_a_checkpoint() else ["--run.overwrite", "true"]))
 
     def has_a_checkpoint(self) -> bool:
@@ -168,14 +169,14 @@ class DisturbedRun:
         return self.process.poll() is not None
 
     def said(self) -> str:
-        """By the process of now."""
+        """What the present process has written to the log."""
         with self._log.open("rb") as log:
             log.seek(self._told)
             return log.read().decode("utf-8", "replace")
 
     def note_end(self) -> str:
-        """The last line of one that has ended; what it left behind is noted. Raises RuntimeError where one that ended
-        by itself does not say how to go on."""
+        """Wait for the end of the process, note what it left behind, and return its last line. Raises RuntimeError if
+        it ended by itself and does not say how to go on."""
         code, text = self.process.wait(), self.said()
         self._told = self._log.stat().st_size
         until = time.monotonic() + _GONE_WITHIN
@@ -207,13 +208,14 @@ class DisturbedRun:
         (self._faults / "armed.json").unlink(missing_ok=True)
 
     def struck(self) -> int | None:
-        """The process that the fault has struck, if it has."""
+        """Id of the process that the fault has struck; None if it has struck none."""
         with suppress(OSError):
             return json.loads((self._faults / "struck.json").read_text(encoding="utf-8"))["pid"]
         return None
 
     def is_struck(self, cell: Cell, within: float) -> int | None:
-        """Wait for it so many seconds, or until the run has ended."""
+        """Arm the fault, and wait for it for `within` seconds or until the run has ended. Returns the id of the process
+        that it struck, or None."""
         self.arm(cell)
         until = time.monotonic() + within
         while (struck := self.struck()) is None and time.monotonic() < until and not self.has_ended():
@@ -222,7 +224,7 @@ class DisturbedRun:
         return struck if struck is not None else self.struck()
 
     def last_step(self) -> int:
-        """On record; -1 before the first."""
+        """The last step on record; -1 before the first."""
         with suppress(OSError), (self.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 15)))
             lines = file.read().split(b"\n")[:-1]
@@ -234,7 +236,7 @@ class DisturbedRun:
 
 
 def environments() -> dict[int, dict[str, str]]:
-    """Of all processes that this user may look at."""
+    """Environments, by id, of all processes that this user may look at."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -244,12 +246,12 @@ def environments() -> dict[int, dict[str, str]]:
 
 
 def folders_of(driver: int) -> list[Path]:
-    """Ray's folder bears the driver's number."""
+    """Folders of the driver's Ray; their names hold the driver's process id."""
     return [path for path in Path(tempfile.gettempdir()).glob(f"tlt_{driver}_*") if path.is_dir()]
 
 
 def processes_of(driver: int) -> list[int]:
-    """Those of its Ray."""
+    """Ids of the processes of the driver's Ray."""
     folders = {str(folder) for folder in folders_of(driver)}
     return [pid for pid, names in environments().items() if names.get(MARK) in folders]
 
@@ -259,7 +261,7 @@ def workers_of(driver: int) -> list[int]:
 
 
 def rewards_of(driver: int) -> list[int]:
-    """Processes that score: those that the driver spawned by multiprocessing, whose command says so."""
+    """Ids of the processes that compute rewards: the driver spawned them by multiprocessing, as their command says."""
     children = Path(f"/proc/{driver}/task/{driver}/children")
     with suppress(OSError):
         return [int(pid) for pid in children.read_text().split() if "spawn_main" in command_of(int(pid))]
@@ -284,7 +286,7 @@ def command_of(pid: int) -> str:
 
 
 def _shared() -> set[str]:
-    """Semaphores of `multiprocessing` are of other programs: neither a run nor Ray makes any."""
+    """Names in shared memory, without semaphores of `multiprocessing`: neither a run nor Ray makes any."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
@@ -292,7 +294,8 @@ SHARED_BEFORE = _shared()
 
 
 def end_in_order() -> None:
-    """SIGTERM ends the program with all that it made removed; a second one, as `timeout` sends, cuts nothing short."""
+    """Make SIGTERM end the program by SystemExit, so that it removes all that it made. A second SIGTERM, as `timeout`
+    sends, is ignored."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
@@ -303,8 +306,8 @@ def end_in_order() -> None:
 
 @contextmanager
 def disk(home: Path, megabytes: int) -> Iterator[Path]:
-    """A small one of its own, where this user may mount one; else the same as everything else. SIGTERM ends the block
-    in order."""
+    """A folder on a small disk of its own, if this user may mount one; else an ordinary folder. On SIGTERM the disk is
+    unmounted, too."""
     end_in_order()
     place = home / "disk"
     place.mkdir()

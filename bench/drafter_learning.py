@@ -1,11 +1,11 @@
-"""How fast a drafter learns from random weights: accept length of a chain of 6 after so many seconds of spot training.
+"""How fast a drafter learns from random weights: accept length of chains of 6 after given seconds of spot training.
 
     OMP_NUM_THREADS=1 python bench/drafter_learning.py recipes/longtail.toml [--seeds 3] [--seconds 10 30 60 120]
         [--tokens 60000] [--json FILE]
 
-Seconds are the CPU's, of one thread, so that they do not depend on what else the machine does. Every seed has its own
-random weights and its own order of the same harvest. What is judged, on prompts that are held out, is what would go
-live: the replica of the last judged stretch.
+Seconds are CPU time of one thread, so that they do not depend on what else the machine does. Every seed has its own
+random weights and its own order of the same harvest. The accept length, on held-out prompts, is that of the drafter
+that would go live: the replica of the last judged stretch.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def fresh_layer(bench: Workbench, seed: int) -> EagleLayer:
 
 
 def learn(bench: Workbench, items: list[Harvest], seed: int, points: list[float]) -> list[dict[str, Any]]:
-    """Of one seed, a row for each point in time."""
+    """Train with one seed; returns a row for each point in time."""
     room = {"buffer_tokens": 8 * sum(len(item.tokens) for item in items)}
     config = bench.config.speculation.training.model_copy(update=room)
     spot = SpotTrainer(fresh_layer(bench, seed), bench.target, config, seed)
     for item in items:
         spot.harvest(item)
-    for _ in range(2):  # one rollout is judged on, those before it are trained on
+    for _ in range(2):  # drafters are judged on the last rollout, and trained on those before it
         spot.target_moved()
     rows, spent, micro_batches, candidate = [], 0.0, 0, spot.replica()
     for point in points:

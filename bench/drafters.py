@@ -1,7 +1,7 @@
-"""Which learned drafter: shapes, losses and unroll lengths, each trained for the same time on the same harvest; and the
-same trees drafted with shared noise and without.
+"""Compares learned drafters: shapes, losses and unroll lengths, each trained for the same time on the same harvest. It
+also compares trees of the same shape, drafted with shared noise and without.
 
-Time is the CPU's: on one thread it does not depend on what else the machine does.
+Time is CPU time of one thread, so that it does not depend on what else the machine does.
 
     OMP_NUM_THREADS=1 python bench/drafters.py recipes/longtail.toml [--seconds 40 120] [--tokens 60000] [--only NAME]
         [--json FILE]
@@ -32,7 +32,7 @@ from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 
 CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
-PACK = 512  # tokens of a micro-batch; a recipe may have it smaller, for training that gives way
+PACK = 512  # tokens of a micro-batch; a recipe may have smaller ones, so that workers come back sooner
 Variant = tuple[Kind, dict[str, Any]]
 VARIANTS: dict[str, Variant] = {
     "eagle1, cross entropy, unroll 7": ("eagle1", {}),
@@ -45,11 +45,11 @@ VARIANTS: dict[str, Variant] = {
     "eagle3, cross entropy, unroll 3": ("eagle3", {"unroll": 3}),
     "eagle3, cross entropy, unroll 1": ("eagle3", {"unroll": 1}),
 }
-"""unroll is the most that training goes through"""
+"""name -> kind of drafter, and its training; `unroll` is the most guesses of a chain that are trained"""
 
 
 class WithoutNoise(Engine):
-    """Drafts as today's engines do: the drafter's likeliest tokens, whatever the target's noise will be."""
+    """Drafts without shared noise, as other engines do: it takes the drafter's likeliest tokens."""
 
     def draft_noise(self, now: Round) -> NoiseOf:
         noise = super().draft_noise(now)
@@ -61,7 +61,7 @@ def train(bench: Workbench, items: list[Any], change: Variant, seconds: float) -
     config = speculation.training.model_copy(update={"micro_batch_tokens": PACK} | training)
     torch.manual_seed(0)
     layer = EagleLayer(eagle_options(bench.target.options, kind, speculation.window))
-    if kind == "eagle1":  # reads the last hidden state alone
+    if kind == "eagle1":  # eagle1 reads the last hidden state alone
         items = [item._replace(features=item.features[:, -layer.options.hidden_size :]) for item in items]
     trainer, start = DrafterTrainer(layer, bench.target, config), time.process_time()
     trainer.prepare(items, from_scratch=True)

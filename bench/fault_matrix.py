@@ -1,14 +1,15 @@
-"""Every fault at every point where it makes sense: role x phase x fault, in real processes, with two workers.
+"""Tries every fault at every point where it makes sense: role x phase x fault, in real processes, with two workers.
 
     python bench/fault_matrix.py [--role worker ...] [--fault SIGKILL ...] [--phase decode ...] [--json FILE]
 
-Each cell must end by itself within `_LIMIT` seconds: the run goes on, or ends with a sentence that names the cause and
-says how to go on, and is resumed. Whatever befell it, each checkpoint must hold the policy and the optimizer's moments
-of the undisturbed run after as many steps, and a process that has ended must leave nothing behind. A reward that
-raises or does not answer leaves its response without a reward, on record; such a run is not compared any further.
+Each cell must end by itself within `_LIMIT` seconds: the run goes on; or it ends with a sentence that names the cause
+and says how to go on, and is then resumed. In any case, each checkpoint must hold the policy and the optimizer's
+moments of the undisturbed run after as many steps, and a process that has ended must leave nothing behind. A reward
+that raises or does not answer leaves its response without a reward, which is recorded; checkpoints of such a cell are
+not compared.
 
-Cells of one role and one fault share a run, one after the other: a cell is over when two more steps are recorded.
-Parts of the matrix may be tried one after the other, into one FILE.
+Cells of one role and one fault use one run, one after the other. A cell is over when two more steps are recorded, or
+six if the disk was full. Parts of the matrix may be tried one after the other, into one FILE.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from disturbed import CELLS, PATIENCE, Cell, DisturbedRun, disk, recipe_of
 from tlt.metrics import provenance, read_metrics, write_json
 
 _LIMIT = 12 * PATIENCE + 40.0  # seconds: the longest deadline of a call, and a new worker
-_COMES_WITHIN = 20.0  # seconds: a point that is armed is come to
-_TRIES = 3  # at that
-_STOPPED = PATIENCE + 1.0  # seconds that a stopped driver stays so
-_MEGABYTES = 96  # of the disk that runs are on
-_SAVES = 6  # steps, among which there is one that is saved: a line on record needs no room of its own
+_COMES_WITHIN = 20.0  # seconds for the run to come to an armed point
+_TRIES = 3  # times that a point is armed
+_STOPPED = PATIENCE + 1.0  # seconds for which a driver is stopped
+_MEGABYTES = 96  # size of the disk that runs are on
+_SAVES = 6  # steps of which one is saved: to record a step needs no room on the disk
 _FILES = ("policy/model.safetensors", "optimizer.safetensors")
 _CAUSES = {
     "SIGKILL": r"worker \d+ was lost amid \w+ \(",
@@ -46,14 +47,14 @@ _CAUSES = {
     "out of memory": r"[Mm]emory",
     "disk full": r"No space left|make room",
 }
-"""what is said on the screen, or in the log of a worker"""
+"""by fault, the pattern that must be found on the screen or in the log of a worker"""
 
 
 def digests(folder: Path) -> dict[int, list[str]]:
-    """Of the checkpoints of a run that are there: steps -> sha256 of policy and moments."""
+    """Hashes in a run's present checkpoints: number of steps -> sha256 of policy and moments."""
     found = {}
     for path in (folder / "checkpoints").glob("step_*/manifest.json"):
-        with suppress(OSError, ValueError):  # it is an old one, and goes at this moment
+        with suppress(OSError, ValueError):  # an old checkpoint that is just being removed
             manifest = json.loads(path.read_text(encoding="utf-8"))
             found[int(path.parent.name.removeprefix("step_"))] = [manifest[name] for name in _FILES]
     return found
@@ -61,7 +62,7 @@ def digests(folder: Path) -> dict[int, list[str]]:
 
 class Matrix:
     def __init__(self, home: Path, place: Path, steps: int) -> None:
-        """`place`: where the disturbed runs are, a small disk."""
+        """Do the undisturbed run. `place`: the small disk for the disturbed runs."""
         self.place, self.recipe = place, recipe_of(home, "whole weights", steps)
         self.rows: list[dict[str, Any]] = []
         whole = DisturbedRun(self.recipe, home / "whole", ("--run.save_every", "1", "--run.keep", str(steps)))
@@ -75,7 +76,7 @@ class Matrix:
         }
 
     def go_through(self, cells: Sequence[Cell], name: str) -> None:
-        """One run suffers these, one after the other."""
+        """Try these cells in one run, one after the other."""
         run = DisturbedRun(self.recipe, self.place / name)
         run.start()
         while not (run.has_ended() or run.has_a_checkpoint()):
@@ -95,7 +96,7 @@ class Matrix:
         shutil.rmtree(run.folder)
 
     def suffer(self, run: DisturbedRun, cell: Cell) -> dict[str, Any]:
-        """What becomes of the run."""
+        """Try one cell; returns what became of the run."""
         row: dict[str, Any] = {"role": cell.role, "phase": cell.phase, "fault": cell.fault, "ends": "did not come"}
         heard_before, step = _logs(run), run.last_step()
         if not (struck := _struck(run, cell)):
@@ -120,7 +121,7 @@ class Matrix:
         return row | {"other_steps": self._other_steps(run, cell)}
 
     def _resume(self, run: DisturbedRun, row: dict[str, Any], step: int) -> None:
-        """One that has ended, or hangs."""
+        """Resume a run that has ended, hangs, or is to be started again."""
         if run.process.poll() is None:
             run.process.kill()
         row["last_line"] = run.note_end()
@@ -134,7 +135,7 @@ class Matrix:
         row["resumed_after"] = time.monotonic() - began
 
     def _other_steps(self, run: DisturbedRun, cell: Cell) -> list[int]:
-        """Steps after which a checkpoint is not that of the undisturbed run."""
+        """Numbers of steps after which the checkpoint differs from that of the undisturbed run."""
         if cell.is_on_record:
             return []
         return [step for step, found in digests(run.folder).items() if found != self.expected[step]]
@@ -162,13 +163,13 @@ def _goes_on(run: DisturbedRun, to_step: int) -> str:
 
 
 def _logs(run: DisturbedRun) -> dict[str, str]:
-    """What was said, by whom."""
+    """The output of the driver and of each worker."""
     workers = {path.name: path.read_text("utf-8", "replace") for path in run.folder.glob("worker_*.log")}
     return {"driver": run.said()} | workers
 
 
 def _on_record(run: DisturbedRun, step: int) -> str:
-    """Why responses of these steps have no reward."""
+    """Why responses from this step on have no reward, as recorded; empty if all have one."""
     with suppress(ValueError):
         for line in read_metrics(run.folder)[max(0, step) :]:
             if line.get("outcomes"):
@@ -193,7 +194,8 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By role and fault: cells, those that held, the worst seconds until a run went on or had ended."""
+    """By role and fault: the number of cells, of those that held and of those that ended the run, and the most seconds
+    until a run went on or had ended."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         of = found.setdefault(f"{row['role']}, {row['fault']}", {"cells": 0, "held": 0, "ended": 0, "worst": 0.0})
@@ -205,7 +207,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def write(path: Path, matrix: Matrix) -> None:
-    """Cells of former runs stay there, where they were not tried again."""
+    """Write the cells. Cells that were in the file already stay, unless they were tried again."""
     before = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else []
     by_cell = {(row["role"], row["phase"], row["fault"]): row for row in (*before, *matrix.rows)}
     rows = [by_cell[cell[:3]] for cell in CELLS if cell[:3] in by_cell]

@@ -1,13 +1,14 @@
-"""What it costs that an update's gradients are summed over a fixed number of shards, in their order.
+"""The cost of summing an update's gradients over a fixed number of shards, in their order.
 
     python bench/fixed_shards.py [--steps 5] [--repeats 6] [--json FILE]
 
 Batches come from a run of recipes/longtail.toml. Updates on them are timed in turn:
 
-- two workers there: with fixed shards, and with the all-reduce of each worker's own sum that they took the place of;
-- one of two workers left: with both shards, one after the other, and with the batch in one piece, which has other bits.
+- two workers: with fixed shards, and with an all-reduce of each worker's own sum, as before there were fixed shards;
+- one of two workers left: with both shards, one after the other, and with the batch in one piece, which rounds
+  differently.
 
-And the sum alone, of as many numbers as are summed at once.
+The sum of one bucket of gradients is timed alone, too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def recipe(folder: str, steps: int) -> Config:
 
 
 def batches_of(steps: int) -> list[TrainBatch]:
-    """Of the first steps of the recipe."""
+    """The batches of the recipe's first steps."""
     from rich.console import Console
 
     from tlt.display import Display
@@ -66,7 +67,7 @@ def batches_of(steps: int) -> list[TrainBatch]:
 
 
 def by_all_reduce(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Any] = ()) -> None:
-    """As before there were fixed shards."""
+    """Sum gradients by an all-reduce, as before there were fixed shards."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     group.sum_(flat)
@@ -75,7 +76,7 @@ def by_all_reduce(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup,
 
 
 class OneSum(Processes):
-    """Whose members sum their own shard alone."""
+    """A group whose members contribute one tensor each to a sum, without fixed shards."""
 
     def sum_shards(self, own: Tensor) -> Tensor:
         total = own[0].clone()
@@ -100,7 +101,7 @@ def timed(act: Callable[..., Any], *arguments: Any) -> float:
 
 
 def member(rank: int, address: str, batches: list[TrainBatch], repeats: int, results: Any) -> None:
-    """One of two workers; the first one says what it measured."""
+    """The process of one of two workers; the first one returns its times."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     policy, group = make_policy(recipe("", 1)), Processes(address, rank, 2, 2, CPU)
@@ -119,7 +120,7 @@ def member(rank: int, address: str, batches: list[TrainBatch], repeats: int, res
 
 
 class OneOfTwo(Alone):
-    """Who is left has both shards."""
+    """The group of the one worker that is left, which computes both shards."""
 
     shards = 2
 

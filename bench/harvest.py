@@ -1,10 +1,10 @@
-"""What the harvest costs the rollout: two engines decode the same tokens plainly, one of them keeping features and
-giving them away, round by round in turn.
+"""What the harvest costs the rollout: two engines decode the same tokens plainly, round by round in turn, and one of
+them keeps features and gives them to a harvest buffer.
 
     python bench/harvest.py recipes/longtail.toml [--json FILE]
 
-Nothing is drafted and no drafter reads the features, so the difference is the price of the harvest alone. Rounds are
-a few milliseconds and alternate, so what else the machine does falls on both sides.
+Nothing is drafted and no drafter reads the features, so the difference is the cost of the harvest alone. Rounds take a
+few milliseconds and alternate, so what else the machine does slows both engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tlt.metrics import provenance, write_json
 from tlt.types import Request, Response
 
 LENGTHS = {"short": 48, "long": 640}
-"""tokens of every response; short ones come and go four times"""
+"""tokens of every response; of short ones there are four times as many as rows"""
 BATCHES = (1, 8, 32)
 BLOCK = 64  # rounds of a paired comparison
 
@@ -41,7 +41,7 @@ def requests(bench: Workbench, batch: int, length: int) -> list[Request]:
 
 
 def rounds(engine: Engine, asked: list[Request], seen: list[Response]) -> Iterator[tuple[float, float]]:
-    """Wall clock and processor seconds of each round, the start among the first's."""
+    """Yield wall-clock and CPU seconds of each round; the first include the start of the rollout."""
     began, cpu = time.perf_counter(), time.process_time()
     engine.start(asked)
     while engine.busy:

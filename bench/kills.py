@@ -1,12 +1,12 @@
-"""Two workers, and faults at random: every run must end with the sha256 of one that was left alone.
+"""Disturbs runs of two workers at random: every run must end with the sha256 of an undisturbed one.
 
     python bench/kills.py [--kills 50] [--only "worker SIGKILL" ...] [--json FILE]
 
-A fault comes at a random moment (`MOMENTS`: a worker killed, as by a lack of memory, or stopped; the driver killed,
-stopped for a while or asked to end; a reward's process killed; the disk full), or it is a cell of
-`bench/fault_matrix.py`, which strikes at its point of the program. Workers are hit amid whatever they do, coming up
-among it. A run that ended is resumed. After each end nothing may be left: no process, no folder, no shared memory. The
-model is tiny, in float64; idle workers train the drafter from nothing.
+A fault comes at a random moment (`MOMENTS`: a worker is killed, as by a lack of memory, or stopped; the driver is
+killed, stopped for a while or asked to end; a reward's process is killed; the disk is full), or it is a cell of
+`bench/fault_matrix.py`, which strikes at its point of the program. A worker may be hit in any phase, also while it
+comes up. A run that ended is resumed. After each end nothing may be left: no process, no folder, no shared memory. The
+model is tiny, in float64; idle workers train the drafter from random weights.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from recovery import WAYS, verdict
 
 from tlt.metrics import provenance, write_json
 
-STEPS = 600  # so that they take longer than several workers take to come up, one after the other
+STEPS = 600  # so that a run takes longer than it takes several workers to come up, one after the other
 _PER_RUN = 10  # faults after which a run is left to end
-_PAUSE = (0.05, 1.5)  # between two, in units of what the run takes to come up
+_PAUSE = (0.05, 1.5)  # between two faults, in units of the seconds that the run takes to come up
 MOMENTS = {
     "worker SIGKILL": 10,
     "worker SIGSTOP": 5,
@@ -45,19 +45,19 @@ MOMENTS = {
     "disk full": 1,
     "reward SIGKILL": 1,
 }
-"""role and what becomes of it, at a random moment -> how often, as a weight"""
+"""role and fault at a random moment -> weight with which it is drawn"""
 _AT_A_POINT = "cell"
-_CELLS = [cell for cell in CELLS if not cell.is_on_record]  # such a run is to end with another sha256
+_CELLS = [cell for cell in CELLS if not cell.is_on_record]  # the others may end with another sha256
 _FAULTS = {**MOMENTS, _AT_A_POINT: sum(MOMENTS.values())}
-_COMES_WITHIN = 5.0  # seconds: a point that is armed is come to, or another fault is drawn
-_STOPPED = (2.0, PATIENCE + 2.0)  # seconds that a stopped driver stays so
-_FULL = 3.0  # seconds that the disk stays full
-_MEGABYTES = 96  # of the disk that runs are on
+_COMES_WITHIN = 5.0  # seconds for the run to come to an armed point; then another fault is drawn
+_STOPPED = (2.0, PATIENCE + 2.0)  # seconds for which a driver is stopped
+_FULL = 3.0  # seconds for which the disk stays full
+_MEGABYTES = 96  # size of the disk that runs are on
 
 
 @dataclass
 class Trial:
-    """One run and what it suffers."""
+    """One run and its faults."""
 
     run: DisturbedRun
     kills: int
@@ -91,7 +91,7 @@ class Trial:
         self.run.go_on()
 
     def _strike(self, cell: Cell) -> str:
-        """Its name, if it came to that."""
+        """Try a fault at a point of the program; returns the cell's name, or "" if the run did not come to it."""
         full = cell.fault == "disk full"
         if (full and not self.run.folder.parent.is_mount()) or not self.run.has_a_checkpoint():
             return ""
@@ -103,7 +103,7 @@ class Trial:
         return cell.name if struck else ""
 
     def _befall(self, fault: str) -> str:
-        """The fault, if it came to that."""
+        """Cause a fault at this moment; returns its name, or "" if that was not possible."""
         role, how = fault.split()
         others = {"worker": workers_of, "reward": rewards_of}
         driver = self.run.process.pid
@@ -134,7 +134,7 @@ class Trial:
             os.kill(driver, signal.SIGCONT)
 
     def _fill(self, fault: str) -> str:
-        """The disk that the run's folder lies on, where that is one of its own."""
+        """Fill the run's disk for a while; returns the fault, or "" if the run has no disk of its own."""
         if not self.run.folder.parent.is_mount():
             return ""
         with suppress(OSError), self.run.filler.open("wb", buffering=0) as file:

@@ -1,10 +1,11 @@
-"""Does a recipe learn, and from its rewards? Each seed is trained twice: as it is, and with rewards shuffled.
+"""Tests that a recipe learns, and learns from its rewards. Each seed is trained twice: as it is, and with shuffled
+rewards.
 
     python bench/learning.py [--recipe FILE] [--seeds 3] [--json FILE] [--section.key value ...]
 
-Holds where, for every seed, the mean reward of the last tenth of steps is at least 0.2 above that of the first tenth
-and held-out accuracy is up as well; and where, with each step's rewards shuffled between its responses, it rises by
-less than 0.05.
+The test holds if, for every seed, the mean reward of the last tenth of steps is at least 0.2 above that of the first
+tenth, and held-out accuracy rises as well; and if the mean reward rises by less than 0.05 when each step's rewards are
+shuffled between its responses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 class Shuffled:
-    """A reward whose numbers go to other responses of the same step: the same mean, and nothing to learn from."""
+    """A reward whose values are shuffled within a step: the mean is the same, and there is nothing to learn."""
 
     def __init__(self, reward: Any, seed: int) -> None:
         self.reward, self.random = reward, random.Random(seed)
@@ -92,7 +93,7 @@ def main() -> None:
                 config = load_config(arguments.recipe, [*overrides, *own])
                 held_out = config.eval.model_copy(
                     update={"every": config.train.steps}
-                )  # before the first, and at the end
+                )  # before the first step, and at the end
                 row = run(config.model_copy(update={"eval": held_out}), shuffled)
             rows.append(row)
             print(

@@ -1,12 +1,12 @@
-"""How much look-ahead sees as workers are idle more: a made-up rollout with long-tailed lengths, second by second.
+"""Simulates how much is seen ahead as workers are idle longer, on rollouts with long-tailed lengths, second by second.
 
     python bench/look_ahead_idle.py [--json FILE]
 
-Nothing is decoded. Who decodes ahead what, how a step is dealt out and in which order requests are taken is
-`tlt.cluster.ahead` itself; lengths, speeds and how right a look-ahead is are made up, with the figures below. Lengths
-are log-normal and cut off at 20,480 tokens, as in the trace of the TLT paper (arXiv 2511.16665), where the longest
-response is far beyond the 75th percentile; those to one prompt are alike. The same requests are shared by more workers,
-so that each has fewer rows and is idle longer.
+Nothing is decoded. `tlt.cluster.ahead` itself decides what each worker decodes ahead, how a step is dealt out, and in
+which order requests are taken. Lengths, speeds and the fraction of look-ahead tokens that is right are made up, with
+the figures below. Lengths are log-normal and cut off at 20,480 tokens, as in the trace of the TLT paper (arXiv
+2511.16665), where the longest response is far beyond the 75th percentile; those to one prompt are alike. The same
+requests are dealt out among more and more workers, so that each has fewer rows and is idle longer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tlt.metrics import provenance, write_json
 from tlt.types import Prompt, Request, RolloutStats, Row, SamplingParams
 
 PROMPTS, GROUP, LONGEST = 16, 8, 20_480
-MEDIAN, BETWEEN, WITHIN = 3_000, 0.8, 0.6  # the 75th percentile is 5,900; spread of the logarithm, of and in groups
-SLOTS = 128  # rows of a worker
-PASS, PER_ROW = 0.02, 0.0002  # seconds of a round
-DRAFTED, SEEN = 3.0, 8.0  # tokens a pass, by the drafter and by a look-ahead
-RIGHT = 0.97  # of the tokens seen ahead, a step later; where one is wrong, the drafter goes on
-BRIEF = 1.8  # times the round of one row, what a round of coming steps may take
-TICK = 1.0  # seconds
+MEDIAN, BETWEEN, WITHIN = 3_000, 0.8, 0.6  # standard deviations of log lengths; 75th percentile: 5,900
+SLOTS = 128  # rows that a worker has room for
+PASS, PER_ROW = 0.02, 0.0002  # seconds of a round, and more for each row
+DRAFTED, SEEN = 3.0, 8.0  # accept length with the drafter and with a look-ahead
+RIGHT = 0.97  # fraction of look-ahead tokens that is right a step later; where one is wrong, the drafter goes on
+BRIEF = 1.8  # a round that decodes ahead may take so many times the round of one row
+TICK = 1.0  # seconds of a turn of the simulation
 STEPS, AHEAD = 16, 4
 
 
 @dataclass
 class Live:
-    """A row, and how much of it is known."""
+    """A row: its final length, its tokens so far, and how many of them are known from look-ahead."""
 
     request: Request
     length: int
@@ -112,7 +112,7 @@ class World:
         return Live(request, self.lengths[request.seed], known=self.looking.store.length(request.seed))
 
     def _decode(self, share: list[Live]) -> float:
-        """A tick of a worker; returns the tokens that were seen ahead."""
+        """One tick of a worker's rollout; returns the number of tokens seen ahead."""
         seen, passes = 0.0, TICK / (PASS + PER_ROW * len(share))
         for live in share:
             left = passes

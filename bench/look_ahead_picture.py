@@ -11,7 +11,7 @@ CELL, GAP, LEFT = 34, 4, 150
 
 OLDER = ["48", "/", "2", "=", "24", "so", "24", "/", "2", "=", "12", "end"]
 NEWER = ["48", "/", "2", "=", "24", ",", "then", "24", "/", "2", "=", "12", "end"]
-PARTED, FOUND = 5, 11  # of the newer one: where it says something else, and from where the older one is its draft again
+PARTED, FOUND = 5, 11  # in the newer one: the first token that differs, and where the older one drafts again
 
 
 def text(x: float, y: float, words: str, size: int = 13, colour: str = INK, anchor: str = "start") -> str:

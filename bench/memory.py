@@ -1,4 +1,4 @@
-"""Peak resident memory of 256 requests of up to 1,024 tokens, and of the same under a cache too small for all at once.
+"""Peak resident memory of 256 requests of up to 1,024 tokens, with room for all and with a cache too small for all.
 
     python bench/memory.py [--json FILE]
 
@@ -22,7 +22,7 @@ REQUESTS = 256
 
 
 def measure(max_rows: int, kv_memory_mb: int) -> dict[str, float]:
-    """Decode with nothing to stop a response before 1,024 tokens; returns MiB, counts and seconds."""
+    """Decode, with nothing that stops a response before its own bound of tokens. Returns MiB, counts and seconds."""
     import torch
 
     from tlt.build import make_target

@@ -2,10 +2,10 @@
 
     python bench/memory_of_run.py [--steps 1000] [--json FILE]
 
-The model is tiny, so that what is kept from step to step would show; the drafter trains in each idle moment, is
-published again and again, workers decode ahead, and the run saves and evaluates. What is kept up to a bound has small
-bounds here, so that it is soon full: by default the suffix drafter alone keeps 200,000 tokens, some 60 MiB. The slope
-is that of the later three quarters, by least squares.
+The model is tiny, so that memory kept from step to step shows. The drafter trains in each idle moment and is published
+again and again, workers decode ahead, and the run saves and evaluates. Stores that are kept up to a bound have small
+bounds here, so that they are soon full: by default the suffix drafter alone keeps 200,000 tokens, some 60 MiB. The
+slope is fitted to the later three quarters of the steps, by least squares.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from disturbed import DisturbedRun, command_of, processes_of, recipe_of, rewards
 
 from tlt.metrics import provenance, read_metrics, write_json
 
-_EVERY = 50  # steps
-_WARM = 0.25  # of the steps
+_EVERY = 50  # steps between two samples
+_WARM = 0.25  # fraction of the steps that the slope leaves out
 _KEPT = {"history_tokens": 2000, "look_ahead_tokens": 20_000, "buffer_tokens": 2000}
 
 
 def processes(driver: int) -> dict[str, int]:
-    """By name, in order of their start."""
+    """Process ids by name; processes of one name are numbered in order of their ids."""
     found = {"driver": driver} | {f"reward {i}": pid for i, pid in enumerate(rewards_of(driver))}
     names = {"ray::Actor": "worker", "gcs_server": "gcs_server", "raylet": "raylet"}
     counts: dict[str, int] = defaultdict(int)
@@ -43,13 +43,13 @@ def processes(driver: int) -> dict[str, int]:
 
 
 def mebibytes(pid: int) -> float:
-    """Resident and not shared with others, as libraries and Ray's store are."""
+    """MiB of resident memory that is not shared with other processes; libraries and Ray's store are shared."""
     info = psutil.Process(pid).memory_info()
     return (info.rss - info.shared) / 2**20
 
 
 def watch(run: DisturbedRun) -> list[dict[str, float]]:
-    """A sample every so many steps, until the run has ended."""
+    """Take a sample every `_EVERY` steps, until the run has ended."""
     samples: list[dict[str, float]] = []
     while not run.has_ended():
         step = run.last_step()
@@ -64,7 +64,7 @@ def watch(run: DisturbedRun) -> list[dict[str, float]]:
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Of each process that was there to the end: MiB at first and at last, and the slope, MiB per 1,000 steps."""
+    """For each process that was there to the end: MiB at first and at last, and the slope in MiB per 1,000 steps."""
     late = [sample for sample in samples if sample["step"] >= _WARM * samples[-1]["step"]]
     found = {}
     for name in samples[-1]:

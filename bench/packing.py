@@ -1,10 +1,10 @@
-"""Training the drafter on packed sequences against padded batches of the same harvest.
+"""Compares training the drafter on packed sequences and on padded batches of the same harvest.
 
     python bench/packing.py recipes/longtail.toml [--seconds 30] [--json FILE]
 
-A pass over the harvest, three ways, in turn: packs of 512 entries, one behind the other; padded
-batches of sequences sorted by length, each as many as fit so many entries with the padding (the fair baseline); and
-padded batches in random order, as data comes. The losses are of the same entries, which is checked.
+A pass over the harvest is done in three ways, in turn: in packs of up to 512 entries, in which sequences follow each
+other; in padded batches of sequences sorted by length, of up to 512 entries with padding (the fair baseline); and in
+padded batches in random order, as data comes. That the losses are of the same entries is checked.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tlt.draft.unroll import Pack, _rotate_halves, bundles, pack
 from tlt.drafting import Workbench, harvest
 from tlt.metrics import provenance, write_json
 
-PACK = 512  # entries; a recipe may have fewer, for training that gives way
+PACK = 512  # entries of a micro-batch; a recipe may have smaller ones, so that workers come back sooner
 WAYS = ("packed", "padded, sorted by length", "padded, in random order")
 
 
 class Padded(DrafterTrainer):
-    """Sequences side by side, each as long as the longest: R rows of N entries, one pass over R x N of them, attention
-    and losses row by row as padded trainers do. What is padded is computed, and left out of the loss."""
+    """Trains on padded batches: R rows of N entries, the length of the longest sequence. One pass is over R x N
+    entries, with attention row by row, as in other padded trainers. Padding is computed, and left out of the loss."""
 
     def _columns(
         self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
@@ -48,7 +48,7 @@ class Padded(DrafterTrainer):
 
 
 def pad(items: Sequence[Harvest], device: torch.device) -> Pack:
-    """Padding stands behind each sequence, as a segment of its own (-1) that nothing counts in."""
+    """Pad items to the longest one. Padding stands behind each sequence, in segment -1, and does not count."""
     longest = max(len(item.tokens) for item in items)
     parts = []
     for row, item in enumerate(items):
@@ -68,7 +68,7 @@ def pad(items: Sequence[Harvest], device: torch.device) -> Pack:
 
 
 def unroll_padded(trainer: DrafterTrainer, layer: EagleLayer, batch: Pack, steps: int) -> list[Tensor]:
-    """`unroll` of tlt.draft.unroll with a row dimension: [R, N, ...], causal within the row."""
+    """`unroll` of tlt.draft.unroll for padded rows: [R, N, ...], causal within a row."""
     o, starts = layer.options, (batch.segments >= 0).nonzero().squeeze(1)
     rows = int(batch.segments[starts[-1]]) + 1
     N = len(batch.tokens) // rows
@@ -100,7 +100,7 @@ def unroll_padded(trainer: DrafterTrainer, layer: EagleLayer, batch: Pack, steps
 
 
 def padded_bundles(items: Sequence[Harvest], tokens: int) -> list[list[Harvest]]:
-    """In this order, as many a batch as fit `tokens` entries, padding counted."""
+    """Group consecutive items into batches of up to `tokens` entries, padding counted."""
     batches: list[list[Harvest]] = [[]]
     for item in items:
         longest = max(len(other.tokens) for other in [*batches[-1], item])
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="after which no further pass begins")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    trainer._EVERY = 1  # chains from all entries: which are every fourth differs from way to way
+    trainer._EVERY = 1  # chains from all entries: every fourth entry would be another one in each way
     bench = Workbench.of(load_config(arguments.recipe))
     drafter = bench.config.speculation
     config = drafter.training.model_copy(update={"micro_batch_tokens": PACK, "unroll": 3})
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def check(ways: dict[str, list[Pack]], trainers: dict[str, DrafterTrainer]) -> None:
-    """All ways judge the same entries alike."""
+    """Check that judging the same entries gives the same numbers in all ways."""
     sums = []
     for way, batches in ways.items():
         parts = [trainers[way].judge(trainers[way].layer, batch) for batch in batches]
@@ -169,8 +169,8 @@ def check(ways: dict[str, list[Pack]], trainers: dict[str, DrafterTrainer]) -> N
 
 
 def measure(trainers: dict[str, DrafterTrainer], ways: dict[str, list[Pack]], seconds: float) -> dict[str, float]:
-    """Seconds of a pass by way: the median of as many as there is time for, one at least. The passes go side by side, a
-    twentieth at a time, so that what else the machine does falls on all."""
+    """Seconds of a pass in each way: the median of as many passes as there is time for, at least one. The ways take
+    turns after each twentieth of a pass, so that what else the machine does slows all of them."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for way, batches in ways.items():
         trainers[way].step(batches[0])
@@ -181,7 +181,7 @@ def measure(trainers: dict[str, DrafterTrainer], ways: dict[str, list[Pack]], se
             for way, batches in ways.items():
                 start = time.perf_counter()
                 for batch in batches[len(batches) * part // 20 : len(batches) * (part + 1) // 20]:
-                    trainers[way].reach = float(trainers[way].config.unroll)  # all guesses, right or not
+                    trainers[way].reach = float(trainers[way].config.unroll)  # train all guesses, right or not
                     trainers[way].step(batch)
                 spent[way] += time.perf_counter() - start
         for way in ways:

@@ -1,14 +1,16 @@
-"""Whole GRPO steps of trainers that a user could pick: same model, tasks, batch, bound of tokens, optimizer, threads.
+"""Times GRPO steps of trainers that a user could pick, with the same model, tasks, batch, token bound, optimizer,
+threads.
 
     .venv-trl/bin/python bench/peers.py [RECIPE] --json FILE [--only "NAME;NAME"] [--steps 3] [--tokens 512] [--runs 1]
 
-Each contender is a process of its own, and they come in turn; what is in the file already stays, so that a contender
-can be run at a time. A step is generation, rewards and update, by the wall clock. TRL is in the environment of
-`make trl`, which wants `pip install -e '.[tasks]'` too.
+Each contender is a process of its own, and they run in turn. Results that are in the file already stay, so that
+contenders can be run one at a time. A step is generation, rewards and update, in wall-clock time. TRL is in the
+environment of `make trl`, which also needs `pip install -e '.[tasks]'`.
 
 TRL's own sampling draws other responses than tlt, and other lengths take other times. So `TRL, generate, tlt's tokens`
-has transformers generate the very responses of `TRL with tlt, off`: each forward pass and each draw is done, and the
-token is put in its place. Those two and all of TRL with tlt do the same work, which the sha256 of the weights shows.
+has transformers generate the very responses of `TRL with tlt, off`: each forward pass and each draw is done, and then
+the drawn token is replaced. That contender and all of TRL with tlt do the same work, which the sha256 of the weights
+shows.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def alone(config: Any, folder: str, speculation: dict[str, Any]) -> dict[str, An
 
 
 class Generate:
-    """Transformers' `generate` in the place of tlt: of the responses that a run with tlt had."""
+    """A `rollout_func` by transformers' `generate`, which is made to give the responses of a run with tlt."""
 
     def __init__(self, responses: list[dict[str, Any]]) -> None:
         self.responses = responses
@@ -131,7 +133,7 @@ class Generate:
 
 
 class Recorder:
-    """What a `rollout_func` answered."""
+    """A `rollout_func` that records the answers of another one."""
 
     def __init__(self, rollout: Any) -> None:
         self.rollout, self.answers = rollout, list[dict[str, Any]]()
@@ -203,7 +205,7 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
 
 
 def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
-    """A generation of the recipe's size, and one optimizer step on it."""
+    """Settings for one generation of the recipe's size, and one optimizer step on it."""
     rollout, train = config.rollout, config.train
     size, parts = rollout.prompts_per_step * rollout.group_size, 4
     settings: dict[str, Any] = {
@@ -226,7 +228,7 @@ def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"},
     }
-    if batching:  # its cache would take most of the memory
+    if batching:  # the default cache would take most of the memory
         settings["use_transformers_continuous_batching"] = True
         cache = {"num_blocks": 4 * size, "max_batch_tokens": 2048}
         settings["transformers_continuous_batching_config"] = cache
@@ -234,7 +236,7 @@ def grpo_settings(config: Any, folder: str, batching: bool) -> dict[str, Any]:
 
 
 def reward_of(config: Any, prompts: Any) -> tuple[Callable[..., list[float | None]], Callable[[], None]]:
-    """The recipe's own reward, as TRL calls it."""
+    """The recipe's own reward as a function for TRL, and a function that closes it."""
     from tlt.rewards import make_reward
     from tlt.types import Request, Response, SamplingParams
 

@@ -1,9 +1,10 @@
-"""A run disturbed at any moment, then resumed, must end with the sha256 of one that was not, each prompt consumed once.
+"""Checks that a run which is disturbed and resumed ends with the undisturbed sha256, each prompt consumed once.
 
     python bench/recovery.py [--kills 50] [--terms 50] [--points all] [--json FILE]
 
-Disturbances: SIGKILL and SIGTERM at random moments of a real process, and the end of the process before, amid and after
-every write, flush, rename, unlink and folder operation of a resumed step with its save. The model is tiny, in float64.
+Disturbances are SIGKILL and SIGTERM at random moments of a real process, and the end of the process before, amid and
+after every write, flush, rename, unlink and folder operation of a resumed step with its save. The model is tiny, in
+float64.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "several epochs": {"epochs": 2, "updates_per_step": 2},
     "LoRA": {"lora": {"rank": 2}, "epochs": 2, "learning_rate": 1e-2},
 }
-"""to train: name -> what it sets of [train]"""
+"""ways to train: name -> settings of [train]"""
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 
@@ -44,11 +45,11 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Stands for the end of the process at this point."""
 
 
 class Faults:
-    """Counts the points before, amid and after what the main thread does to files, and acts at one of them."""
+    """Counts the points before, amid and after each file operation of the main thread, and acts at one of them."""
 
     def __init__(self, at: int = -1, act: Callable[[], None] | None = None) -> None:
         self.at, self.act = at, act or _crash
@@ -57,7 +58,7 @@ class Faults:
 
     def point(self) -> None:
         if self.points == self.at:
-            self.points += 1  # what clears up after the fault meets no other
+            self.points += 1  # what is cleared up after the fault meets no second one
             self.act()
         self.points += 1
 
@@ -132,7 +133,7 @@ class _Writer:
 
 @contextmanager
 def faults(at: int = -1, act: Callable[[], None] | None = None) -> Iterator[Faults]:
-    """Within the block, `act` (by default the end of the process) at the point of number `at`."""
+    """Within the block, call `act` at the point with number `at`; by default it raises Crash. At -1 only count."""
     import safetensors.torch
 
     found = Faults(at, act)
@@ -174,7 +175,7 @@ def write_recipe(home: Path, **sections: dict[str, Any]) -> Path:
 
 
 def train_here(recipe: Path, folder: Path, resume: bool = False, steps: int = STEPS, keep: int = 2) -> dict[str, Any]:
-    """A run in this process; returns its summary."""
+    """Do a run in this process; returns its summary."""
     from rich.console import Console
 
     from tlt.config import load_config
@@ -210,7 +211,7 @@ def verdict(folder: Path, expected: str, prompts: int) -> dict[str, bool]:
 
 
 def at_every_point(recipe: Path, home: Path, most: int | None = None) -> dict[str, Any]:
-    """One step and its save, in this process, cut short at each point in turn (or at `most` of them, evenly spread)."""
+    """Do one step and its save in this process, cut short at each point in turn (or at `most` of them, evenly)."""
     expected = train_here(recipe, home / "cut whole", steps=3)["policy_sha256"]
     train_here(recipe, home / "cut base", steps=2)
 
@@ -218,7 +219,7 @@ def at_every_point(recipe: Path, home: Path, most: int | None = None) -> dict[st
         folder = home / f"cut {at}"
         shutil.copytree(home / "cut base", folder, symlinks=True)
         with faults(at) as found, suppress(Crash):
-            train_here(recipe, folder, resume=True, steps=3, keep=1)  # so that the older one is removed
+            train_here(recipe, folder, resume=True, steps=3, keep=1)  # so that the older checkpoint is removed
         return found, folder
 
     whole, _ = resumed(-1)
@@ -237,14 +238,14 @@ def at_every_point(recipe: Path, home: Path, most: int | None = None) -> dict[st
 def at_random_moments(
     recipe: Path, home: Path, number: signal.Signals, trials: int, expected: str, lasts: float, seed: int = 0
 ) -> dict[str, Any]:
-    """`trials` real processes, each sent the signal at a random moment of the `lasts` seconds that a run takes, then
-    resumed to the end."""
+    """Run `trials` real processes. Each is sent the signal at a random moment of the `lasts` seconds that a run takes,
+    and is then resumed to the end."""
     moments = random.Random(f"{seed}/{number}")
     rows: list[dict[str, Any]] = []
     for trial in range(trials):
         folder = home / f"{number.name} {trial}"
         row = _disturb(recipe, folder, number, moments.uniform(0, lasts))
-        if row["exit"] != 0:  # else it was over before
+        if row["exit"] != 0:  # else the run was over before the signal
             _finish(start(recipe, folder, *(["--resume"] if row["checkpoints"] else ["--run.overwrite", "true"])))
         rows.append(row | verdict(folder, expected, prompts=6))
         shutil.rmtree(folder)
@@ -260,7 +261,7 @@ def at_random_moments(
 
 
 def undisturbed(recipe: Path, home: Path) -> tuple[str, float]:
-    """sha256, and the seconds from the start of the run (not of the process) to its end."""
+    """The sha256 of an undisturbed run, and the seconds from the start of the run (not of the process) to its end."""
     process = start(recipe, home / "whole")
     _wait_for_the_run(home / "whole", process)
     began = time.monotonic()
@@ -318,7 +319,7 @@ def main() -> None:
 
 
 def disturbed(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that a run which trains so has to bear."""
+    """Try all disturbances on runs that train in this way."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         recipe = write_recipe(home, train={"steps": STEPS} | WAYS[way])

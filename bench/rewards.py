@@ -1,4 +1,4 @@
-"""How much of slow rewards the rollout hides: 128 responses, each scored in 0.2 s by a function that waits.
+"""How much time of slow rewards the rollout hides: 128 responses, each scored in 0.2 s, by waiting or computing.
 
 python bench/rewards.py --json bench/results/rewards.json
 """
@@ -37,7 +37,7 @@ def computes(prompt, answer):
 
 
 def measure(name: str, folder: Path, rollout_seconds: float, steps: int) -> list[float]:
-    """Seconds that each step waits for its rewards after a rollout whose responses end evenly over its time."""
+    """Seconds that each step waits for its rewards after the rollout, whose responses end at even distances."""
     reward = {"name": f"slow_rewards:{name}", "folder": str(folder)}
     config = parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
     prompt = Prompt(0, "", (1,))
@@ -48,7 +48,7 @@ def measure(name: str, folder: Path, rollout_seconds: float, steps: int) -> list
         responses = [Response(request, [1], [], [], "stop", "x") for request in requests]
         for response in responses:
             time.sleep(rollout_seconds / RESPONSES)
-            getattr(made, "submit", lambda _: None)(response)  # what came before had no queue
+            getattr(made, "submit", lambda _: None)(response)  # older versions of tlt had no queue
         began = time.perf_counter()
         made(responses)
         waited.append(time.perf_counter() - began)

@@ -1,10 +1,10 @@
-"""What a round with the learned drafter takes, beside a plain one; of this tree, and of another one in turn with it.
+"""Times rounds with the learned drafter and plain ones, of this source tree and of another one, in turn.
 
     python bench/round_cost.py recipes/longtail.toml [--before OTHER/src] [--depths 1 2 4 8] [--json FILE]
 
-Each tree has a process of its own, and they take turns of one strategy at a time: rounds of one row, the same responses
-to the same prompts. A strategy takes the median of its turns' medians. `fixed` and `level` are the line through the
-chains' excess over plain rounds: fixed + level * depth.
+Each tree has a process of its own. They take turns of one strategy at a time: rounds of one row, for the same responses
+to the same prompts. The milliseconds of a strategy are the median of its turns' medians. `fixed` and `level` fit what
+rounds with chains take beyond plain rounds by the line fixed + level * depth.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-ROUNDS = 120  # of a turn
+ROUNDS = 120  # rounds of a turn
 
 
 def serve(recipe: str) -> None:
-    """In a process of one tree: read a chain's depth (0: plain), answer with the milliseconds of a round."""
+    """Serve one tree in a process: read the depth of a chain (0: plain), answer with milliseconds of a round."""
     import torch
 
     from tlt.config import load_config
@@ -51,7 +51,7 @@ def serve(recipe: str) -> None:
         seconds: list[float] = []
         for response in longest:
             engine.start([response.request])
-            engine.round()  # its prefill too
+            engine.round()  # this round includes the prefill
             while engine.busy and len(seconds) < ROUNDS:
                 began = time.perf_counter()
                 engine.round()

@@ -2,10 +2,10 @@
 
     python bench/saving.py [--hidden 2048] [--folder DIR] [--json FILE]
 
-The drafter has the shape of one for a target of that hidden size. Three ways, in turn: everything at once (the
-trainable tensors, Adam's moments, and the target's embedding and head beside them, as a plain save of the drafter
-would), only what is trained at once, and only what is trained in the background. There the caller pays for a copy:
-one that averaging and the gate need anyway, so it is told apart from the save itself.
+The drafter has the shape for a target of that hidden size. Three ways are timed in turn: everything at once (the
+trainable tensors, Adam's moments, and the target's embedding and head, as in a plain save), only trained tensors at
+once, and only trained tensors in the background. For the latter the caller waits for a copy, which averaging and
+judging need anyway; so the copy is also timed alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shape(hidden: int) -> EagleOptions:
 
 
 def training_state(options: EagleOptions) -> dict[str, Tensor]:
-    """As of `SpotTrainer.replica`: the weights to be published, those in training, and two moments."""
+    """Tensors as in `SpotTrainer.replica`: the weights to publish, those in training, and Adam's two moments."""
     names = {name: t.detach() for name, t in EagleLayer(options).named_parameters()}
     kinds = ("mean", "weight", "exp_avg", "exp_avg_sq")
     tensors = {f"{kind}.{name}": torch.rand_like(t) for kind in kinds for name, t in names.items()}

@@ -1,17 +1,19 @@
-"""Does spot training keep the drafter up when the task changes? A fair test: the policy's own sharpening cannot help.
+"""Tests whether spot training adapts the drafter when the task changes, where a sharper policy alone cannot help.
 
     python bench/task_shift.py --json FILE [--steps 200] [--seeds 2] [--modes suffix,frozen,bound,spot,serial,adaptive]
 
-recipes/longtail.toml as a curriculum of two stages, sums and greatest common divisors, then prime factors and counts of
-bits: the shift is in the middle of the run. The drafter was trained on the first stage alone (it is made here, once, if
---drafter names no folder). The modes are those of `tlt bench train`, which take turns step by step, and `bound`: frozen
-with assets/tiny-drafter, which was trained on all four tasks, as the most that adapting could bring. In the result
-`adaptive` is spot training without look-ahead (the mode `spot`), and `adaptive+ahead` with it (the mode `adaptive`).
+recipes/longtail.toml is run as a curriculum of two stages: sums and greatest common divisors, then, from the middle of
+the run on, prime factors and counts of bits. The drafter was trained on the first stage alone (it is made here, once,
+if --drafter names no folder). The modes are those of `tlt bench train`, which take turns step by step, and `bound`: the
+mode `frozen` with assets/tiny-drafter, which was trained on all four tasks; it shows the most that adapting can give.
+In the result `adaptive` is spot training without look-ahead (the mode `spot`), and `adaptive+ahead` is spot training
+with look-ahead (the mode `adaptive`).
 
 {"phases": [{"name", "first", "last", "ratios": {"adaptive/frozen": [low, median, high], ...}, "steps": {...},
              "seconds": {mode: of all rollouts in sum}}],
- "recovered", "policy_sha256"}: ratios of rollout speed, the median of paired steps of all seeds in its 95 % interval;
-`steps` likewise of whole steps. `recovered` is how much of the way from frozen to the bound is gone in the last phase.
+ "recovered", "policy_sha256"}: `ratios` are of rollout speed, the median of paired steps of all seeds with its 95 %
+interval; `steps` are the same for whole steps. `recovered` is the fraction of the way from `frozen` to `bound` that is
+gone in the last phase.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ LATER = ("prime_factorization", "count_bits")
 MODES = ("suffix", "frozen", "bound", "spot", "serial", "adaptive")
 NAMES = {"spot": "adaptive", "adaptive": "adaptive+ahead"}
 COMPARED = (("adaptive", "frozen"), ("adaptive", "serial"), ("adaptive", "suffix"), ("bound", "frozen"))
-SETTLING = 0.25  # of the steps after the shift, which are a phase of their own
-HARVEST, SECONDS = 80_000, 300.0  # of the first stage's drafter
+SETTLING = 0.25  # fraction of the steps after the shift that is a phase of its own
+HARVEST, SECONDS = 80_000, 300.0  # entries and seconds of training of the first stage's drafter
 
 
 def shifting(config: Config, steps: int, seed: int) -> Config:
-    """As many prompts as steps take, of the first stage for the first half of them."""
+    """The recipe with as many prompts as the steps take, the first half of them of the first stage."""
     tree = config.model_dump(mode="json")
     for task in tree["data"]["tasks"]:
         task["stage"] = int(task["name"] in LATER)
@@ -55,12 +57,12 @@ def first_stage(config: Config) -> Config:
     tree = config.model_dump(mode="json")
     tree["data"]["tasks"] = [task for task in tree["data"]["tasks"] if task["name"] not in LATER]
     tree["speculation"]["path"] = None
-    tree["speculation"]["training"]["micro_batch_tokens"] = 512  # as assets/tiny-drafter was made
+    tree["speculation"]["training"]["micro_batch_tokens"] = 512  # as for assets/tiny-drafter
     return parse_config(tree)
 
 
 def race(config: Config, bound: str, steps: int, modes: Sequence[str], console: Console) -> dict[str, Mode]:
-    """All modes of one seed, in turn, step by step."""
+    """Run all modes with one seed, in turn, step by step."""
     best = config.model_copy(update={"speculation": config.speculation.model_copy(update={"path": bound})})
     configs = {
         name: mode_config(best if name == "bound" else config, "frozen" if name == "bound" else name, 2, steps, 1, name)
@@ -80,7 +82,7 @@ def phases_of(steps: int) -> dict[str, tuple[int, int]]:
 
 
 def compared(done: Sequence[Mapping[str, Mode]], first: int, last: int, whole: bool) -> dict[str, Any]:
-    """Speed of one mode against another's, over these steps of all seeds."""
+    """Ratios of the speed of one mode to another's, over these steps of all seeds."""
 
     def seconds(name: str) -> list[float]:
         runs = [modes[name].step_seconds if whole else modes[name].rollout_seconds for modes in done]
@@ -93,7 +95,7 @@ def compared(done: Sequence[Mapping[str, Mode]], first: int, last: int, whole: b
 
 
 def recovered(ratios: Mapping[str, Sequence[float]], name: str = "adaptive") -> float | None:
-    """Of the way from frozen to the bound, by medians; None where there is none to go."""
+    """The fraction of the way from `frozen` to `bound` that a mode has gone, by medians; None if there is no way."""
     there, bound = ratios.get(f"{name}/frozen"), ratios.get("bound/frozen")
     if there is None or bound is None or bound[1] <= 1.0:
         return None

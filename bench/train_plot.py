@@ -1,4 +1,4 @@
-"""A picture of what `tlt bench train` found: accept length and seconds of every step, mode by mode.
+"""Draws the result of `tlt bench train`: accept length and seconds of every step, for each mode.
 
 python bench/train_plot.py RESULT.json PICTURE.svg
 """
@@ -40,7 +40,7 @@ def picture(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def panel(curves: dict[str, list[float]], title: str, top: float) -> list[str]:
-    """Steps to the right, values from 0 up."""
+    """The SVG elements of one panel: steps to the right, values from 0 up."""
     steps = max(map(len, curves.values()))
     most = 1.05 * max(max(values) for values in curves.values())
 
@@ -67,7 +67,7 @@ def panel(curves: dict[str, list[float]], title: str, top: float) -> list[str]:
 
 
 def ticks(most: float) -> list[float]:
-    """Four to nine round values from 0 up."""
+    """Round values for an axis: about four to nine of them, from 0 up to `most`."""
     unit = 10.0 ** (len(str(int(most))) - 1)
     step = next(unit * part for part in (0.1, 0.2, 0.25, 0.5, 1, 2) if most / (unit * part) < 9)
     return [round(i * step, 6) for i in range(int(most / step) + 1)]

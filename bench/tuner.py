@@ -1,12 +1,12 @@
-"""How far the tuner is from the best choice in hindsight.
+"""Measures how far the tuner is from the best choice in hindsight.
 
     python bench/tuner.py record RECIPE TABLES.json [--steps 20]     every strategy decodes the same responses
     python bench/tuner.py simulate TABLES.json [--json FILE] [--seeds 20]     without torch
 
-All strategies commit the same tokens, so what was recorded says of every position of every response whether a drafter's
-guess there was right, and a simulated rollout may draft from wherever another strategy left off. What a round takes is
-drawn from the rounds that its strategy was recorded with; drawn times teach the tuner, their medians are what it is
-charged. The best choice in hindsight is, for each bucket, the strategy that was fastest there.
+All strategies commit the same tokens. So a recording tells for every position of every response whether a drafter's
+guess there was right, and a simulated rollout may draft from wherever another strategy left off. The seconds of a round
+are drawn from the recorded rounds of its strategy: the tuner learns from drawn seconds, and is charged their medians.
+The best choice in hindsight is, for each bucket, the strategy that was fastest there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tlt.engine.arms import strategies
 from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, interpolate
 from tlt.metrics import provenance, write_json
 
-_ENOUGH = 5  # rounds at a number of rows, for a median
+_ENOUGH = 5  # least number of rounds with a number of rows, for a median
 
 Kind = tuple[str, int]
 """drafter, branching"""
@@ -65,7 +65,7 @@ def record(recipe: Path, out: Path, steps: int) -> None:
 
 
 class Recorder(Fixed):
-    """Keeps what every round took."""
+    """Keeps the number of rows and the seconds of every scored round."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
@@ -83,13 +83,13 @@ class Recorder(Fixed):
 
 class World(NamedTuple):
     seconds: dict[Strategy, dict[int, list[float]]]
-    """of the rounds of so many rows"""
+    """seconds of rounds, by strategy and number of rows"""
     right: dict[Kind, list[list[list[bool]]]]
-    """[step][response][position] whether a guess of this kind was"""
+    """[step][response][position] whether a guess of this kind was right"""
     chances: dict[str, float]
-    """of each drafter's first guess, as known before"""
+    """how often each drafter's first guess is right, as known before"""
     where: dict[str, Any]
-    """machine, versions and commit of the recording: its seconds are theirs"""
+    """machine, versions and commit of the recording, to which its seconds belong"""
 
     def typical(self, arm: Strategy, rows: int) -> float:
         return interpolate({at: statistics.median(taken) for at, taken in self.seconds[arm].items()}, rows)
@@ -102,8 +102,8 @@ class World(NamedTuple):
 
 
 def read(path: Path) -> World:
-    """The deepest arm of a kind says what its guesses are worth: one that is wrong ends a round. What follows a guess
-    that was right at the very end of a chain is the target's own token: it is held to have been right too."""
+    """Read a recording. The deepest arm of a kind tells which guesses are right: a wrong one ends a round. The target's
+    own token behind a chain that was right to its end counts as a right guess."""
     recorded = json.loads(path.read_text(encoding="utf-8"))
     tables = {Strategy(*t["strategy"]): t for t in recorded["tables"]}
     seconds: dict[Strategy, dict[int, list[float]]] = {}
@@ -137,7 +137,7 @@ def _right(lengths: Sequence[int], depth: int) -> list[bool]:
 Choose = Callable[[int, float], Strategy]
 Learn = Callable[[Strategy, float, list[int]], None]
 Round = tuple[Bucket, float, int]
-"""what it took, and gave"""
+"""bucket, seconds, and tokens committed by all rows"""
 
 
 def play(world: World, choose: Choose, learn: Learn = lambda *_: None, rng: random.Random | None = None) -> list[Round]:
@@ -162,7 +162,7 @@ def spent(rounds: Sequence[Round]) -> float:
 
 
 def hindsight(world: World) -> tuple[dict[str, float], float]:
-    """Seconds of each strategy alone, and of the best one of each bucket."""
+    """Seconds of a run with each strategy alone, and of one with the best strategy of each bucket."""
     alone: dict[str, float] = {}
     speeds: dict[Bucket, dict[Strategy, float]] = {}
     for arm in world.seconds:
@@ -176,7 +176,7 @@ def hindsight(world: World) -> tuple[dict[str, float], float]:
 
 
 def tuned(world: World, seed: int) -> float:
-    """Seconds; the start-up profile is off by up to 7 %."""
+    """Seconds of a run with the tuner, whose start-up profile is off by up to 7 %."""
     rng = random.Random(seed)
     profile = {
         rows: {arm: world.typical(arm, rows) * rng.uniform(0.93, 1.07) for arm in world.seconds}

@@ -1,10 +1,11 @@
-"""Two nodes on one machine: network namespaces with a cable between them, a Ray node in each, and a run on both.
+"""Tests runs on two nodes of one machine: two network namespaces with a cable between them, and a Ray node in each.
 
     python bench/two_nodes.py [--steps 60] [--json FILE]
 
-The run must end with the sha256 of one on a single node, whatever happens to the second node: lost and come back,
-behind a slow link, its worker stopped, its cable pulled amid a rollout and amid an update; and a node without the model
-must be named before the first step. Else the exit status is 1. Needs root, ip and tc, and says so and ends without.
+A run must end with the sha256 of one on a single node, whatever happens to the second node: it is lost and comes back,
+it is behind a slow link, its worker is stopped, its cable is pulled amid a rollout and amid an update. A node without
+the model must be named before the first step. Else the exit status is 1. The test needs root, ip and tc; without them
+it says so and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def phase(self, step, name, total, real=Display.phase):
 Display.phase = phase
 cli.main(sys.argv[1:])
 """
-"""tlt, with a line about every phase as it begins"""
+"""a program that runs tlt and prints a line at the beginning of every phase"""
 
 
 def can_be_made() -> bool:
@@ -60,7 +61,7 @@ def can_be_made() -> bool:
 
 @dataclass
 class Nodes:
-    """Two of them, 0 the head; each is named by the processes in its namespace."""
+    """Two nodes in network namespaces; node 0 is Ray's head."""
 
     home: Path
     names: tuple[str, str] = (f"tlt_a_{os.getpid()}", f"tlt_b_{os.getpid()}")
@@ -78,7 +79,7 @@ class Nodes:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
 
     def start(self, node: int, *before: str) -> None:
-        """Ray on a node of one CPU; `before`: a command that it is started by."""
+        """Start Ray on a node, with one CPU. `before`: a command that Ray's command is given to."""
         address = _ADDRESSES[node]
         joins = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={self.home / 'ray'}"]
         joins = [f"--address={_ADDRESSES[0]}:{_PORT}"] if node else joins
@@ -120,7 +121,7 @@ class Nodes:
         }
 
     def kill(self, node: int) -> None:
-        """All its processes, as where its power is cut."""
+        """Kill all processes of a node, as if its power were cut."""
         while pids := _ip("netns", "pids", self.names[node]).split():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -128,7 +129,7 @@ class Nodes:
             time.sleep(0.1)
 
     def stop(self, node: int) -> None:
-        """Its worker, as where it hangs."""
+        """Stop the worker of a node, as if it hung."""
         for pid in _ip("netns", "pids", self.names[node]).split():
             with suppress(OSError):
                 if b"ray::Actor" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -146,7 +147,7 @@ class Nodes:
             subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", "cable", "root"], check=True)
 
     def bytes(self) -> int:
-        """That have gone over the cable, both ways."""
+        """Number of bytes that have gone over the cable, both ways."""
         (found,) = json.loads(_ip("-n", self.names[0], "-s", "-j", "link", "show", "cable"))
         return found["stats64"]["rx"]["bytes"] + found["stats64"]["tx"]["bytes"]
 
@@ -174,13 +175,13 @@ def nodes() -> Iterator[Nodes]:
 
 @dataclass
 class Trial:
-    """A run on both nodes, and what it suffers as it reaches given phases of given steps."""
+    """A run on both nodes, and what happens when it comes to given phases of given steps."""
 
     nodes: Nodes
     recipe: Path
     name: str
     events: dict[tuple[int, str], Callable[[], None]] = field(default_factory=dict)
-    """by step and phase"""
+    """what to do, by step and phase"""
 
     def run(self) -> dict[str, Any]:
         folder = self.nodes.home / self.name
@@ -206,14 +207,15 @@ class Trial:
 
 
 def _has_come_to(step: int, phase: str, log: Path) -> bool:
-    """Or is past it."""
+    """Whether the run has come to this phase of this step, or is past it."""
     lines = [line.split() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     seen = [(int(words[1]), words[2]) for words in lines if len(words) == 3 and words[0] == "phase"]
     return bool(seen) and (seen[-1][0] > step or (step, phase) in seen)
 
 
 def facts_of(name: str, folder: Path) -> dict[str, Any]:
-    """Of a run that is done: seconds are the median step's."""
+    """Facts of a finished run: seconds of the median and of the longest step, in the later two thirds of its steps, and
+    of the median update."""
     from tlt.metrics import read_metrics
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -233,7 +235,7 @@ def facts_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 def alone(recipe: Path, home: Path) -> dict[str, Any]:
-    """Both workers on this machine, without any of this."""
+    """A run with both workers on this machine, without namespaces."""
     folder = home / "alone"
     command = [sys.executable, "-m", "tlt", "train", str(recipe), "--run.folder", str(folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -276,7 +278,7 @@ def trials(nodes: Nodes, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def faults_of(rows: list[dict[str, Any]]) -> list[str]:
-    """What did not end as it should, in a sentence each."""
+    """A sentence for each trial that did not end as it should."""
     expected, without_model = rows[0]["sha256"], rows[-1]
     found = [f"{row['name']} ended otherwise" for row in rows[:-1] if row.get("sha256") != expected]
     if without_model["exit"] != 2 or "model" not in without_model["said"]:

@@ -1,10 +1,10 @@
-"""Peak resident memory of an update at a vocabulary of 151,936, log-probs of all tokens at once and in chunks.
+"""Peak resident memory of an update with a vocabulary of 151,936: log-probs of all tokens at once, and in chunks.
 
     python bench/update_memory.py [--json FILE]
 
-A random Qwen3 of two layers, hidden size 128: all but the vocabulary is small. 2,048 response tokens in one
-micro-batch, two updates, so that Adam's moments are there. Each case runs in a process of its own, because a peak never
-goes down.
+The model is a random Qwen3 of two layers and hidden size 128: all but the vocabulary is small. A case does two updates,
+so that Adam's moments exist, with 2,048 response tokens in one micro-batch. Each case runs in a process of its own,
+because a peak never goes down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASES = {
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Two updates under these [train] settings; returns MiB, seconds, and metrics to compare cases by."""
+    """Do two updates with these [train] settings. Returns MiB, seconds, and metrics to compare cases by."""
     import torch
 
     from tlt.config import RolloutConfig, TrainConfig

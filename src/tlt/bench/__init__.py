@@ -1,1 +1,2 @@
-"""`tlt bench`: both sides in one run, in turn, on the same tokens; medians and paired ratios, written as JSON."""
+"""`tlt bench`: measures both sides of a comparison in one run, in turn, on the same tokens. It writes medians and
+paired ratios as JSON."""

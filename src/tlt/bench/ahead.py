@@ -1,4 +1,4 @@
-"""The two targets of a rollout with look-ahead: the one that decodes now, and an older one that decoded ahead."""
+"""Makes the two targets of a rollout with look-ahead: the present one, and an older one that decodes ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_ROWS = 64
 
 
 class _Nobody:
-    """Looks on while the policy is trained."""
+    """A watcher that shows nothing while the policy is trained."""
 
     def phase(self, step: int, name: str, total: int) -> None: ...
 
@@ -31,8 +31,7 @@ Weights = dict[str, Tensor]
 
 
 def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
-    """Train the recipe's policy for a few steps, here and by one worker: its weights then, and so many updates
-    before."""
+    """Train the recipe's policy in this process, by one worker. Returns its weights, and those `steps` updates ago."""
     changes = {
         "speculation": config.speculation.model_copy(update={"drafter": "off"}),
         "cluster": config.cluster.model_copy(update={"workers": 1}),
@@ -52,7 +51,7 @@ def trained(config: Config, steps: int) -> tuple[Weights, Weights]:
 
 
 def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
-    """Targets with the weights of `trained`."""
+    """Two targets with the weights of `trained`: the older one, then the present one."""
     older, present = make_target(config.model), make_target(config.model)
     now, before = trained(config, steps)
     older.load(before, version=_FIRST_STEPS)
@@ -61,7 +60,7 @@ def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
 
 
 def decode_ahead(older: Decoder, config: Config, requests: Sequence[Request]) -> list[Ahead]:
-    """What the older target says."""
+    """What the older target decodes ahead for these requests."""
     store = AheadStore(sum(request.sampling.max_new_tokens for request in requests))
     engine = Engine(older, config.engine.model_copy(update={"max_rows": _MOST_ROWS}), store=store)
     engine.look_ahead(requests)

@@ -1,4 +1,4 @@
-"""Where two recorded training runs part: at the first step in which a response differs, rounding must explain it."""
+"""Finds the step in which two recorded training runs fork: there rounding must explain each response that differs."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ FILE = "responses.jsonl"
 
 
 def record(folder: Path, groups: list[Group]) -> None:
-    """One more step of a run."""
+    """Append the responses of one more step of a run to its file."""
     with (folder / FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(to_plain(groups)) + "\n")
 
 
 class Comparison(NamedTuple):
     first: int | None
-    """the step in which the runs part; later ones have other policies, and cannot be compared"""
+    """the first step in which responses differ; later steps have other policies, and cannot be compared"""
     explained: int = 0
-    """responses of that step that rounding alone can have turned"""
+    """number of differing responses of that step that rounding alone can explain"""
     unexplained: int = 0
     forks: tuple[Fork, ...] = ()
 
 
 def compare(name: str, plain: Path, other: Path, config: Config) -> Comparison:
-    """Two runs' folders; `plain` holds a checkpoint of every step. Recomputes the two noisy scores of each first
-    differing token in float64, from the policy that both runs had before that step."""
+    """Compare the runs in two folders; `plain` must hold a checkpoint of every step. The two noisy scores of each first
+    differing token are recomputed in float64, with the policy that both runs had before that step."""
     for step, (ours, theirs) in enumerate(zip_longest(_steps(plain), _steps(other), fillvalue=[])):
         pairs = [pair for pair in zip(ours, theirs, strict=False) if _tokens(pair[0]) != _tokens(pair[1])]
         if pairs:

@@ -20,7 +20,7 @@ from tlt.stopping import Stopped
 
 
 class Recording(TakingTurns):
-    """Writes down the responses of each step, between two steps."""
+    """Records the responses of each step, between two steps."""
 
     def step(self, result: StepResult) -> None:
         forks.record(Path(self.config.run.folder), result.groups)

@@ -1,6 +1,6 @@
-"""Plain decoding of the engines a user would otherwise pick, on prompts and lengths that are the same for all.
+"""Plain decoding by the engines that a user would otherwise pick, with the same prompts and lengths for all.
 
-Each peer is a function that decodes once and returns nothing; one that is not installed is left out.
+Each peer is a function that decodes once; its result is not used. A peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Decode = Callable[[], Any]
 def peers(
     config: ModelConfig, device: torch.device, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, Decode]:
-    """name -> decode `new_tokens` for every prompt (all of one length), at temperature 1, with no early stop."""
+    """By name, a function that decodes `new_tokens` tokens for every prompt, at temperature 1, with no early stop. All
+    prompts have the same length."""
     found = dict(_transformers(config, device, prompts, new_tokens))
     if importlib.util.find_spec("vllm"):
         found["vllm"] = _vllm(config, prompts, new_tokens)
@@ -46,7 +47,7 @@ def _transformers(
     def generate_batch() -> None:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        # the default cache takes most of the free memory, which costs seconds: give it what these prompts need
+        # the default cache takes most of the free memory, which costs seconds; this one has what these prompts need
         pages = len(prompts) * (1 + (ids.shape[1] + new_tokens) // 256)
         cache = ContinuousBatchingConfig(num_blocks=pages + 8, max_batch_tokens=max(256, ids.numel()))
         rows = [list(p) for p in prompts]
@@ -69,7 +70,7 @@ def _vllm(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int
         dtype=config.dtype,
         max_model_len=length,
         max_num_seqs=len(prompts),
-        gpu_memory_utilization=0.3,  # on a CPU this is its share of the main memory
+        gpu_memory_utilization=0.3,  # on a CPU this is a fraction of the main memory
         seed=0,
     )
     law = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)

@@ -1,8 +1,8 @@
-"""`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and beside the peers.
+"""`tlt bench rollout`: tokens per second by batch size and strategy on the recipe's own prompts, and those of peers.
 
-All strategies decode the same requests to the same tokens (checked), a tenth of a second each in turn, so a ratio
-compares the very same work, and what else the machine does falls on all of them. Look-ahead is measured as in a
-training run: the policy is trained for a few steps, and a target of some updates before has decoded the same requests.
+All strategies decode the same requests to the same tokens (checked), a tenth of a second each in turn. So a ratio
+compares the very same work, and what else the machine does slows all of them. Look-ahead is measured as in a training
+run: the policy is trained for a few steps, and the target of some updates before has decoded the same requests.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128
-_HALF_WIDTH = 0.02  # repeats go on until the interval of adaptive's ratio to plain is this narrow, or twice as many
+_HALF_WIDTH = 0.02  # relative; repeats go on until adaptive's ratio to plain is known so well, twice as many at most
 _TRIALS = 3
 _TURN = 0.1  # seconds
-_FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # responses that rounding may turn, a repeat
+_FORKS = {"float64": 0, "float32": 1, "bfloat16": math.inf}  # responses of a repeat that rounding may change
 _SHAPES = {
     "suffix": ((6, 2, 8, 0.5),),
     "eagle": ((2, 1, 3, 0.0), (4, 1, 5, 0.0), (8, 1, 9, 0.0), (16, 1, 17, 0.3), (6, 2, 12, 0.1)),
@@ -59,8 +59,8 @@ def bench_rollout(
     only: Sequence[str] = ("",),
 ) -> None:
     """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends. `look_ahead`:
-    policy updates between the target that decoded ahead and the one that decodes now; 0: none did, nothing is
-    trained. `only`: how the names of those begin that are measured, beside plain decoding."""
+    number of policy updates between the target that decoded ahead and the present one; with 0 nothing is decoded ahead,
+    and nothing is trained. `only`: beginnings of the names of strategies to measure, beside plain decoding."""
     console, config = Console(highlight=False), settled(config)
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
@@ -94,7 +94,7 @@ def bench_rollout(
 
 @dataclass
 class _Contender:
-    """A strategy, or `adaptive`; what it learned is kept from one repeat to the next, as in a training run."""
+    """A strategy, or `adaptive`. What it learns is kept from one repeat to the next, as in a training run."""
 
     name: str
     tuner: Tuner
@@ -150,14 +150,14 @@ class _Bench:
     config: Config
     target: Decoder
     older: Decoder | None
-    """has decoded ahead, if any did"""
+    """the target that decodes ahead; None: no look-ahead"""
     prompts: Sequence[Prompt]
     params: SamplingParams
     only: tuple[str, ...] = ("",)
     threads: int = field(default_factory=torch.get_num_threads)
 
     def cases(self, batches: Sequence[int], tail: int) -> list[tuple[int, str, int]]:
-        """(rows at once, label, requests)"""
+        """(rows at once, label, number of requests) of each case."""
         G = self.config.rollout.group_size
         found = [(batch, f"batch {batch}", max(2 * G, 2 * batch)) for batch in batches]
         return found + ([(tail, f"rollout of {tail}", tail)] if tail else [])
@@ -199,7 +199,8 @@ class _Bench:
         return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
 
     def _best_threads(self, batch: int, count: int, note: Callable[[str], None]) -> int:
-        """All have as many as plain decoding is fastest with: a small batch may be faster on one core than on all."""
+        """The number of threads with which plain decoding is fastest; all contenders use it. A small batch may be
+        faster on one core than on all."""
         trials = {threads: _Contender("plain", Fixed(PLAIN)) for threads in {1, self.threads}}
         for _ in range(_TRIALS if len(trials) > 1 else 0):
             for threads, contender in trials.items():
@@ -220,7 +221,8 @@ class _Bench:
         timed: bool,
         ahead: Sequence[Ahead] = (),
     ) -> list[_Run]:
-        """Who has fewest tokens is next; on a GPU, whose memory is not for all at once, they decode one by one."""
+        """Decode with all contenders; the one with the fewest tokens has the next turn. On a GPU, where memory does not
+        suffice for all at once, they decode one after the other."""
         apart = self.target.device.type != "cpu"
         done: list[_Run] = []
         for heat in [[contender] for contender in contenders] if apart else [contenders]:
@@ -251,7 +253,7 @@ class _Bench:
             on_harvest=buffer.add if contender.harvest else None,
             store=store,
         )
-        engine.calibration = contender.calibration  # what it learned in runs before
+        engine.calibration = contender.calibration  # with what it learned in earlier repeats
         return engine
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:
@@ -282,7 +284,7 @@ class _Bench:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """The median of paired ratios, in the middle of its 95 % bootstrap interval."""
+    """The median of the paired ratios `ours` / `theirs` and its 95 % bootstrap interval: (low, median, high)."""
     paired = np.array(ours) / np.array(theirs)
     draws = np.random.default_rng(0).integers(len(paired), size=(2000, len(paired)))
     low, high = np.percentile(np.median(paired[draws], axis=1), [2.5, 97.5])
@@ -298,7 +300,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _beside_peers(config: Config, target: Decoder, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Plain decoding here and there: `batch` prompts of 64 tokens, 128 new tokens each, nothing stops early."""
+    """Compare plain decoding with that of peers: `batch` prompts of 64 tokens, 128 new tokens each, no early stop."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = target.options.vocab_size
     prompts = torch.randint(vocab_size, (batch, _PEER_PROMPT), generator=generator).tolist()

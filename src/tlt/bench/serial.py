@@ -1,4 +1,4 @@
-"""What spot training is compared with: training between two steps, as others do it, given as many drafter tokens."""
+"""Serial training, to compare spot training with: the drafter is trained between two steps, on as many tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tlt.cluster.remote import ClusterRollout
 from tlt.loop import Rollout
 from tlt.trace import IDLE, SPOT
 
-_PATIENCE = 300.0  # seconds for what is judged
+_PATIENCE = 300.0  # seconds for a judgement to come back
 
 
 def serially(tokens: Sequence[int]) -> Callable[[Rollout], Rollout]:
-    """For `tlt.run.train`: after step s all workers train on `tokens[s]` entries in sum, and what is better goes live;
-    while they decode, none trains."""
+    """The `wrap` of `tlt.run.train`. After step s all workers together train on `tokens[s]` entries, and the candidate
+    goes live if it is better. No worker trains while others decode."""
 
     def wrap(rollout: Rollout) -> Rollout:
         assert isinstance(rollout, ClusterRollout), "trained by the workers of a cluster"
@@ -42,7 +42,7 @@ class SerialRollout(ClusterRollout):
         super().sync(policy, version)
 
     def _train(self, drafter: Publication, tokens: int) -> None:
-        """As long as there is enough harvest; then what was made of it is judged."""
+        """Train on so many tokens, as far as there is enough harvest; then judge the candidate."""
         workers = range(self.crew.size)
         self.crew.everyone("rollout_ended")
         for worker in workers:
@@ -62,6 +62,6 @@ class SerialRollout(ClusterRollout):
 
 
 def _judges_after_every_step(drafter: Publication) -> None:
-    """However little was trained; and it never looks at a drafter at rest."""
+    """Judge after every step, however little was trained, and never look at a drafter at rest."""
     gate = drafter.life.gate
     gate.thresholds = replace(gate.thresholds, stretch=1, looks=0.0)

@@ -1,8 +1,8 @@
-"""`tlt bench train`: the same training run by plain decoding and by every way to speculate and to use idle time.
+"""`tlt bench train`: the same training run with plain decoding, and with each way to speculate and to use idle time.
 
-Every run starts from the same policy and ends, but for explained forks, in the same one, so that step by step the very
-same work is compared. Each is an ordinary run of `tlt train` in a process of its own; they take turns, step by step.
-All are alive at once: where memory does not suffice for that, give fewer of them.
+All runs start from the same policy and end in the same one, except for explained forks. So step by step the very same
+work is compared. Each is an ordinary run of `tlt train` in a process of its own; they take turns, step by step. All are
+alive at once: if memory does not suffice for that, give fewer modes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive": {},
 }
 """name -> what it changes of the recipe's speculation; `adaptive` is the recipe as `tlt train` runs it"""
-_PROBE = 5  # steps by which the better shape of plain decoding is told
+_PROBE = 5  # steps by which the better number of workers for plain decoding is found
 _NOT_A_STEP = ("total", "save", "eval")
 
 
 @dataclass
 class Mode:
-    """A run that is done."""
+    """A finished run."""
 
     name: str
     config: Config
     threads: int
-    """of each worker"""
+    """threads of each worker"""
 
     def __post_init__(self) -> None:
         self.folder = Path(self.config.run.folder)
@@ -59,7 +59,7 @@ class Mode:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Saving and evaluation left out."""
+        """Seconds of each step, without saving and evaluation."""
         return [sum(v for k, v in line["seconds"].items() if k not in _NOT_A_STEP) for line in self.lines]
 
     @property
@@ -68,8 +68,8 @@ class Mode:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of all steps: the driver's phases, which sum to the steps, and what the workers spent (summed over workers)
-        in decoding ahead, in training the drafter and idle; waiting for the run's turn is neither."""
+        """Seconds of all steps: the driver's phases, which sum to the steps; and the workers' time (summed over
+        workers) decoding ahead, training the drafter, and idle. Waiting for the run's turn is not idle time."""
         phases = {name: spent for name, spent in self.summary["seconds"].items() if name not in _NOT_A_STEP}
         workers = [worker["seconds"] for worker in self.summary["workers"]]
         busy = sum(sum(seconds[state] for state in (ROLLOUT, AHEAD, SPOT, UPDATE)) for seconds in workers)
@@ -117,7 +117,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 
 
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
-    """Raises a ValueError of one sentence."""
+    """Run all modes, compare them, and write the result. Raises ValueError with one sentence."""
     _refuse(config, workers, names)
     console, config = Console(highlight=False), settled(config)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
@@ -152,7 +152,8 @@ def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
 
 
 def mode_config(config: Config, name: str, workers: int, steps: int, keep: int = 1, folder: str = "") -> Config:
-    """The reference keeps the policy of every step, as forks are explained by those."""
+    """The recipe of a mode. `keep`: checkpoints to keep; the reference keeps every step's, as forks are explained by
+    its policies."""
     tree = config.model_dump(mode="json")
     changed = MODES[name]
     training = tree["speculation"]["training"] | changed.get("training", {})
@@ -165,7 +166,7 @@ def mode_config(config: Config, name: str, workers: int, steps: int, keep: int =
 
 
 def run_in_turn(console: Console, configs: dict[str, Config]) -> dict[str, Mode]:
-    """All of them, a step each in turn. `configs` is by mode, or by any other name for more runs of plain decoding."""
+    """Do all runs, a step each in turn. `configs`: recipes by mode, or for plain decoding by any other name."""
     threads = {name: _threads(config.cluster.workers) for name, config in configs.items()}
     console.rule(", ".join(f"{name} {config.cluster.workers} x {threads[name]}" for name, config in configs.items()))
     runs = {name: partial(_start, name, config, threads[name]) for name, config in configs.items()}
@@ -187,7 +188,7 @@ def _start(name: str, config: Config, threads: int) -> Run:
 
 
 def _better_shape(config: Config, workers: int, console: Console) -> int:
-    """Plain decoding by many workers, or by one that has all the cores."""
+    """The number of workers with which plain decoding is faster: many, or one that has all the cores."""
     if workers == 1:
         return 1
     sizes = {f"plain-{size}": size for size in (workers, 1)}
@@ -201,8 +202,8 @@ def _better_shape(config: Config, workers: int, console: Console) -> int:
 
 
 def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
-    """Every run beside plain's seconds and the reference's responses. By another number of workers, policies differ by
-    the rounding of a sum from the first update on, so that there is nothing to compare."""
+    """Compare every run with plain's seconds and with the reference's responses. Policies of runs with another number
+    of workers differ by the rounding of a sum from the first update on, so their responses are not compared."""
     first = next(iter(done.values()))
     reference = next((mode for mode in done.values() if mode.config.cluster.workers == workers), first)
     results = []
@@ -218,7 +219,7 @@ def _compared(done: dict[str, Mode], workers: int) -> list[dict[str, Any]]:
 
 
 def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    """A column a mode."""
+    """Print a table with a column for each mode."""
 
     def mean(row: dict[str, Any], phase: str) -> str:
         return f"{row['seconds'].get(phase, 0.0) / len(row['accept_length']):.2f}"

@@ -1,4 +1,4 @@
-"""Runs that take turns, a step at a time, so that a machine which is slow for a minute is slow for all of them."""
+"""Lets runs take turns, a step at a time, so that a machine which is slow for a minute is slow for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tlt.display import Display
 from tlt.loop import StepResult
 from tlt.types import WorkerNow
 
-_AWAKE = 0.1  # seconds for Ray to do what it missed
+_AWAKE = 0.1  # seconds for Ray to do what it missed while it was stopped
 
 
 class BenchError(ValueError):
@@ -29,18 +29,18 @@ class BenchError(ValueError):
 
 
 Turn = Callable[[dict[str, float]], int]
-"""Called by a run between two steps with what the last one took; comes back when it may take the next one, with the
-drafter tokens that serial training is to spend on it."""
+"""A run calls this between two steps, with the seconds and drafter tokens of the last step. It returns when the run may
+do the next step, with the number of drafter tokens that serial training is to spend on it."""
 
 
 class Pausing:
-    """A turn, between which and the next the run's Ray stands still: idle, it takes 5 % of a core from whoever's turn
-    it is. The driver goes on, and with it whatever ends its Ray."""
+    """A turn that stops the run's Ray until the next one: even idle it would take 5 % of a core from the run whose turn
+    it is. The driver and its sweeper are not stopped, so Ray can still be ended."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
         self.folder = ""
-        """of the Ray that is the run's own"""
+        """folder of the run's own Ray"""
 
     def __call__(self, report: dict[str, float]) -> int:
         self._signal(signal.SIGSTOP)
@@ -57,7 +57,8 @@ class Pausing:
 
 
 class TakingTurns(Display):
-    """Shows nothing; waits before every step and after the last one, when no clock of the run is on."""
+    """A display that shows nothing. It waits for its turn before every step and after the last one, when no clock of
+    the run is on."""
 
     def __init__(self, turn: Turn, given: list[int]) -> None:
         super().__init__(Console(quiet=True))
@@ -83,16 +84,16 @@ class TakingTurns(Display):
 
 
 class Run(Protocol):
-    """A run as those see it who give the turns."""
+    """A run that is given turns."""
 
     def wait(self) -> dict[str, float] | None:
-        """What it says when it next waits for its turn; None when it has ended."""
+        """Wait until it next waits for its turn, and return its report; None when it has ended."""
         ...
 
     def go(self, tokens: int) -> None: ...
 
     def end(self) -> int:
-        """The exit code of one that has ended, or is made to."""
+        """End it if it has not ended, and return its exit code."""
         ...
 
 
@@ -123,7 +124,7 @@ class Process:
 
 
 def over_pipes() -> Turn:
-    """Of this process: what it says goes to its standard output, and whatever else is printed to the error output."""
+    """The turn of this process: reports go to its standard output, and all else that is printed to its error output."""
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -138,8 +139,8 @@ def over_pipes() -> Turn:
 
 
 def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str], None]) -> None:
-    """Start all, then step by step each in turn; serial training is given as many tokens as spot training took in the
-    same step. Raises BenchError."""
+    """Start all runs, then let each do a step in turn. Serial training is given as many tokens as spot training took in
+    the same step. Raises BenchError if a run fails."""
     going: dict[str, Run] = {}
     try:
         for name, start in runs.items():

@@ -1,8 +1,8 @@
 """`tlt bench rollout --engine.backend vllm`: tokens per second of vLLM with our noise, by batch size and drafter.
 
-All decode the same requests to the same tokens, which is checked against our own engine's, in turn, several times, in
-this process. Our engine stands beside, plain and adaptive. Plain vLLM is vLLM at its best: compiled, unless
-`engine.vllm.enforce_eager` says otherwise.
+All engines decode the same requests to the same tokens, in turn, several times, in this process. The tokens are checked
+against those of our own engine, which is measured too, plain and adaptive. Plain vLLM is vLLM at its best: compiled,
+unless `engine.vllm.enforce_eager` says otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 from tlt.vllm.versions import vllm_version
 
-_MOST_FORKS = 2e-5  # of the tokens, that rounding may turn
+_MOST_FORKS = 2e-5  # responses that rounding may change, as a fraction of all tokens
 
 
 class _Contender(NamedTuple):
@@ -50,7 +50,7 @@ class _Contender(NamedTuple):
 
 
 def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: Path | None, look_ahead: int) -> None:
-    """`look_ahead`: policy updates between the target that decoded ahead and the one that decodes now; 0: none did."""
+    """`look_ahead`: number of policy updates between the older and the present target; 0: no look-ahead."""
     console = Console(highlight=False)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_rows": max(batches)})})
     place = open_workplace(config)
@@ -81,7 +81,7 @@ def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: 
 
 
 def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
-    """A vLLM each, as it is told at its start how it speculates."""
+    """A vLLM for each way to speculate, as it is told at its start how to."""
     ahead = {"look-ahead": "adaptive"} if look_ahead else {}
     learned = {"eagle": "eagle"} if config.speculation.path else {}
     # where vLLM has loaded numba, for its n-gram lookup, no other vLLM starts in the same process

@@ -30,8 +30,7 @@ class Place(NamedTuple):
 
 
 class Actor:
-    """The Ray actor around a `Worker`. The worker is built with the first call, which raises what building it
-    raises."""
+    """The Ray actor of a `Worker`, which its first call builds, so that the call raises what building it raises."""
 
     def __init__(self, config: Config, index: int, policy_folder: str, place: Place) -> None:
         self._arguments = config, index, policy_folder
@@ -77,8 +76,7 @@ class Actor:
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself, or a RuntimeError with its text if it cannot be pickled: Ray would take that for a lost
-    worker."""
+    """The error, or a RuntimeError with its text if it cannot be pickled, which Ray takes for a lost worker."""
     try:
         copy.deepcopy(error)  # by the protocol of pickle
     except Exception:
@@ -98,7 +96,7 @@ def _write_to(path: str) -> None:
 
 
 def _address_of_this_machine() -> str:
-    """The address by which Ray reaches this machine."""
+    """The address of this machine in Ray."""
     import ray
 
     return ray.util.get_node_ip_address()

@@ -120,9 +120,9 @@ class LookingAhead:
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """The queue from which workers take their shares. Where nothing was decoded ahead, it has whole groups in their
-        order. Else each worker's share is expected to take about as many rounds (longest processing time first: Graham,
-        1969), with long rows first."""
+        """The queue from which workers take their shares of the rows. Where nothing was decoded ahead, it has whole
+        groups in their order. Else each worker's share is expected to take about as many rounds (longest processing
+        time first: Graham, 1969), with long rows first."""
         if not any(self.store.get(row.request) for row in rows):
             return deque(by_prompt(rows))
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}

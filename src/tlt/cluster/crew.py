@@ -68,8 +68,7 @@ class Crew:
         return [index for index in sorted(self.sound) if not self.pending(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call; `done` returns its end. A worker that is left out is not called: it will take the run's
-        state."""
+        """Start a call; `done` returns its end. A worker that is left out is not called: it takes the state later."""
         if index not in self.present:
             return
         if not self.pending(index):
@@ -205,8 +204,7 @@ class Crew:
                     self._kept.append(done)
 
     def whole(self, method: str, *arguments: Any) -> Any:
-        """The first worker's result of a call that needs the whole policy. Where that is in shards, all make the
-        call."""
+        """The first worker's result of a call on the whole policy. Where that is in shards, all make the call."""
         return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
 
     def together(
@@ -240,8 +238,7 @@ class Crew:
         return [results[i] for i in arguments] if until == math.inf else None
 
     def call_back(self, methods: Collection[str], patience: float) -> None:
-        """Wait until no worker is busy with one of these methods. One that is not back after `patience` seconds is
-        replaced."""
+        """Wait until no worker is busy with these methods. One that is not back in `patience` seconds is replaced."""
         until = time.monotonic() + patience
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:

@@ -37,8 +37,7 @@ class Shared(NamedTuple):
 
 
 class Publication:
-    """Carries out the drafter's life, and saves each published drafter in the run's folder. Use it through a `Guard`
-    alone."""
+    """Carries out the drafter's life; saves published drafters in the run's folder. Use it through a `Guard` alone."""
 
     def __init__(self, crew: Crew, config: Config) -> None:
         self.crew, self.steps = crew, config.train.steps

@@ -15,7 +15,7 @@ import numpy as np
 
 from tlt.types import MOST_GUESSES, Request, Response, Row
 
-_LEAST = 4  # tokens: the lowest limit of a chain's length, which misses lead to and a divergence sets
+_LEAST = 4  # tokens: the lowest limit of a chain's length, and the first one after a divergence
 _CONTEXT = 4  # last tokens by which a row is found again in an old response after a divergence
 
 

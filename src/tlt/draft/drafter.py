@@ -169,7 +169,7 @@ class NodeDrafter(ABC):
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 
     def _scatter(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
-        """Spread the offer for the M living nodes, [M, K], over all nodes, [B, W, K]."""
+        """Place the offer for the M living nodes, [M, K], among all nodes, [B, W, K]."""
         shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
         log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
         ids = None if offer.ids is None else torch.full(shape, -1, device=device)

@@ -137,8 +137,7 @@ def _theta_beside(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:
-    """The attention window, for formats that have one: vLLM's EAGLE-3 and speculators. SGLang attends to all
-    entries."""
+    """The attention window, for formats that have one: vLLM's EAGLE-3 and speculators. SGLang has none."""
     return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
 
 

@@ -118,8 +118,7 @@ def summed(judgements: Iterable[Judgement]) -> Judgement:
 
 
 class TrainingGate:
-    """Keeps what was measured, and decides. Accept lengths are judged: entries per round, at `unroll` guesses a
-    chain."""
+    """Keeps what was measured, and decides. Accept lengths are entries per round, with `unroll` guesses a chain."""
 
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
         self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
@@ -133,8 +132,7 @@ class TrainingGate:
         """micro-batches that were trained on since the last judgement"""
         self.curve: Curve | None = None if trained else self._curve(0.0)
         self.starting, self.level = trained, 0.0
-        """whether the ln(1 - agreement) that a drafter trained before starts with is still being measured; and its
-        value"""
+        """whether the level of a drafter trained before is still being measured; and that, as ln(1 - agreement)"""
         self.published = 0.0
         """ln(1 - agreement) of the drafter in use when it was published, on the curve"""
         self.moved = 0.0

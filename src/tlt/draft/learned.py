@@ -178,8 +178,7 @@ class EagleDrafter:
         return heads[:, : o.num_heads], heads[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
 
     def _attend(self, query: Tensor, kv: Tensor, residual: Tensor) -> Tensor:
-        """The layer's output [B * n, D] for the queries [B * n, H, E]. The pass writes `kv` [M, 2, K, E] to the
-        cache."""
+        """The layer's output [B * n, D] for queries [B * n, H, E]; `kv` [M, 2, K, E] goes into the cache."""
         mixed = self.attention.attend(self.plan, 0, query, kv[:, 0], kv[:, 1])
         x = torch.addmm(residual, mixed, self.out)
         gate, up = (self.norms["post_attention_layernorm"].unit(x) @ self.gate_up).chunk(2, dim=-1)

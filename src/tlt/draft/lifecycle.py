@@ -103,7 +103,7 @@ class Trial:
 
 
 class Lifecycle:
-    """The state machine of a drafter that `workers` workers train. Events are its methods; they return the actions."""
+    """The state machine of a drafter that `workers` workers train. Events are its methods; many return actions."""
 
     def __init__(self, gate: TrainingGate, workers: int, micro_batch_tokens: int) -> None:
         self.gate, self.workers, self.stage = gate, range(workers), Stage.TRAINING

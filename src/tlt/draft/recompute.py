@@ -18,8 +18,7 @@ from tlt.draft.teacher import Teacher
 
 class FeatureTeacher(Teacher, Protocol):
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """Features [N, F] of the tokens [N] of a sequence. Raises Interrupted within a layer's time of `stop` saying
-        so."""
+        """Features [N, F] of a sequence [N]. Where `stop` says so, raises Interrupted within a layer's time."""
         ...
 
 

@@ -117,8 +117,7 @@ class DrafterTrainer:
                 self.layer.down_proj.weight.zero_()
 
     def target_moved(self, held: Collection[int]) -> None:
-        """Call this after the target took new weights. It keeps its head, and those of the versions `held` in
-        harvest."""
+        """Call this after the target took new weights: keeps its head, and the heads of versions `held` in harvest."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 

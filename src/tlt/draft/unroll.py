@@ -168,7 +168,7 @@ def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tens
     its own chain of guesses (later columns): [K, H / K, high - low, E]."""
     low, high, first, last, bias = block
     query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
-    seen = query @ keys.transpose(2, 3) + bias  # [K, share, high - low, last - first]
+    seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]
     if not own:
         return torch.softmax(seen, dim=-1) @ values
     chain = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k, _ in own]

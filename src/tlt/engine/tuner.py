@@ -184,8 +184,7 @@ class Bandit:
         return best
 
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
-        """Seconds of a round with this width, interpolated down to the next lower width if the longest chain is
-        shorter."""
+        """Seconds of a round with this width, interpolated to the next lower one if the longest chain is shorter."""
         seconds = self._seconds_now(base._replace(ahead=width), bucket)
         if longest >= width:
             return seconds
@@ -193,8 +192,7 @@ class Bandit:
         return interpolate({below: self._seconds_now(base._replace(ahead=below), bucket), width: seconds}, longest)
 
     def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
-        """Seconds of the arm, plus its drafter's catch-up, spread over a few rounds, if the round before did not use
-        it."""
+        """Seconds of the arm, with its drafter's catch-up per round if the round before did not use that drafter."""
         catching_up = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
         return self.seconds(arm, bucket) + catching_up / _ROUNDS_BETWEEN_LOOKS
 
@@ -234,7 +232,7 @@ class Bandit:
         return self.catch_up.get(arm.drafter, 0.0) / (rounds * self.seconds(arm, bucket))
 
     def _price(self, arm: Strategy, bucket: Bucket) -> float:
-        """What a try costs: the catch-up, spread over the rounds of one try; or, if the drafter is unknown, over the
+        """What a try costs: the catch-up, paid over the rounds of one try; or, if the drafter is unknown, over the
         rounds until it would be tried again."""
         unknown = self._is_unknown(arm.drafter)
         return self._catching_up(arm, bucket, _RETRY_UNUSED_AFTER_ROUNDS if unknown else _ROUNDS_BETWEEN_LOOKS)
