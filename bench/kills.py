@@ -35,7 +35,7 @@ from tlt.metrics import provenance, write_json
 
 STEPS = 600  # so that a run takes longer than it takes several workers to come up, one after the other
 _PER_RUN = 10  # faults after which a run is left to end
-_PAUSE = (0.05, 1.5)  # between two faults, in units of the seconds that the run takes to come up
+_PAUSE = (0.02, 0.5)  # between two faults, in units of the seconds that the run takes to come up
 MOMENTS = {
     "worker SIGKILL": 10,
     "worker SIGSTOP": 5,

@@ -1,6 +1,6 @@
 """Checks that a run which is disturbed and resumed ends with the undisturbed sha256, each prompt consumed once.
 
-    python bench/recovery.py [--kills 50] [--terms 50] [--points all] [--json FILE]
+    python bench/recovery.py [--kills 50] [--terms 50] [--points N] [--json FILE]
 
 Disturbances are SIGKILL and SIGTERM at random moments of a real process, and the end of the process before, amid and
 after every write, flush, rename, unlink and folder operation of a resumed step with its save. The model is tiny, in

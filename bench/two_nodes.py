@@ -182,11 +182,12 @@ class Trial:
     name: str
     events: dict[tuple[int, str], Callable[[], None]] = field(default_factory=dict)
     """what to do, by step and phase"""
+    options: tuple[str, ...] = ()
 
     def run(self) -> dict[str, Any]:
         folder = self.nodes.home / self.name
         command = [sys.executable, "-c", _TELLS, "train", str(self.recipe), "--run.folder", str(folder)]
-        command += ["--cluster.address", f"{_ADDRESSES[0]}:{_PORT}"]
+        command += ["--cluster.address", f"{_ADDRESSES[0]}:{_PORT}", *self.options]
         before, log = self.nodes.bytes(), self.nodes.home / f"{self.name}.log"
         process = self.nodes.popen(0, command, log)
         until, due = time.monotonic() + _LIMIT, sorted(self.events)
@@ -274,7 +275,8 @@ def trials(nodes: Nodes, steps: int) -> Iterator[dict[str, Any]]:
         nodes.start(1)
     nodes.kill(1)
     nodes.start(1, "unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{_model_of(recipe)}" && exec "$@"', "sh")
-    yield Trial(nodes, recipe, "a node without the model").run()
+    patient = ("--cluster.grace", "60")  # else the run may go on without it before it can say what it lacks
+    yield Trial(nodes, recipe, "a node without the model", options=patient).run()
 
 
 def faults_of(rows: list[dict[str, Any]]) -> list[str]:

@@ -118,6 +118,17 @@ def test_one_that_was_cut_short_is_not_there(
     assert Mirror(url, 2)._found() == {"step_00000003"}
 
 
+def test_a_newer_one_that_is_damaged_pushes_no_good_one_out(tmp_path: Path) -> None:
+    """A run that has fallen back behind it copies what it saves from there on."""
+    there, root = tmp_path / "there", tmp_path / "run"
+    copy(Mirror(f"file://{there}", keep=1), save(root, 9))
+    (there / "step_00000009" / "optimizer.safetensors").write_bytes(b"torn")
+    shutil.rmtree(root)
+    for step, left in ((2, {2, 9}), (3, {3, 9}), (9, {9})):
+        copy(Mirror(f"file://{there}", keep=1), save(root, step))
+        assert {path.name for path in there.glob("step_*")} == {f"step_{one:08d}" for one in left}
+
+
 def test_a_damaged_one_is_passed_over(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
     mirror = Mirror(url, 2)
     copy(mirror, *(save(tmp_path / "here", step) for step in (1, 2)))

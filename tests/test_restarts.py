@@ -19,18 +19,19 @@ from tlt.restarts import keep_running
 
 
 class Runs:
-    """Children that end as told: an exit code each, and whether a checkpoint was written."""
+    """Children that end as told: an exit code each, and whether a checkpoint was written. The last one may have been
+    asked to stop."""
 
-    def __init__(self, folder: Path, ends: list[tuple[int, bool]]) -> None:
-        self.folder, self.ends, self.given = folder, ends, []
+    def __init__(self, folder: Path, ends: list[tuple[int, bool]], asked: bool = False) -> None:
+        self.folder, self.ends, self.given, self.asked = folder, ends, [], asked
         self.pauses: list[float] = []
 
-    def __call__(self, arguments: list[str]) -> int:
+    def __call__(self, arguments: list[str]) -> tuple[int, bool]:
         self.given.append(arguments)
         code, saved = self.ends[len(self.given) - 1]
         if saved:
             (self.folder / f"step_{len(self.given):08d}").mkdir(parents=True)
-        return code
+        return code, self.asked and len(self.given) == len(self.ends)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,16 @@ def test_it_is_restarted_as_long_as_it_gets_on(
     assert len(runs.given) == len(ends)
     assert runs.given[0] == ["train", "r.toml", "--restarts", "0"]
     assert all(given[-2:] == ["--resume", "auto"] for given in runs.given[1:])
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [(-15, 143), (15, 15), (75, 75)])
+def test_one_that_was_asked_to_stop_is_not_restarted_however_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, ends_with: int
+) -> None:
+    runs = Runs(tmp_path, [(-9, False), (code, False)], asked=True)
+    monkeypatch.setattr(restarts, "_run", runs)
+    assert keep_running(["train"], 5, tmp_path, runs.pauses.append) == ends_with
+    assert len(runs.given) == 2
 
 
 def test_the_run_before_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +130,17 @@ def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM and saved after step" in said
+
+
+def test_sigterm_ends_a_run_that_does_not_hear_it_yet(tmp_path: Path) -> None:
+    """While it imports what it needs, it is killed by it, and is not lost."""
+    path = recovery.write_recipe(tmp_path, train={"steps": 100000})
+    command = [sys.executable, "-m", "tlt", "train", str(path), "--restarts", "3"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None and not children.read_text():
+        time.sleep(0.001)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said == "tlt: the run was killed by SIGTERM, as it was asked to stop\n"

@@ -28,7 +28,7 @@ FILES = {
 }
 """what a run writes there, and how it begins, beside its workers' logs, which go on in the same files"""
 FOLDERS = {
-    "checkpoints": re.compile(r"\.?step_\d{8}(\.partial)?"),
+    "checkpoints": re.compile(r"\.?step_\d{8}(\.partial|\.copied)?"),
     "completions": re.compile(r"step_\d{8}\.parquet(\.partial)?"),
     "best": re.compile(r"\.?step_\d{8}(\.partial)?"),
     "drafter": re.compile(r"\.?drafter_\d{8}(\.partial)?"),

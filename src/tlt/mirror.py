@@ -75,7 +75,8 @@ class Mirror:
                 self._put(held, checkpoint.name)
             self._copied = checkpoint
             whole = self._whole()
-            for name in sorted(self._found() - set(sorted(whole)[-self.keep :])):
+            older = sorted(name for name in whole if name <= checkpoint.name)  # a newer one may be damaged
+            for name in sorted(self._found() - {*older[-self.keep :], *(set(whole) - set(older))}):
                 self._remove(name)
         except Exception as error:  # of any library for any place: the run's own checkpoints are there
             then = "tried again at the end of the run, unless a newer one is copied until then"

@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+
+from tlt.stopping import SIGNALS
 
 LOST = 75
 """exit code of a run that lost its workers or its cluster: EX_TEMPFAIL of sysexits.h"""
-_FINAL = (0, 2, *(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
+_FINAL = (0, 2, *(128 + number for number in SIGNALS))
 """done; bad input; asked to stop"""
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds, doubled with every restart: a cluster may take a while to be back
 
@@ -24,16 +27,18 @@ def keep_running(
     at_start, failures, own = _there(checkpoints), 0, False
     while True:
         before = _there(checkpoints)
-        code = _run([*arguments, "--restarts", "0", *(["--resume", "auto"] if own else [])])
+        code, asked_to_stop = _run([*arguments, "--restarts", "0", *(["--resume", "auto"] if own else [])])
         after = _there(checkpoints)
         failures = failures + 1 if after == before else 1
-        if code in _FINAL or failures > restarts:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if asked_to_stop and code not in _FINAL:
+            print(f"tlt: the run {how}, as it was asked to stop", file=sys.stderr)
+        if code in _FINAL or failures > restarts or asked_to_stop:
             return code if code >= 0 else 128 - code
         own = (
             not at_start or after != at_start
         )  # else what is there is of a run before, which these arguments deal with
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1))
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         print(f"tlt: the run {how}; restart {failures} of {restarts} in {pause:g} s", file=sys.stderr)
         sleep(pause)
 
@@ -47,18 +52,23 @@ def newest(checkpoints: Path) -> int:
     return max((int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_????????")), default=0)
 
 
-def _run(arguments: Sequence[str]) -> int:
-    """Ctrl-C and the end of the terminal reach all its processes; SIGTERM reaches this one alone, and is passed on."""
-    child = subprocess.Popen([sys.executable, "-m", "tlt", *arguments])
-    heard = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, frame: _pass_on(child, number)) for number in heard}
+def _run(arguments: Sequence[str]) -> tuple[int, bool]:
+    """The exit code, and whether the process was asked to stop. Ctrl-C and the end of the terminal reach all processes;
+    SIGTERM reaches this one alone, and is passed on. A process that has no handlers yet is killed by it."""
+    signals: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if number == signal.SIGTERM and children:
+            children[0].send_signal(number)
+
+    before = {number: signal.signal(number, hear) for number in SIGNALS}
     try:
-        return child.wait()
+        children.append(subprocess.Popen([sys.executable, "-m", "tlt", *arguments]))
+        if signals:  # before it was there
+            children[0].terminate()
+        return children[0].wait(), bool(signals)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _pass_on(child: subprocess.Popen[bytes], number: int) -> None:
-    if number == signal.SIGTERM:
-        child.send_signal(number)

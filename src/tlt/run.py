@@ -127,7 +127,7 @@ def train(
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
-                stop.amid_update, stop.begun = lambda: run.policy.version is None, True
+                stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
             name = signal.Signals(stop.number).name
@@ -147,11 +147,14 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
             evaluation = _go(run, record, stop)
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
-        return summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
+        summary = summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
+        stop.run_ends()
+        return summary
     except GivenUp:
+        stop.run_ends()
         raise Stopped(_stopped_amid_a_step(run, stop.number), stop.number) from None
     except Exception as error:
-        stop.step_has_ended()  # what is saved now takes the time that it takes
+        stop.run_ends()
         error.add_note(_rescue(run))
         raise
 
@@ -268,6 +271,8 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
         record.write(result)
         run.display.step(result)
         if stop and done < config.train.steps:
+            if run.standing.saved < done:  # the signal came since
+                _save(run)
             record.close()
             raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
     with run.parts.tracer.span("eval"):

@@ -33,6 +33,8 @@ class StopRequest:
         """of the signal that came; 0 while none has"""
         self.begun = False
         """whether there may be something to save; before, the first signal ends the run at once"""
+        self.over = False
+        """whether the run ends by itself already, by whatever cause: signals are noted alone"""
         self.amid_update: Callable[[], bool] = lambda: False
         """whether the state cannot be saved at this moment; then the step gets the same time once more"""
         self._more = 1
@@ -44,11 +46,15 @@ class StopRequest:
         if self.number:
             raise KeyboardInterrupt
         self.number = number
+        if self.over:
+            return
         if not self.begun:
             raise GivenUp
         signal.setitimer(signal.ITIMER_REAL, self.patience)
 
     def time_is_up(self, number: int, frame: FrameType | None) -> None:
+        if self.over:
+            return
         if self._more and self.amid_update():
             self._more -= 1
             signal.setitimer(signal.ITIMER_REAL, self.patience)
@@ -59,6 +65,11 @@ class StopRequest:
         """In time."""
         if self.number:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def run_ends(self) -> None:
+        """What it still does, such as saving, takes the time that it takes."""
+        self.over = True
+        self.step_has_ended()
 
 
 @contextmanager

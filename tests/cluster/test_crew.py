@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection
 from typing import Any
@@ -313,3 +314,154 @@ def test_a_new_one_that_cannot_be_built_ends_nothing() -> None:
     crew.all_sound()
     assert crew.sound == {0}
     assert "there is no model on this node" in crew.trouble
+
+
+class Scripted:
+    """Three workers that answer all calls at once but those in `slow`. A first worker is lost in a
+    decode, and one that is in `dead` in any call."""
+
+    size = 3
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str, int]] = []  # worker, method and how often it was replaced by then
+        self.replaced: list[int] = []
+        self.dead: set[int] = set()
+        self.slow: set[tuple[int, str]] = set()
+        self.newest_first = False
+
+    def submit(self, index: int, method: str, *arguments: Any) -> int:
+        self.calls.append((index, method, self.replaced.count(index)))
+        return len(self.calls) - 1
+
+    def wait(self, handles: Collection[int], timeout: float | None = None) -> list[int]:
+        done = [handle for handle in handles if self.calls[handle][:2] not in self.slow]
+        if not done:
+            time.sleep(0.01)
+        return done[::-1] if self.newest_first else done
+
+    def result(self, handle: int) -> Any:
+        index, method, life = self.calls[handle]
+        if method == "take_state" and self.replaced.count(index) == 1 and self.dead - {*self.replaced}:
+            raise WorkerLost("who was to give its state is gone")
+        if (index in self.dead and index not in self.replaced) or (method == "decode" and life == 0):
+            raise WorkerLost("its process is gone")
+        if method == "logprobs":
+            raise MemoryError(f"out of memory on worker {index}")
+        return method
+
+    def replace(self, index: int) -> None:
+        self.replaced.append(index)
+
+    def has_begun(self, index: int) -> bool:
+        return index not in self.replaced or bool(self.dead)
+
+    def capacity(self) -> str:
+        return "there is room for 1"
+
+    def interrupt(self, index: int, number: float) -> None: ...
+
+    def updated(self, index: int, seconds: float) -> float | None:
+        return 0.0
+
+    def last_words(self, index: int) -> str:
+        return ""
+
+
+def test_a_loss_that_is_noticed_by_who_waits_for_its_state_leaves_nobody_out() -> None:
+    """Worker 0 is lost, and takes the state of 1, which is lost too, and is asked anew."""
+    pool: Any = Scripted()
+    crew = Crew(pool, patience=0.5)
+    crew.call(0, "decode")
+    crew.done()
+    pool.dead = {1}
+    results: dict[int, Any] = {}
+    waits = threading.Thread(target=lambda: results.update(crew.everyone("trace")), daemon=True)
+    waits.start()
+    waits.join(20.0)
+    assert results == dict.fromkeys(range(3), "trace")
+    assert pool.replaced == [0, 1, 0]
+
+
+def test_two_that_find_no_place_end_the_run_once() -> None:
+    """What is asked of those who are left then, as for the last checkpoint, is answered."""
+    pool: Any = Scripted()
+    crew = Crew(pool, patience=100.0, least=3, grace=0.05)
+    crew.call(1, "decode")
+    crew.call(2, "decode")
+    assert [(done.worker, done.lost) for done in crew.done()] == [(1, True), (2, True)]
+    time.sleep(0.1)
+    with pytest.raises(ClusterError, match="1 of 3 workers are left, and a run needs 3"):
+        crew.done()
+    assert crew.everyone("rollback") == {0: "rollback"}
+    assert crew.someone("tuner_state") == "tuner_state"
+
+
+def test_who_still_decodes_is_not_waited_for_where_another_has_the_answer() -> None:
+    pool: Any = Scripted()
+    pool.slow = {(0, "decode"), (0, "tuner_state")}
+    crew = Crew(pool, patience=60.0)
+    crew.call(0, "decode")
+    assert crew.someone("tuner_state") == "tuner_state"
+    assert crew.pending(0) == ["decode"]
+
+
+def test_what_comes_back_beside_an_answer_is_kept() -> None:
+    pool: Any = Scripted()
+    pool.newest_first = True
+    crew = Crew(pool, patience=60.0)
+    for index in (1, 2, 0):
+        crew.call(index, "sync" if index else "judge")
+    assert crew.someone("tuner_state") == "tuner_state"
+    crew.all_sound()
+    assert {(done.worker, done.method) for done in crew.kept()} == {(1, "sync"), (2, "sync"), (0, "judge")}
+
+
+def test_errors_of_several_workers_end_the_run_once() -> None:
+    pool: Any = Scripted()
+    crew = Crew(pool, patience=60.0)
+    with pytest.raises(MemoryError, match="on worker 0"):
+        crew.everyone("logprobs")
+    assert crew.everyone("rollback") == dict.fromkeys(range(3), "rollback")
+
+
+class OneAfterTheOther(Scripted):
+    """Each worker does one call after the other; it takes 0.8 s to give its state away, and next to nothing for all
+    else. Nobody hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+
+    def submit(self, index: int, method: str, *arguments: Any) -> int:
+        own = [end for end, (i, _, _) in zip(self.ends, self.calls, strict=True) if i == index]
+        given = [self.ends[handle] for handle in arguments if isinstance(handle, int)]
+        began = max([time.monotonic(), *own[-1:], *given])
+        self.ends.append(began + (0.8 if method == "state" else 0.01))
+        return super().submit(index, method, *arguments)
+
+    def wait(self, handles: Collection[int], timeout: float | None = None) -> list[int]:
+        time.sleep(0.005)
+        return [handle for handle in handles if self.ends[handle] <= time.monotonic()]
+
+    def has_begun(self, index: int) -> bool:
+        return True
+
+    def result(self, handle: int) -> Any:
+        index, method, life = self.calls[handle]
+        if (index, method, life) == (1, "decode", 0):
+            raise WorkerLost("its process is gone")
+        return method
+
+
+def test_who_gives_its_state_away_does_not_hang() -> None:
+    pool: Any = OneAfterTheOther()
+    crew = Crew(pool, patience=0.4)
+    lost: list[int] = []
+    while "take_state" not in crew.pending(1):
+        crew.call(1, "decode")
+        lost += [done.worker for done in crew.done() if done.lost]
+    while crew.pending(1):
+        for index in crew.free():
+            crew.call(index, "sync")
+        lost += [done.worker for done in crew.done() if done.lost]
+    assert lost == [1]

@@ -240,7 +240,7 @@ def test_one_that_hangs_in_a_judgement_is_replaced(home: Path) -> None:
     assert crew.losses == 1
     assert [(done.worker, done.method, done.lost) for done in crew.kept()] == [(1, "judge", True)], "who waits is told"
     assert crew.pending(1) == ["take_state"]
-    assert crew.pending(0) == ["spot"]
+    assert crew.pending(0) == ["spot", "state"]
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,15 @@ class Crew:
         """Workers that hold the run's state and have nothing to do."""
         return [index for index in sorted(self.sound) if not self.pending(index)]
 
-    def call(self, index: int, method: str, *arguments: Any) -> None:
+    def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
         """Start a call; `done` returns its end. A worker that is left out is not called: it takes the state later."""
         if index not in self.present:
-            return
+            return None
         if not self.pending(index):
             self._since[index] = time.monotonic()
-        self._calls[self.pool.submit(index, method, *arguments)] = index, method
+        handle = self.pool.submit(index, method, *arguments)
+        self._calls[handle] = index, method
+        return handle
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
         """Start a call that may be broken off."""
@@ -130,8 +132,14 @@ class Crew:
         begun, in_vain = self.capacity.look()
         for index in begun:
             self._since[index] = time.monotonic()
-        for index in in_vain:
-            self._leave_out(index, f"no process of worker {index} has begun ({self.pool.capacity()})")
+        too_few: ClusterError | None = None
+        for index in in_vain:  # all of them, so that calls to those who are left wait for none of these again
+            try:
+                self._leave_out(index, f"no process of worker {index} has begun ({self.pool.capacity()})")
+            except ClusterError as error:
+                too_few = error
+        if too_few:
+            raise too_few
         return [Done(index, "take_state", None, lost=True) for index in in_vain]
 
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
@@ -149,6 +157,8 @@ class Crew:
     def _outcome(self, handle: Handle) -> Done:
         index, method = self._calls.pop(handle)
         began, self._since[index] = self._since[index], time.monotonic()
+        if method == "state":  # it goes from worker to worker: `take_state` is told of what goes wrong
+            return Done(index, method, None)
         try:
             result = self.pool.result(handle)
         except WorkerLost as lost:
@@ -162,6 +172,7 @@ class Crew:
             if method != "take_state":
                 if not isinstance(error, ValueError):  # a ValueError is a sentence for the user as it is
                     error.add_note(f"raised by worker {index} amid {method}")
+                self._leave_under_way()
                 raise
             self.replace(index, method, str(error))  # the worker could not be built at its place
             return Done(index, method, None, lost=True)
@@ -175,6 +186,11 @@ class Crew:
             self._in_a_row[index] = 0
         return Done(index, method, result)
 
+    def _leave_under_way(self) -> None:
+        """The run ends: what it still asks of workers waits behind their calls, and not for what these bring."""
+        self.break_off()
+        self._calls = {handle: call for handle, call in self._calls.items() if call[1] == "take_state"}
+
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
     def everyone(self, method: str, *arguments: Any) -> dict[int, Any]:
@@ -182,10 +198,11 @@ class Crew:
         for index in self.present:
             self.call(index, method, *arguments)
         results: dict[int, Any] = {}
-        while any(index not in results for index in self.present):
+        while missing := [index for index in self.present if index not in results]:
+            for index in missing:
+                if method not in self.pending(index):
+                    self.call(index, method, *arguments)
             for done in self._collect():
-                if done.lost and done.worker not in results:
-                    self.call(done.worker, method, *arguments)
                 if done.method == method and not done.lost:
                     results[done.worker] = done.result
                 else:
@@ -193,15 +210,18 @@ class Crew:
         return dict(sorted(results.items()))
 
     def someone(self, method: str, *arguments: Any) -> Any:
-        """The result of the first sound worker."""
+        """The result of a sound worker: the first one that has nothing to do, if there is one."""
         while True:
             index = self._source()
+            if self.pending(index):
+                self.break_off()
             self.call(index, method, *arguments)
             while index in self.sound:
-                for done in self._collect():
-                    if (done.worker, done.method, done.lost) == (index, method, False):
-                        return done.result
-                    self._kept.append(done)
+                found = self._collect()
+                mine = [done for done in found if (done.worker, done.method, done.lost) == (index, method, False)]
+                self._kept += [done for done in found if done not in mine]
+                if mine:
+                    return mine[0].result
 
     def whole(self, method: str, *arguments: Any) -> Any:
         """The first worker's result of a call on the whole policy. Where that is in shards, all make the call."""
@@ -224,6 +244,7 @@ class Crew:
             if time.monotonic() > until:
                 for index in waiting:
                     self.replace(index, method, "it waits for one that was lost")
+                    self._kept.append(Done(index, method, None, lost=True))
                 break
             meanwhile()
             for done in self._collect(0.5):
@@ -277,7 +298,8 @@ class Crew:
     def _bring_up(self, index: int) -> None:
         self.capacity.awaits(index)
         source = self._source()
-        state = self.pool.submit(source, "state")
+        state = self.call(source, "state")
+        assert state is not None, "a sound worker is present"
         self._sources[index] = source, state
         self.call(index, "take_state", state)
 
@@ -310,7 +332,7 @@ class Crew:
     def _source(self) -> int:
         if not self.sound:
             raise ClusterError(f"all workers were lost; {self.trouble}")
-        return min(self.sound)
+        return min(self.sound, key=lambda index: (bool(self.pending(index)), index))
 
 
 def _shard_lost(who: str, amid: str, why: str) -> ClusterError:

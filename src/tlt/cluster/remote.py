@@ -77,14 +77,14 @@ class ClusterPolicy:
         return self.coordinator.updated
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy. Raises ClusterError; `version` is `step` then if the workers that are left went back to
-        the state before, else None."""
+        """Update the policy. Raises ClusterError, and what a worker raises. `version` is `step` then if those workers
+        that are left went back to the state before, else None."""
         self.version = None
         try:
             metrics = self.coordinator.update(batch, step)
-        except ClusterError:
+        except Exception:
             if not self.crew.shards:
-                with suppress(ClusterError):
+                with suppress(Exception):  # what ended the update is what is said
                     self.crew.everyone("rollback")
                     self.version = step
             raise

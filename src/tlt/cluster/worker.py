@@ -252,6 +252,9 @@ class Worker:
             if self._before is None:
                 raise
             return Broken(str(error))
+        except Exception:
+            self.leave()  # else the others would wait for this member
+            raise
 
     @property
     def updated(self) -> float:

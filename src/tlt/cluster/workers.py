@@ -24,7 +24,7 @@ from tlt.cluster.control import Control, lets_in_anybody
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
-from tlt.stopping import SIGNALS
+from tlt.stopping import SIGNALS, GivenUp
 
 _STORE_BYTES = 128 * 2**20
 _BESIDE = "beside"  # calls that do not wait for the one under way
@@ -117,9 +117,10 @@ class RayPool:
         self._actors[index].interrupt.options(concurrency_group=_BESIDE).remote(number)
 
     def updated(self, index: int, seconds: float) -> float | None:
+        handle = self._actors[index].updated.options(concurrency_group=_BESIDE).remote()
         try:
-            handle = self._actors[index].updated.options(concurrency_group=_BESIDE).remote()
-            return self._ray.get(handle, timeout=seconds)
+            with _given_up():
+                return self._ray.get(handle, timeout=seconds)
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
 
@@ -130,7 +131,8 @@ class RayPool:
         if not self._amid_update:  # amid one nothing whole could be saved, and there is time for it to end
             self._control.look()
         waiting = list(handles)
-        done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)
+        with _given_up():
+            done, rest = self._ray.wait(waiting, num_returns=1, timeout=timeout)
         if done and rest:
             done += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
         return done
@@ -138,7 +140,8 @@ class RayPool:
     def result(self, handle: Handle) -> Any:
         errors = self._ray.exceptions
         try:
-            return self._ray.get(handle)
+            with _given_up():
+                return self._ray.get(handle)
         except errors.RayTaskError as error:
             if isinstance(error.cause, errors.RayError):
                 raise WorkerLost(_why(error.cause)) from error
@@ -161,7 +164,7 @@ class RayPool:
         self._ray.kill(self._actors[index], no_restart=True)
         process = self._processes[index]
         if self.folder and self._ray.wait([process], timeout=0)[0]:
-            with suppress(self._ray.exceptions.RayError, ProcessLookupError):
+            with suppress(self._ray.exceptions.RayError, ProcessLookupError), _given_up():
                 os.kill(self._ray.get(process), signal.SIGKILL)
 
     def has_begun(self, index: int) -> bool:
@@ -257,14 +260,32 @@ def _short_folder() -> str:
 
 
 @contextmanager
+def _given_up() -> Iterator[None]:
+    """Let `GivenUp` through: where a signal handler raises it while Ray waits, Ray raises a SystemError from it."""
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, GivenUp):
+            raise error.__cause__ from None
+        raise
+
+
+@contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the run's signal handlers afterwards, as Ray puts its own in their place."""
+    """Restore the run's signal handlers afterwards, as Ray puts its own in their place. A SIGTERM that Ray's handler
+    has heard meanwhile is then heard by the run's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    heard = False
     try:
-        yield
+        with _given_up():
+            yield
+    except SystemExit:
+        heard = True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if heard:
+        signal.raise_signal(signal.SIGTERM)

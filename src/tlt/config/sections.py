@@ -227,7 +227,7 @@ class RunConfig(Section):
     """steps between checkpoints; one is also saved at the end, at a signal and at an error. 0: at these alone"""
     stop_within: float = Field(default=20.0, gt=0)
     """seconds that a step has to end once SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, twice as many amid an
-    update; then it is given up, and what was done before it is saved"""
+    update; then it is given up, and what was done before it is saved, unless it was amid its update"""
     keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
     mirror: str | None = None

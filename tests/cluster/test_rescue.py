@@ -1,0 +1,131 @@
+"""Runs with two workers that end before their time: what was done is saved, and what is said of it is so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pools import ThreadWorker
+from test_coordinator import STEPS, train
+from test_coordinator import config_of as workers
+
+from tlt import checkpoint
+from tlt.checkpoint import CheckpointError
+from tlt.cluster.remote import ClusterPolicy, ClusterRollout
+from tlt.config import Config
+from tlt.record import Record
+from tlt.stopping import Stopped
+
+
+def config_of(home: Path, stop_within: float = 60.0) -> Config:
+    config = workers(home, 2)
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"save_every": 0, "stop_within": stop_within})}
+    )
+
+
+def saved(config: Config) -> list[str]:
+    return sorted(path.name for path in (Path(config.run.folder) / "checkpoints").glob("step_*"))
+
+
+def before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, do: Callable[..., None]) -> None:
+    """`do` is called with its arguments before this method."""
+    real = getattr(owner, name)
+
+    def both(self: Any, *arguments: Any, **named: Any) -> Any:
+        do(self, *arguments, **named)
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(owner, name, both)
+
+
+def asked_to_stop(seconds: float) -> None:
+    """And it takes so long then."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("method", ["decode", "update"])
+def test_workers_that_raise_lose_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, which: tuple[int, ...]
+) -> None:
+    """Of as many of them as there are, before any weight has changed."""
+    config = config_of(tmp_path)
+
+    def runs_out(worker: ThreadWorker, *arguments: Any) -> None:
+        if worker.target.version == 1 and worker.index in which:
+            raise MemoryError("out of memory")
+
+    before(monkeypatch, ThreadWorker, method, runs_out)
+    with pytest.raises(MemoryError) as ended:
+        train(config, choose=lambda count: count - 1)
+    assert "saved after step 1 in" in " ".join(ended.value.__notes__)
+    assert saved(config) == ["step_00000001"]
+
+
+def test_a_signal_while_an_error_is_saved_changes_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, stop_within=0.1)
+
+    def runs_out(rollout: ClusterRollout, *arguments: Any) -> None:
+        if rollout.coordinator._version == 1:
+            raise MemoryError("out of memory")
+
+    before(monkeypatch, ClusterRollout, "generate", runs_out)
+    before(monkeypatch, ClusterPolicy, "save", lambda policy, folder: asked_to_stop(0.3))
+    with pytest.raises(MemoryError) as ended:
+        train(config)
+    assert "saved after step 1 in" in " ".join(ended.value.__notes__)
+    assert saved(config) == ["step_00000001"]
+
+
+def test_a_signal_while_a_run_that_is_done_closes_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, stop_within=0.1)
+    before(monkeypatch, ClusterRollout, "close", lambda rollout: asked_to_stop(0.3))
+    train(config)
+    assert (Path(config.run.folder) / "summary.json").is_file()
+
+
+def test_a_step_whose_update_is_done_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the second period too, and is saved."""
+    config = config_of(tmp_path, stop_within=0.4)
+    asked: list[int] = []
+
+    def syncs(rollout: ClusterRollout, policy: Any, version: int) -> None:
+        if version == 1 and not asked:
+            asked.append(version)
+            asked_to_stop(0.6)
+
+    before(monkeypatch, ClusterRollout, "sync", syncs)
+    with pytest.raises(Stopped, match=rf"saved after step 1 of {STEPS}"):
+        train(config)
+    assert saved(config) == ["step_00000001"]
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_who_is_told_that_a_step_is_saved_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    """The signal comes when it was found that nothing was to be saved."""
+    config = config_of(tmp_path)
+
+    def asks(record: Record, result: Any) -> None:
+        if result.metrics.step == 0:
+            asked_to_stop(0.0)
+
+    def full(*arguments: Any) -> None:
+        raise CheckpointError("no space left on device")
+
+    before(monkeypatch, Record, "write", asks)
+    if not room:
+        monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(Stopped if room else CheckpointError, match="saved after step 1" if room else "no space left"):
+        train(config)
+    assert saved(config) == ["step_00000001"] * room
