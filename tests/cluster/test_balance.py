@@ -63,6 +63,12 @@ def test_what_help_gains() -> None:
     assert not found.is_worth_helping(live, [1, 3], 50.0, training=0.0), "it saves 0.14 s: not worth the trouble"
 
 
+def test_a_worker_is_done_with_its_last_row() -> None:
+    """400 tokens more of the first row, 500 more of the second."""
+    assert forecast().rounds({1: 100, 2: 500}, 5.0) == pytest.approx(100)
+    assert forecast().rounds({}, 5.0) == 0.0
+
+
 def test_half_of_the_rows_are_long_ones_and_short_ones_and_the_longest_stays() -> None:
     assert half_of({1: 10, 2: 40, 3: 30, 4: 20}) == [3, 1]
     assert half_of({7: 5}) == []
@@ -100,6 +106,13 @@ def test_what_training_takes_from_those_who_decode_beside_it() -> None:
     assert beside.idle_seconds(200 * 52.0 + 7.0) == pytest.approx(7.0)
     beside.begin()
     assert beside.idle_seconds(7.0) == 7.0
+
+
+def test_a_second_of_measurement_does_not_outweigh_what_was_known() -> None:
+    beside = Beside(0.1)
+    beside.decoded([ROLLOUT, IDLE], 1.0, 1.0)
+    beside.decoded([ROLLOUT, SPOT], 2.0, 1.0)
+    assert 0.1 < beside.second_costs < 0.5, "1, from that second alone"
 
 
 def test_training_beside_others_is_never_said_to_make_them_faster() -> None:

@@ -12,7 +12,7 @@ from tiny import tiny_config
 
 from tlt.cluster.worker import AheadWork, Slice, Work, Worker
 from tlt.draft.ahead import Ahead
-from tlt.types import Prompt, Request, SamplingParams
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 
 def request(prompt: tuple[int, ...], seed: int, new_tokens: int) -> Request:
@@ -32,6 +32,17 @@ def test_a_sibling_that_comes_after_the_cache_was_released_is_decoded_as_on_its_
     assert decoded(worker, 0, request((1, 2, 3), 0, 30), first)
     worker.engine.cache.release()
     assert decoded(worker, 0, late) == decoded(other, 0, late)
+
+
+def test_what_is_told_of_a_row_is_what_was_not_known_of_it(tmp_path: Path) -> None:
+    """Neither what it had when it came from another worker, nor what the slice before told of."""
+    folder, asked = tmp_path / "model", request((7, 8, 9, 10), 10, 12)
+    worker, other = (Worker(tiny_config(tmp_path, speculation={"drafter": "off"}), 0, folder) for _ in range(2))
+    answer = decoded(other, 0, asked)[10]
+    told = worker.decode(Work(0, resumed=[Row(asked, answer[:3], [0.0] * 3)]), AT_ONCE).news[10]
+    assert told
+    told += worker.decode(Work(0), AT_ONCE).news[10]
+    assert told == answer[3 : 3 + len(told)]
 
 
 # -- decoding ahead ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tlt.draft.buffer import Harvest, HarvestBuffer
+from tlt.draft.buffer import Harvest, HarvestBuffer, pieces
 
 
 def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:
@@ -158,6 +158,25 @@ def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
     total = 1 + 0.6 + 0.36
     for age, weight in enumerate((1, 0.6, 0.36)):
         assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.1)
+
+
+def test_a_sample_is_of_one_version() -> None:
+    """It has one teacher: the head of that version."""
+    buffer = HarvestBuffer(10_000, steps=3)
+    for version in range(3):
+        for _ in range(4):
+            buffer.add(harvest(0, 10)._replace(target_version=version))
+        buffer.rollout_ended()
+    drawn = [{item.target_version for item in buffer.sample(40, random.Random(seed))} for seed in range(50)]
+    assert {len(versions) for versions in drawn} == {1}
+    assert set.union(*drawn) == {0, 1}
+
+
+def test_a_piece_is_of_anywhere_in_its_item() -> None:
+    """The beginnings of responses are the easy part."""
+    drawn = [piece for seed in range(300) for piece in pieces([numbered(5, 20)], 100, 4, random.Random(seed))]
+    assert {piece.start for piece in drawn} == set(range(5, 22))
+    assert all(piece.tokens.tolist() == list(range(piece.start, piece.start + 4)) for piece in drawn)
 
 
 def test_what_comes_late_displaces_the_oldest() -> None:

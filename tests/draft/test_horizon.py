@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -129,6 +130,19 @@ def test_the_plan_is_the_cheapest_of_all(learning: Learning, horizon: Horizon) -
     assert 0.8 * best <= decision.saves <= best + 1e-9
     tried = {price(0) - price(k) for k in (1, 2, 4, 8, 16, 32, horizon.steps) if k <= horizon.steps}
     assert decision.saves == pytest.approx(max(tried), rel=0.02)
+
+
+def test_a_long_run_is_planned_in_parts_that_are_as_long_as_their_steps() -> None:
+    """640 steps are as 64 of ten times the seconds, the idle time and the drift."""
+    learning, horizon = Learning(miss(0.6), 10.0, 0.4), Horizon(640, 6.0, 2.0, 0.12)
+    parts = horizon._replace(steps=64, rollout_seconds=60.0, idle_seconds=20.0)
+    one, other = (
+        decide(learning._replace(drift=drift), over, [MEASURED], UNROLL, 0.01)
+        for drift, over in ((0.002, horizon), (0.02, parts))
+    )
+    assert one.trains
+    assert (one.saves, one.seconds) == (pytest.approx(other.saves), pytest.approx(other.seconds))
+    assert one.speed_trained == pytest.approx(other.speed_trained)
 
 
 def test_where_no_seconds_are_known_drafting_goes_on_at_one_cost() -> None:
@@ -464,6 +478,54 @@ def test_what_training_wins_back_from_a_moving_target_counts_as_learned() -> Non
     assert gate.curve
     steps = [before - after for (_, before), (_, after) in itertools.pairwise(gate.curve.points)]
     assert steps[2:] == pytest.approx([0.1] * len(steps[2:]), abs=0.03)
+
+
+def test_what_the_target_took_back_step_by_step_is_no_fall() -> None:
+    gate = TrainingGate(UNROLL)
+    lengths = [accept_length(1 - math.exp(miss_now), UNROLL) for miss_now in (-1.0, -1.1)]
+    for _ in range(30):
+        gate.gained(*lengths, 5.0, published=True)
+    gate.fresh(lengths[0])
+    assert gate.curve
+    assert gate.curve.judged == 30, "the curve did not begin anew"
+
+
+@pytest.mark.parametrize(("spread", "falls"), [(0.0, True), (0.3, False)])
+def test_one_look_that_is_far_off_is_a_fall_where_looks_are_alike(spread: float, falls: bool) -> None:
+    gate = TrainingGate(UNROLL, trained=True)
+    for number in range(7):
+        gate.fresh(accept_length(1 - math.exp(-1.6 + spread * (-1) ** number), UNROLL))
+    before = len(gate.looks)
+    gate.fresh(accept_length(1 - math.exp(-1.2), UNROLL))
+    assert len(gate.looks) == (1 if falls else before + 1), "what was seen before a fall tells nothing"
+
+
+def test_as_many_steps_remain_as_the_last_rollout_said() -> None:
+    gate = TrainingGate(UNROLL)
+    gate.fresh(2.0)
+    for steps in (13, 12, 11):
+        gate.rollout_ended(RUN._replace(steps=steps), [MEASURED])
+        assert gate.decision
+        assert gate.decision.steps == steps
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_resumed_run_decides_as_one_that_goes_on(trained: bool) -> None:
+    world = World(150.0 if trained else 0.0, noise=0.01, trained=trained)
+    for number in range(40):
+        world.step(100 - number, drift=0.01)
+        if number % 4:
+            continue
+        world.gate.rollout_ended(RUN, [MEASURED], 0.3 * RUN.idle_seconds)
+        saved = json.loads(json.dumps(world.gate.state()))
+        here, there = copy.deepcopy(world.gate), TrainingGate(UNROLL)
+        there.load_state(saved)
+        for length in (None, 4.0, 1.5):  # the last one is a fall
+            for gate in (here, there):
+                if length:
+                    gate.fresh(length)
+                gate.rollout_ended(RUN, [MEASURED], 0.5)
+            assert here.decision == there.decision
 
 
 def test_every_decision_can_be_noted_once() -> None:

@@ -138,6 +138,16 @@ TABLES: dict[str, list[Line]] = {
         (("trained", 0, SpotReport(4, 40, 1.0)), []),
         (("idle", [1]), [Collect([0])]),
     ],
+    "what another one trained while a replica was on its way is in no candidate": [
+        *BY_0[:5],
+        (("trained", 1, SpotReport(2, 20, 1.0)), []),  # from where all began, and not from the mean
+        *BY_0[5:],
+        (("idle", [0]), [Judge([0], "mean")]),
+        (("answered", 0, NO_BETTER), []),
+        (("idle", [0]), []),
+        (("trained", 0, SpotReport(4, 40, 1.0)), []),
+        (("idle", [0]), [Collect([0])]),
+    ],
     "with a worker, its candidate is lost; what was asked of others is waited for": [
         *BY_0_AND_2,
         (("idle", [0, 2]), [Judge([0, 2], "mean")]),
@@ -223,6 +233,17 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
     assert looks == [True, False] * 4 + [True]
     assert life.gate.told == [2.0] * 5  # pyright: ignore
     assert life.version == 0
+
+
+def test_what_judging_candidates_took_is_not_owed_by_looks() -> None:
+    """One that comes to rest is looked at in the next rollout, however much was judged before."""
+    life = life_of()
+    run(life, [*BY_0, (("idle", [0]), [Judge([0], "mean")])])
+    run(life, [(("answered", 0, NO_BETTER._replace(seconds=1000.0)), []), (("idle", [0]), [])])
+    life.gate.rests = True  # pyright: ignore
+    life.rollout_ends(ROLLOUT)
+    life.rollout_begins()
+    assert life.idle([0]) == [Judge([0], None)]
 
 
 def test_what_was_looked_at_is_not_looked_at_again() -> None:

@@ -1,0 +1,95 @@
+"""How long a call may take, by a made-up clock: who is late is lost, and nobody else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from tlt.cluster.crew import Crew, Done
+
+PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
+
+
+class Clocked:
+    """Workers whose calls take so many seconds, one after the other; a new one's process takes `boots` to begin."""
+
+    size = 2
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, boots: float = 0.0, **takes: float) -> None:
+        self.now, self.boots, self.takes = 1000.0, boots, takes
+        self.replaced: list[int] = []
+        self._ends: list[float] = []
+        self._free = [0.0] * self.size
+        self._begins = [0.0] * self.size
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def submit(self, index: int, method: str, *arguments: Any) -> int:
+        self._free[index] = max(self.now, self._free[index]) + self.takes.get(method, 0.0)
+        self._ends.append(self._free[index])
+        return len(self._ends) - 1
+
+    def wait(self, handles: Collection[int], timeout: float | None = None) -> list[int]:
+        self.now += 0.25
+        return [handle for handle in handles if self._ends[handle] <= self.now]
+
+    def result(self, handle: int) -> Any:
+        return "done"
+
+    def replace(self, index: int) -> None:
+        self.replaced.append(index)
+        self._free[index] = self._begins[index] = self.now + self.boots
+
+    def has_begun(self, index: int) -> bool:
+        return self.now >= self._begins[index]
+
+    def capacity(self) -> str:
+        return "there is room for 1"
+
+    def interrupt(self, index: int, number: float) -> None: ...
+
+    def updated(self, index: int, seconds: float) -> float | None:
+        return None
+
+    def last_words(self, index: int) -> str:
+        return ""
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def close(self) -> None: ...
+
+
+def test_a_call_has_ten_times_what_the_last_ones_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Clocked(monkeypatch)
+    crew = Crew(pool, patience=PATIENCE)
+    for seconds in (8.0, 60.0):
+        pool.takes["save"] = seconds
+        assert crew.everyone("save") == {0: "done", 1: "done"}
+    assert pool.replaced == []
+
+
+def test_the_time_of_a_call_begins_when_its_worker_turns_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with what it did before, nor with what it did not do."""
+    pool = Clocked(monkeypatch, decode=1.5)
+    crew = Crew(pool, patience=PATIENCE)
+    crew.everyone("decode")
+    pool.now += 3600.0
+    for _ in range(4):
+        crew.call(1, "decode")
+    heard: list[Done] = []
+    while crew.pending(1):
+        heard += crew.done()
+    assert heard == [Done(1, "decode", "done")] * 4
+    assert pool.replaced == []
+
+
+def test_the_time_of_a_new_worker_begins_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Clocked(monkeypatch, boots=600.0, take_state=10.0)
+    crew = Crew(pool, patience=PATIENCE)
+    crew.replace(1, "decode", "its process is gone")
+    crew.all_sound()
+    assert pool.replaced == [1]
+    assert 600 < pool.now - 1000 < 620
