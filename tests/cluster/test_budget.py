@@ -104,6 +104,19 @@ def test_one_that_rests_is_not_trained(tmp_path: Path, monkeypatch: pytest.Monke
     _, stats = decode(rollout, 0)
     assert stats.drafter_tokens == 0
     assert stats.spot["accept_length"] >= 1, "but watched"
+    assert rollout.budget.inside.life.gate.horizons[-1].steps == config_of(tmp_path).train.steps - 1
+
+
+def test_looks_at_one_that_rests_take_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, looks=1e-9))
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: False)
+    rollout, looks = make(config_of(tmp_path)), []
+    for step in range(3):
+        looks.append("accept_length" in decode(rollout, step)[1].spot)
+        rollout.sync(rollout.policy, step + 1)  # pyright: ignore
+    assert looks == [True, False, False], "the first one took what many rollouts may"
 
 
 def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +139,11 @@ def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pyt
     trainers = [side.budget.inside.trainer for side in (first, second)]
     for one, other in zip(*(trainer.in_use.parameters() for trainer in trainers), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+    replica = trainers[1].replica()
+    assert replica
+    assert replica.tensors["steps"] > 0
+    for name, parameter in trainers[1].in_use.named_parameters():
+        assert torch.equal(replica.weights[name], parameter), "training goes on from there"
     assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]
 
 

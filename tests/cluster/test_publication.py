@@ -12,25 +12,30 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from pools import TestPool, ThreadWorker
 from rich.console import Console
 from tiny import tiny_config
 
 from tlt import run as run_module
+from tlt.cluster.balance import Beside
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Handle
-from tlt.cluster.publication import Publication
+from tlt.cluster.publication import Publication, Shared
 from tlt.cluster.remote import ClusterRollout, join
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft import gate as gates
+from tlt.draft.average import Replica
 from tlt.draft.gate import Judgement, TrainingGate, summed
-from tlt.draft.lifecycle import Collect, Stage
+from tlt.draft.horizon import Horizon
+from tlt.draft.lifecycle import Collect, Combine, Stage
 from tlt.draft.saving import load_latest
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
+from tlt.trace import ROLLOUT, Tracer
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +340,21 @@ def test_one_that_the_run_goes_on_without_is_not_waited_for(home: Path) -> None:
     life.answered(2, None)
     life.idle([0])
     assert life.stage == Stage.TRAINING
+
+
+def test_several_replicas_go_farther_from_where_they_began(home: Path) -> None:
+    crew: Any = SimpleNamespace(size=2, present=[0, 1], pool=SimpleNamespace(put=lambda value: value))
+    publication = Publication(crew, config_of(home, "adaptive"))
+    start, trained = (Replica({"mean.fc.weight": torch.tensor([x])}, 10) for x in (1.0, 2.0))
+    publication.do([Combine([trained, trained], Shared(start, None))])
+    found = publication.life._trial.candidate.replica.weights["fc.weight"]
+    assert found.item() == pytest.approx(1 + 2**0.5)
+
+
+def test_what_is_idle_is_what_no_worker_decoded_in(home: Path) -> None:
+    """Of three workers with ten seconds each, who decoded for five; and of eight steps two are done with this one."""
+    crew: Any = SimpleNamespace(size=3, present=[0, 1, 2])
+    publication, beside = Publication(crew, config_of(home, "adaptive")), Beside(0.1)
+    beside.decoded([ROLLOUT] * 3, 5.0, 5.0)
+    publication.rollout_ends(1, 10.0, beside, [], Tracer())
+    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3)

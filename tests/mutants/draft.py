@@ -914,4 +914,11 @@ MUTANTS = [
         "            item = item.cut(0, longest)\n",
         "draft/test_buffer.py",
     ),
+    Mutant(
+        "a last window that is whole is given twice",
+        "draft/recompute.py",
+        "        if length % size:\n",
+        "        if length:\n",
+        "rl/test_teacher.py",
+    ),
 ]

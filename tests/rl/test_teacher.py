@@ -36,7 +36,7 @@ def decoded(config: Any, target: Any, layout: Any) -> tuple[list[Harvest], list[
     """What our engine harvested, and the same responses."""
     found: list[Harvest] = []
     engine = Engine(target, config.engine, layout=layout, on_harvest=found.append)
-    lengths = (3, WINDOW, 40, 2 * WINDOW + 1)
+    lengths = (3, WINDOW, 40, 2 * WINDOW + 1, 2 * WINDOW - 6)  # the last one fills whole windows
     asked = [
         Request(Prompt(i, "", tuple(range(1, 4 + i))), 0, 0, i, SamplingParams(0.7, max_new_tokens=n))
         for i, n in enumerate(lengths)
