@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,12 @@ from tiny import tiny_config
 
 from tlt import run as run_module
 from tlt.cluster.balance import Beside
+from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Handle
 from tlt.cluster.publication import Publication, Shared
 from tlt.cluster.remote import ClusterRollout, join
+from tlt.cluster.share import Share
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft import gate as gates
@@ -36,6 +39,7 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.trace import ROLLOUT, Tracer
+from tlt.types import Prompt, Request, Row, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -358,3 +362,15 @@ def test_what_is_idle_is_what_no_worker_decoded_in(home: Path) -> None:
     beside.decoded([ROLLOUT] * 3, 5.0, 5.0)
     publication.rollout_ends(1, 10.0, beside, [], Tracer())
     assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3)
+
+
+def test_rows_that_were_promised_to_one_that_trained_and_is_lost_are_given_to_others(home: Path) -> None:
+    """Else the rollout waits for them for ever."""
+    crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None)
+    coordinator = Coordinator(crew, config_of(home, "adaptive"))
+    given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))
+    coordinator.queue = deque()
+    coordinator.shares = [Share(), Share(rows={0: given}, promised=[promised])]
+    coordinator._reclaim(1)
+    assert list(coordinator.queue) == [[given, promised]]
+    assert not coordinator.shares[1].promised

@@ -369,4 +369,11 @@ MUTANTS = [
         "average(replicas)",
         "cluster/test_publication.py",
     ),
+    Mutant(
+        "rows that were promised to a lost worker are nobody's",
+        "cluster/coordinator.py",
+        "if rows := [*lost.rows.values(), *lost.promised]:",
+        "if rows := [*lost.rows.values()]:",
+        "cluster/test_publication.py",
+    ),
 ]
