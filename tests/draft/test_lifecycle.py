@@ -208,6 +208,14 @@ def test_what_the_gate_is_told() -> None:
     assert life.report.numbers() == {"version": 1.0}
 
 
+def test_what_was_trained_of_a_candidate_that_is_given_up_counts_in_the_next() -> None:
+    life = life_of()
+    run(life, [*BY_0, (("idle", [0]), [Judge([0], "mean")]), (("lost", 1), []), (("answered", 0, BETTER), [])])
+    run(life, [(("lost", 1), []), *by_0("mean"), (("idle", [0]), [Judge([0], "mean")]), (("answered", 0, BETTER), [])])
+    life.idle([0])
+    assert life.gate.told[-1] == (2.0, 2.5, 3.0, True)  # pyright: ignore
+
+
 def test_what_was_not_judged_counts_in_the_next_candidate() -> None:
     life = life_of()
     run(life, TABLES["where those who judge have harvested nothing, nothing is known of it"])

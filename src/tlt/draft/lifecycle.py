@@ -159,6 +159,8 @@ class Lifecycle:
 
     def lost(self, worker: int) -> None:
         """A worker was lost: the trial is given up, and answers still to come are of no use."""
+        if self.stage != Stage.TRAINING:
+            self._seconds += self._trial.seconds  # they are part of the next candidate
         self.stage = Stage.TRAINING
         self._awaited.discard(worker)
         self._ahead.discard(worker)
