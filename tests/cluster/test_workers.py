@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
+from test_recovery import recovery
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -237,6 +239,27 @@ def in_this_process(config: Config) -> str:
 
     with patch("tlt.parts._many_workers", many_workers):
         return run_module.train(config, False, quiet())["policy_sha256"]
+
+
+@pytest.mark.parametrize("moment", ["*/ray/session_*", "run/worker_0.log"])
+def test_sigterm_while_workers_come_up_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """While Ray starts, which has a handler of its own, and while the driver waits in Ray for the first answer."""
+    monkeypatch.setenv("TMPDIR", folder := tempfile.mkdtemp(prefix="tlt", dir="/tmp"))
+    path = recovery.write_recipe(tmp_path, cluster={"workers": 2}, train={"steps": 1000})
+    command = [sys.executable, "-m", "tlt", "train", str(path), "--run.folder", f"{folder}/run", "--restarts", "3"]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while run.poll() is None and not any(Path(folder).glob(moment)):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        run.terminate()
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert "stopped by SIGTERM before its first step: it changed nothing" in said
+    assert "Traceback" not in said
 
 
 DRIVER = """

@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 
 CREW = "cluster/test_crew.py"
 MIRROR = "test_mirror.py"
+RESCUE = "cluster/test_rescue.py"
 RESTARTS = "test_restarts.py"
 STOPPING = "test_run.py"
 
@@ -190,7 +191,7 @@ MUTANTS = [
     Mutant(
         "the mirror keeps every checkpoint",
         "mirror.py",
-        "self._found() - set(sorted(whole)[-self.keep :])",
+        "self._found() - {*older[-self.keep :], *(set(whole) - set(older))}",
         "self._found() - set(whole)",
         MIRROR,
     ),
@@ -267,8 +268,8 @@ MUTANTS = [
     Mutant(
         "a step that ended in time is given up all the same",
         "stopping.py",
-        "            signal.setitimer(signal.ITIMER_REAL, 0)\n\n\n@contextmanager",
-        "            pass\n\n\n@contextmanager",
+        "            signal.setitimer(signal.ITIMER_REAL, 0)\n\n    def run_ends",
+        "            pass\n\n    def run_ends",
         STOPPING,
     ),
     Mutant(
@@ -277,6 +278,104 @@ MUTANTS = [
         "if self._more and self.amid_update():",
         "if False:",
         STOPPING,
+    ),
+    Mutant(
+        "a signal breaks off what an error still saves",
+        "stopping.py",
+        "        self.over = True\n",
+        "",
+        RESCUE,
+    ),
+    Mutant(
+        "a step whose update is done is given up before the others know",
+        "run.py",
+        "run.policy.version != run.standing.done, True",
+        "run.policy.version is None, True",
+        RESCUE,
+    ),
+    Mutant(
+        "what is said to be saved is not",
+        "run.py",
+        "            if run.standing.saved < done:  # the signal came since\n                _save(run)\n",
+        "",
+        RESCUE,
+    ),
+    Mutant(
+        "an error amid an update leaves the others there",
+        "cluster/remote.py",
+        "        except Exception:\n            if not self.crew.shards:",
+        "        except ClusterError:\n            if not self.crew.shards:",
+        RESCUE,
+    ),
+    Mutant(
+        "what a second worker raises ends what the first one's error still saves",
+        "cluster/crew.py",
+        "                self._leave_under_way()\n",
+        "",
+        CREW,
+    ),
+    Mutant(
+        "who gives its state away is to answer as soon as who decodes",
+        "cluster/crew.py",
+        'state = self.call(source, "state")',
+        'state = self.pool.submit(source, "state")',
+        CREW,
+    ),
+    Mutant(
+        "one that is lost while another is waited for is never called again",
+        "cluster/crew.py",
+        "                if method not in self.pending(index):\n",
+        "                if method not in self.pending(index) and not results:\n",
+        CREW,
+    ),
+    Mutant(
+        "the run ends anew with each worker that finds no place",
+        "cluster/crew.py",
+        "            except ClusterError as error:\n                too_few = error\n",
+        "            except ClusterError:\n                raise\n",
+        CREW,
+    ),
+    Mutant(
+        "who is busy is asked although another is free",
+        "cluster/crew.py",
+        "key=lambda index: (bool(self.pending(index)), index)",
+        "key=lambda index: index",
+        CREW,
+    ),
+    Mutant(
+        "what comes back beside an answer is forgotten",
+        "cluster/crew.py",
+        "                self._kept += [done for done in found if done not in mine]\n",
+        "",
+        CREW,
+    ),
+    Mutant(
+        "a run that was asked to stop is restarted where it could not hear it",
+        "restarts.py",
+        "or failures > restarts or asked_to_stop:",
+        "or failures > restarts:",
+        RESTARTS,
+    ),
+    Mutant(
+        "a damaged newer checkpoint in the mirror pushes out the good ones",
+        "mirror.py",
+        "if name <= checkpoint.name)",
+        "if name)",
+        MIRROR,
+    ),
+    Mutant(
+        "what a signal raises while Ray waits is an error of Ray's",
+        "cluster/workers.py",
+        "        if isinstance(error.__cause__, GivenUp):",
+        "        if False:",
+        "cluster/test_workers.py",
+    ),
+    Mutant(
+        "a signal while Ray starts ends the run in Ray's way",
+        "cluster/workers.py",
+        "    except SystemExit:\n",
+        "    except ZeroDivisionError:\n",
+        "cluster/test_workers.py",
     ),
     Mutant(
         "one that the run goes on without is waited for",

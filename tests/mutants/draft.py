@@ -756,8 +756,8 @@ MUTANTS = [
     Mutant(
         "nobody is told of a worker that did not come back",
         "cluster/crew.py",
-        "                    self._kept.append(Done(index, method, None, lost=True))\n",
-        "",
+        "lost=True))\n            self._kept += self._collect(0.5)",
+        "lost=True)) if False else None\n            self._kept += self._collect(0.5)",
         "cluster/test_publication.py",
     ),
     Mutant(
