@@ -19,7 +19,10 @@ from tlt.checkpoint import CheckpointError
 from tlt.cluster.remote import ClusterPolicy, ClusterRollout
 from tlt.config import Config
 from tlt.record import Record
+from tlt.rl.parallel import ProcessGroup
+from tlt.rl.policy import Policy
 from tlt.stopping import Stopped
+from tlt.types import TrainBatch
 
 
 def config_of(home: Path, stop_within: float = 60.0) -> Config:
@@ -51,18 +54,23 @@ def asked_to_stop(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("method", ["decode", "update"])
+@pytest.mark.parametrize("amid", ["decode", "update"])
 def test_workers_that_raise_lose_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, which: tuple[int, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amid: str, which: tuple[int, ...]
 ) -> None:
     """Of as many of them as there are, before any weight has changed."""
     config = config_of(tmp_path)
 
-    def runs_out(worker: ThreadWorker, *arguments: Any) -> None:
+    def decodes(worker: ThreadWorker, *arguments: Any) -> None:
         if worker.target.version == 1 and worker.index in which:
             raise MemoryError("out of memory")
 
-    before(monkeypatch, ThreadWorker, method, runs_out)
+    def updates(policy: Policy, batch: TrainBatch, step: int, group: ProcessGroup) -> None:
+        if step == 1 and group.rank in which:
+            raise MemoryError("out of memory")
+
+    owner, does = (ThreadWorker, decodes) if amid == "decode" else (Policy, updates)
+    before(monkeypatch, owner, amid, does)
     with pytest.raises(MemoryError) as ended:
         train(config, choose=lambda count: count - 1)
     assert "saved after step 1 in" in " ".join(ended.value.__notes__)
