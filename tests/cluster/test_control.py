@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 
 import pytest
 
 from tlt.cluster import control
-from tlt.cluster.control import lets_in_anybody
+from tlt.cluster.control import lets_in_anybody, refuse_unreachable
 from tlt.cluster.pool import ClusterError
 
 REFUSED = "Traceback ...\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: token is missing. Note: ..."
@@ -42,3 +43,13 @@ def test_a_cluster_that_never_answers_holds_nobody_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(control, "_TELLS", 0.2)
     with pytest.raises(ClusterError, match=r"cannot be told \(no answer in 0\.2 s\)"):
         lets_in_anybody("10.0.0.1:6379")
+
+
+def test_an_address_where_nobody_answers_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        refuse_unreachable(f"127.0.0.1:{port}")
+    with pytest.raises(ClusterError, match=rf"at 127\.0\.0\.1:{port} \(.+refused\): see cluster\.address"):
+        refuse_unreachable(f"127.0.0.1:{port}")
+    for left_to_ray in ("auto", "ray://127.0.0.1:1", "local"):
+        refuse_unreachable(left_to_ray)

@@ -13,8 +13,20 @@ from tlt.cluster.pool import ClusterError
 _EVERY = 5.0  # seconds between two looks
 _MISSES = 3  # failed looks in a row after which it is gone: a busy cluster may be slow to answer
 _ANSWERS = 3.0  # seconds that it has to answer a look
+_REACHED_WITHIN = 10.0  # seconds for a cluster that is to be joined to take a connection
 _TELLS = 120.0  # seconds for the process of `lets_in_anybody` to start and to get an answer
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+
+
+def refuse_unreachable(address: str) -> None:
+    """Raises ClusterError where nothing answers at host:port. Other forms of an address are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACHED_WITHIN).close()
+    except OSError as error:
+        raise ClusterError(f"no Ray cluster can be joined at {address} ({error}): see cluster.address") from None
 
 
 def lets_in_anybody(address: str) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.cluster.actor import Actor, Place, last_words
-from tlt.cluster.control import Control, lets_in_anybody
+from tlt.cluster.control import Control, lets_in_anybody, refuse_unreachable
 from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
@@ -75,6 +75,7 @@ class RayPool:
             os.environ.pop(MARK)
 
     def _join(self, address: str) -> None:
+        refuse_unreachable(address)  # else Ray tries for many minutes, without a word of ours
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
