@@ -53,6 +53,14 @@ def asked_to_stop(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def ends_with_an_error_and_is_saved(config: Config) -> None:
+    """It runs out of memory in its second step."""
+    with pytest.raises(MemoryError) as ended:
+        train(config, choose=lambda count: count - 1)
+    assert "saved after step 1 in" in " ".join(ended.value.__notes__)
+    assert saved(config) == ["step_00000001"]
+
+
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("amid", ["decode", "update"])
 def test_workers_that_raise_lose_no_step(
@@ -71,10 +79,7 @@ def test_workers_that_raise_lose_no_step(
 
     owner, does = (ThreadWorker, decodes) if amid == "decode" else (Policy, updates)
     before(monkeypatch, owner, amid, does)
-    with pytest.raises(MemoryError) as ended:
-        train(config, choose=lambda count: count - 1)
-    assert "saved after step 1 in" in " ".join(ended.value.__notes__)
-    assert saved(config) == ["step_00000001"]
+    ends_with_an_error_and_is_saved(config)
 
 
 def test_a_signal_while_an_error_is_saved_changes_nothing_of_it(
@@ -88,10 +93,7 @@ def test_a_signal_while_an_error_is_saved_changes_nothing_of_it(
 
     before(monkeypatch, ClusterRollout, "generate", runs_out)
     before(monkeypatch, ClusterPolicy, "save", lambda policy, folder: asked_to_stop(0.3))
-    with pytest.raises(MemoryError) as ended:
-        train(config)
-    assert "saved after step 1 in" in " ".join(ended.value.__notes__)
-    assert saved(config) == ["step_00000001"]
+    ends_with_an_error_and_is_saved(config)
 
 
 def test_a_signal_while_a_run_that_is_done_closes_changes_nothing(

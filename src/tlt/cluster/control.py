@@ -18,13 +18,17 @@ _TELLS = 120.0  # seconds for the process of `lets_in_anybody` to start and to g
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def refuse_unreachable(address: str) -> None:
     """Raises ClusterError where nothing answers at host:port. Other forms of an address are left to Ray."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or "/" in host:
+    if "/" in address or not address.rpartition(":")[2].isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACHED_WITHIN).close()
+        socket.create_connection(_host_and_port(address), _REACHED_WITHIN).close()
     except OSError as error:
         raise ClusterError(f"no Ray cluster can be joined at {address} ({error}): see cluster.address") from None
 
@@ -55,8 +59,7 @@ class Control:
 
     def __init__(self, address: str) -> None:
         """`address`: host:port."""
-        host, _, port = address.rpartition(":")
-        self._at, self._address = (host.strip("[]"), int(port)), address
+        self._at, self._address = _host_and_port(address), address
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def look(self) -> None:
