@@ -157,7 +157,7 @@ class Crew:
     def _outcome(self, handle: Handle) -> Done:
         index, method = self._calls.pop(handle)
         began, self._since[index] = self._since[index], time.monotonic()
-        if method == "state":  # it goes from worker to worker: `take_state` is told of what goes wrong
+        if method == "state":  # the driver has no use for it; if it failed, so does the `take_state` that waits for it
             return Done(index, method, None)
         try:
             result = self.pool.result(handle)
@@ -187,7 +187,8 @@ class Crew:
         return Done(index, method, result)
 
     def _leave_under_way(self) -> None:
-        """The run ends: what it still asks of workers waits behind their calls, and not for what these bring."""
+        """Forget the calls under way, as the run ends: what a last save asks of the workers comes after them, and what
+        they return or raise is of no use. New workers still take the state."""
         self.break_off()
         self._calls = {handle: call for handle, call in self._calls.items() if call[1] == "take_state"}
 
@@ -195,8 +196,6 @@ class Crew:
 
     def everyone(self, method: str, *arguments: Any) -> dict[int, Any]:
         """The result of each present worker. If a worker is lost, its replacement is called again."""
-        for index in self.present:
-            self.call(index, method, *arguments)
         results: dict[int, Any] = {}
         while missing := [index for index in self.present if index not in results]:
             for index in missing:
