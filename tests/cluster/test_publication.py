@@ -148,7 +148,12 @@ def test_a_drafter_that_is_far_behind_holds_up_a_step(home: Path, plain: str, lo
         ages.update(self.target.version - item.target_version for item in self.trainer.inside.buffer.latest)
         return judge(self, *arguments)
 
-    with patch.object(TrainingGate, "catch_up", catch_up), patch.object(ThreadWorker, "judge", judged):
+    paid: list[float] = []
+    with (
+        patch.object(TrainingGate, "catch_up", catch_up),
+        patch.object(TrainingGate, "held_up", lambda gate, seconds: paid.append(seconds)),
+        patch.object(ThreadWorker, "judge", judged),
+    ):
         digest, published, _ = train(config_of(home, "adaptive"), loses_one)
     assert digest == plain
     assert published.life.version > 0
@@ -156,6 +161,7 @@ def test_a_drafter_that_is_far_behind_holds_up_a_step(home: Path, plain: str, lo
     lines = [line["rollout"] for line in read_metrics(home / "run")]
     assert lines[0]["drafter_tokens"] == 0, "there is nothing to train on yet"
     assert all(line["spot_seconds"] >= 0.1 for line in lines[2:])
+    assert [line["spot_seconds"] for line in lines] == paid, "and the gate is told"
     assert len(lost) == loses
 
 
@@ -263,7 +269,7 @@ def test_a_worker_lost_amid_training_or_publication(home: Path, plain: str, meth
         counts += called == method
         return when if called == method and counts == 1 else ""
 
-    digest, _, pool = train(config_of(home, "adaptive"), loses, better=1.0)  # much is published
+    digest, _, pool = train(config_of(home, "adaptive"), loses, better=1.0, stretch=1)  # much is published
     assert digest == plain
     assert counts > 1
     assert sum(m == "take_state" for _, m in pool.log) == 1

@@ -155,8 +155,8 @@ def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
     assert [item.target_version for item in buffer.latest] == [3]
     drawn = Counter(buffer.sample(10, rng)[0].target_version for _ in range(11_000))
     assert set(drawn) == {0, 1, 2}
-    total = 1 + 0.6 + 0.36
-    for age, weight in enumerate((1, 0.6, 0.36)):
+    total = 1 + 0.85 + 0.85**2
+    for age, weight in enumerate((1, 0.85, 0.85**2)):
         assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import random
@@ -13,7 +12,6 @@ import pytest
 
 from tlt.draft.gate import SpotReport, Thresholds, TrainingGate
 from tlt.draft.horizon import (
-    Curve,
     Horizon,
     Learning,
     RoundCosts,
@@ -29,6 +27,7 @@ UNROLL = 7
 CHAINS = (2, 4, 8, 16)
 MEASURED = RoundCosts(1.0, 1.74e-3, {d: (1.74 + 1.26 + 0.45 * d) * 1e-3 for d in CHAINS})
 """of rounds at batch 1 on the machine that the rule was made for"""
+FREE = RoundCosts(1.0, 1.0, {2: 1.0})
 
 
 def miss(agreement: float) -> float:
@@ -51,8 +50,8 @@ def test_what_drafts_without_it_is_what_it_must_beat() -> None:
     assert speed(0.8, costs) == 1.3
     assert speed(0.9, costs) == pytest.approx(4.0951 / 3)
     best = LONG, [MEASURED._replace(fallback=2.5)]
-    assert not decide(FALLEN._replace(best=miss(0.85)), *best, UNROLL, least=0.01).trains, "it comes to 2.1"
-    assert decide(FALLEN._replace(best=miss(0.85)), LONG, [MEASURED], UNROLL, least=0.01).trains
+    assert not decide(FALLEN, *best, UNROLL, least=0.01).trains, "it comes to 1.9"
+    assert decide(FALLEN, LONG, [MEASURED], UNROLL, least=0.01).trains
 
 
 def test_several_sizes_of_rounds_count_by_their_seconds() -> None:
@@ -66,15 +65,10 @@ def test_an_accept_length_tells_the_agreement(agreement: float) -> None:
     assert agreement_of(accept_length(agreement, UNROLL), UNROLL) == pytest.approx(agreement, abs=1e-6)
 
 
-def test_learning_and_drift_by_hand() -> None:
-    """From 10 s to 40 s with b = 0.5, 1 - a is halved; a drift of ln 2 takes that back, and the 30 s with it."""
-    start = Learning(miss(0.2), 10.0, 0.5)
-    after = start.next_step(30.0)
+def test_learning_by_hand() -> None:
+    """From 10 s to 40 s with b = 0.5, 1 - a is halved."""
+    after = Learning(miss(0.2), 10.0, 0.5).trained(30.0)
     assert (1 - math.exp(after.miss), after.seconds) == (pytest.approx(0.6), pytest.approx(40.0))
-    drifted = start._replace(drift=math.log(2)).next_step(30.0)
-    assert (drifted.miss, drifted.seconds) == (pytest.approx(start.miss), pytest.approx(10.0))
-    assert start._replace(best=miss(0.5)).next_step(1e6).miss == pytest.approx(miss(0.5)), "beyond it nothing is known"
-    assert start._replace(best=miss(0.1)).next_step(30.0).miss == start.miss, "nor where it is better than that"
 
 
 COLD = Learning(miss(0.01), 3.0, 0.4)
@@ -90,9 +84,7 @@ TABLE = {
     "nor in the very last": (GOOD, RUN._replace(steps=0), False),
     "nor where its neighbours pay too much": (GOOD, RUN._replace(second_costs=1.0), False),
     "nor where it learns no more": (GOOD._replace(slope=0.0), RUN, False),
-    "nor if all that is known of it is what it has": (GOOD._replace(best=GOOD.miss), RUN, False),
-    "one that fell far, by what it was": (FALLEN._replace(best=GOOD.miss), RUN, True),
-    "one that drifts": (GOOD._replace(best=miss(0.82), drift=0.01), RUN, True),
+    "one that fell far": (FALLEN, RUN, True),
     "time that is not idle, where it repays": (FALLEN, RUN._replace(rollout_seconds=30.0, second_costs=1.0), True),
     "and where it does not": (FALLEN, RUN._replace(rollout_seconds=1.0, second_costs=1.0), False),
     "no idle time": (COLD, RUN._replace(idle_seconds=0.0), False),
@@ -113,7 +105,6 @@ LONG = RUN._replace(steps=60, rollout_seconds=12.0, idle_seconds=4.0)
 @pytest.mark.parametrize(("learning", "horizon"), [(COLD, LONG), (GOOD, RUN._replace(steps=30))])
 def test_the_plan_is_the_cheapest_of_all(learning: Learning, horizon: Horizon) -> None:
     """Against every length of training, step by step; the rule tries powers of two alone."""
-    learning = learning._replace(drift=0.003)
 
     def price(training: int) -> float:
         at, total = learning, 0.0
@@ -122,24 +113,21 @@ def test_the_plan_is_the_cheapest_of_all(learning: Learning, horizon: Horizon) -
             total += horizon.rollout_seconds * before / now
             idle = horizon.idle_seconds if step < training else 0.0
             total += idle * horizon.second_costs
-            at = at.next_step(idle)
+            at = at.trained(idle)
         return total
 
     decision = decide(learning, horizon, [MEASURED], UNROLL, least=Thresholds().least_saving)
     best = price(0) - min(price(k) for k in range(horizon.steps + 1))
-    assert 0.8 * best <= decision.saves <= best + 1e-9
+    assert 0.8 * best <= decision.saves <= 1.01 * best
     tried = {price(0) - price(k) for k in (1, 2, 4, 8, 16, 32, horizon.steps) if k <= horizon.steps}
     assert decision.saves == pytest.approx(max(tried), rel=0.02)
 
 
 def test_a_long_run_is_planned_in_parts_that_are_as_long_as_their_steps() -> None:
-    """640 steps are as 64 of ten times the seconds, the idle time and the drift."""
+    """640 steps are as 64 of ten times the seconds and the idle time."""
     learning, horizon = Learning(miss(0.6), 10.0, 0.4), Horizon(640, 6.0, 2.0, 0.12)
     parts = horizon._replace(steps=64, rollout_seconds=60.0, idle_seconds=20.0)
-    one, other = (
-        decide(learning._replace(drift=drift), over, [MEASURED], UNROLL, 0.01)
-        for drift, over in ((0.002, horizon), (0.02, parts))
-    )
+    one, other = (decide(learning, over, [MEASURED], UNROLL, 0.01) for over in (horizon, parts))
     assert one.trains
     assert (one.saves, one.seconds) == (pytest.approx(other.saves), pytest.approx(other.seconds))
     assert one.speed_trained == pytest.approx(other.speed_trained)
@@ -149,6 +137,13 @@ def test_where_no_seconds_are_known_drafting_goes_on_at_one_cost() -> None:
     decision = decide(COLD, RUN, [], UNROLL, least=Thresholds().least_saving)
     assert decision.trains
     assert decision.speed == pytest.approx(accept_length(0.01, UNROLL))
+
+
+def test_what_a_perfect_drafter_would_save_by_hand() -> None:
+    """At 0.5 and two guesses that cost nothing it commits 1.75 tokens a round, a perfect one nearly 3: of 10 steps of
+    6 s, 60 s become 35.1."""
+    decision = decide(Learning(miss(0.5), 10.0, 0.4), RUN._replace(steps=10, rollout_seconds=6.0), [FREE], UNROLL, 0.01)
+    assert decision.perfect == pytest.approx(60 * (1 - 1.75 / (1 + 0.995 + 0.995**2)), rel=1e-3)
 
 
 # -- catching up -----------------------------------------------------------------------------------------------------
@@ -181,7 +176,7 @@ def test_as_long_as_is_cheapest() -> None:
         for _ in range(BEHIND.steps):
             before, now = (speed(1 - math.exp(x.miss), MEASURED) for x in (FAR_BEHIND, at))
             total += BEHIND.rollout_seconds * before / now + BEHIND.idle_seconds * BEHIND.second_costs
-            at = at.next_step(BEHIND.idle_seconds)
+            at = at.trained(BEHIND.idle_seconds)
         return total
 
     decision = decide(FAR_BEHIND, BEHIND, [MEASURED], UNROLL, least=Thresholds().least_saving)
@@ -191,43 +186,64 @@ def test_as_long_as_is_cheapest() -> None:
     assert price(best) < price(0.0)
 
 
-def test_it_is_done_in_parts_and_by_a_pace_that_was_measured() -> None:
+def fallen_gate() -> TrainingGate:
+    """Its drafter was good, and its last look was not."""
+    gate = TrainingGate(UNROLL, trained=True)
+    for length in (6.0, 6.1, 5.9, 6.0, 1.1):
+        gate.fresh(length)
+        gate.rollout_ended(BEHIND, [MEASURED])
+    return gate
+
+
+def test_it_is_done_in_parts_within_half_of_the_stake() -> None:
+    gate = fallen_gate()
+    assert gate.decision
+    assert gate.decision.catch_up > BEHIND.rollout_seconds
+    assert gate.catch_up(0.6) == pytest.approx(0.6 * BEHIND.rollout_seconds)
+    assert gate.catch_up(0.0) == 0.0
+    half = Thresholds().held_up * gate.decision.stake
+    assert gate.catch_up(99.0) == pytest.approx(min(half, gate.decision.catch_up))
+    gate.held_up(half - 1.0)
+    assert gate.catch_up(99.0) == pytest.approx(1.0)
+    gate.held_up(1.1)
+    assert gate.catch_up(99.0) == 0.0
+    gate.rollout_ended(BEHIND, [MEASURED])
+    assert gate.should_train(), "in idle time there is the other half"
+    gate.gained(1.1, 1.2, 0.0, published=True)
+    assert gate.catch_up(99.0) > 1.1
+
+
+def test_one_that_was_never_better_holds_nobody_up() -> None:
     gate = TrainingGate(UNROLL)
-    for _ in range(2):
+    for _ in range(8):
         gate.fresh(1.1)
         gate.rollout_ended(BEHIND, [MEASURED])
-    assert gate.decision
-    assert gate.decision.catch_up > 0
-    assert gate.catch_up(1.0) == 0.0, "nobody has trained yet"
-    gate.trained_for(SpotReport(4, 1000, 4 * Thresholds().pace))
-    assert gate.catch_up(1.0) == BEHIND.rollout_seconds
-    assert gate.catch_up(0.5) == BEHIND.rollout_seconds / 2
-    assert gate.catch_up(0.0) == 0.0
-    assert gate.catch_up(99.0) == gate.decision.catch_up
+    assert gate.should_train()
+    assert gate.catch_up(1.0) == 0.0
 
 
 def test_what_is_never_judged_holds_nobody_up_for_long() -> None:
     """As where all responses are shorter than what a judgement needs."""
-    gate, held_up = TrainingGate(UNROLL), 0.0
-    gate.fresh(1.1)
+    gate, held_up = fallen_gate(), 0.0
     for _ in range(200):
         gate.rollout_ended(BEHIND, [MEASURED])
         seconds = gate.catch_up(1.0)
         gate.trained_for(SpotReport(8, 2000, 8 * Thresholds().pace))
+        gate.held_up(seconds)
         held_up += seconds
-    assert 0 < held_up < 10 * BEHIND.rollout_seconds
-    assert gate.tried > Thresholds().trial
-    gate.gained(1.1, 1.3, 5.0)
-    assert gate.unjudged == 0
+    assert gate.decision
+    assert 0 < held_up <= Thresholds().held_up * gate.decision.stake
+    assert not gate.should_train()
 
 
 def test_an_evaluation_lets_nobody_catch_up_for_longer() -> None:
-    gate = TrainingGate(UNROLL)
-    gate.fresh(1.1)
-    gate.trained_for(SpotReport(8, 2000, 8 * Thresholds().pace))
+    gate = fallen_gate()
     for seconds in (3.0, 90.0):
         gate.rollout_ended(BEHIND._replace(rollout_seconds=seconds), [MEASURED])
     assert gate.catch_up(1.0) <= 3.0
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
 
 
 def test_idle_time_that_was_of_no_use_is_tried_again() -> None:
@@ -254,29 +270,43 @@ def test_idle_time_counts_as_far_as_training_gets_it() -> None:
     assert little.seconds == pytest.approx(0.2 * plenty.seconds, rel=0.02)
 
 
-def test_before_the_first_judgement_the_curve_is_of_so_many_micro_batches() -> None:
-    """A model whose micro-batches take a hundred times as long learns as much from each, as far as is known."""
-    gates = [TrainingGate(UNROLL), TrainingGate(UNROLL, trained=True)]
-    gates[1].fresh(1.5)
-    for gate in gates:
-        assert gate.curve
-        before = gate.curve.seconds
-        gate.trained_for(SpotReport())
-        assert gate.curve.seconds == before
-        gate.trained_for(SpotReport(10, 1000, 10 * 100 * Thresholds().pace))
-        assert gate.curve.seconds == pytest.approx(100 * before)
-        gate.gained(1.5, 1.6, 300.0)
-        points = list(gate.curve.points)
-        gate.trained_for(SpotReport(10, 1000, 1.0))
-        assert gate.curve.points == points, "now it is known"
+def test_a_drafter_learns_by_micro_batches() -> None:
+    """A model whose micro-batches take a hundred times as long learns as much from each."""
+    gate = TrainingGate(UNROLL)
+    before = gate._learning()
+    gate.trained_for(SpotReport())
+    assert gate._learning() == before
+    gate.trained_for(SpotReport(10, 1000, 10 * 100 * Thresholds().pace))
+    assert gate._learning() == before._replace(seconds=pytest.approx(100 * before.seconds))
+
+
+def test_it_stands_where_it_would_had_it_been_trained_from_random_weights() -> None:
+    """40 micro-batches more make a random drafter right with a chance of 1 - 2 ** -0.75, as 40 stand for its start."""
+    gate = TrainingGate(UNROLL, thresholds=Thresholds(sure=0.0))
+    gate.fresh(1.0)
+    start = gate._learning()
+    gate.fresh(accept_length(1 - 2**-0.75, UNROLL))
+    gate.looks.popleft()
+    learned = start.trained(40 * Thresholds().pace)
+    assert tuple(gate._learning()) == pytest.approx(tuple(learned), rel=1e-3)
 
 
 def test_looks_count_by_rounds() -> None:
     """At 2 and at 6 tokens a round: 24 tokens are 8 rounds, 3 each, not 4."""
-    gate = TrainingGate(UNROLL)
+    gate = TrainingGate(UNROLL, thresholds=Thresholds(sure=0.0))
     for length in (2.0, 6.0):
         gate.fresh(length)
-    assert accept_length(1 - math.exp(gate._present()[0]), UNROLL) == pytest.approx(3.0, rel=1e-3)
+    assert accept_length(1 - math.exp(gate._present()), UNROLL) == pytest.approx(3.0, rel=1e-3)
+
+
+def test_looks_say_so_much_less_as_they_differ() -> None:
+    """Of four looks the standard error is half of a standard deviation; of looks that are alike, of what is assumed."""
+    for spread, error in ((0.3, math.sqrt(0.12) / 2), (0.0, Thresholds().noise / 2)):
+        gates = [TrainingGate(UNROLL, thresholds=Thresholds(sure=sure)) for sure in (0.0, 1.0)]
+        for gate in gates:
+            for sign in (-1, 1, 1, -1):
+                gate.fresh(accept_length(1 - math.exp(-1.5 + sign * spread), UNROLL))
+        assert gates[0]._present() - gates[1]._present() == pytest.approx(error, rel=1e-3)
 
 
 def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> None:
@@ -284,48 +314,60 @@ def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> No
     gate = TrainingGate(UNROLL)
     for length in (2.0, 2.4, 2.2, 6.0):  # the last one is of an easy prompt
         gate.fresh(length)
-    before, _ = gate._present()
+    before = gate._present()
     gate.gained(6.0, 6.2, 3.0, published=True)
     gained = gate._miss(6.2) - gate._miss(6.0)
-    assert gate._present()[0] == pytest.approx(before + gained, abs=0.01)
-    assert gate.moved + gate.published == pytest.approx(before + gained, abs=0.01)
-    gate.gained(6.2, 6.0, 3.0)
-    assert gate._present()[0] == pytest.approx(before + gained, abs=0.01), "that one was not published"
+    assert gate._present() == pytest.approx(before + gained, abs=0.01)
+    gate.gained(6.2, 6.4, 3.0)
+    assert gate._present() == pytest.approx(before + gained, abs=0.01), "that one was not published"
 
 
-def test_the_luck_of_what_is_published_does_not_add_up() -> None:
-    """Of a hundred judgements of drafters that are all alike, those above 2 % are published: nothing was learned."""
-    gate, chance = TrainingGate(UNROLL), random.Random(1)
+# -- the stake -------------------------------------------------------------------------------------------------------
+
+
+def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
+    """Stretches of training and their judgements, none of which is better. By hand: 5 % of what a perfect drafter would
+    save are paid with the seconds of training and judging, at 0.12 s for those who decode beside a second."""
+    gate, paid = TrainingGate(UNROLL), 0.0
+    while gate.should_train() and paid < 1000:
+        gate.fresh(2.5)
+        gate.trained_for(SpotReport(200, 40000, 15.0))
+        gate.gained(2.5, 2.5, 5.0)
+        paid += 0.12 * 20.0
+        gate.rollout_ended(RUN, [MEASURED])
+    assert gate.decision
+    assert gate.decision.staked == pytest.approx(paid)
+    assert gate.decision.stake == pytest.approx(0.05 * gate.decision.perfect)
+    assert gate.decision.stake <= paid < gate.decision.stake + 0.12 * 20.0
+    assert gate.saves(1.0) == 0.0, "idle time has other uses"
+    gate.gained(2.5, 2.5 * 1.03, 5.0, published=True)
+    assert not gate.should_train(), "one may be better by luck"
+    gate.gained(2.5, 2.5 * 1.03, 5.0, published=True)
+    assert gate.should_train(), "it has led further"
+
+
+def test_training_that_costs_nobody_anything_goes_on() -> None:
+    gate = TrainingGate(UNROLL)
     for _ in range(100):
-        candidate = 4.0 * (1 + chance.gauss(0, 0.015))
-        gate.gained(4.0, candidate, 3.0, candidate > 1.02 * 4.0)
-    assert gate.published > gate._miss(4.0) - 0.1
+        gate.fresh(2.5)
+        gate.rollout_ended(RUN._replace(second_costs=0.0), [MEASURED])
+        gate.trained_for(SpotReport(200, 40000, 15.0))
+        gate.gained(2.5, 2.5, 5.0)
+    assert gate.should_train()
 
 
-# -- the curve ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_curve_is_found_again() -> None:
-    curve = Curve(3.0, 0.0, 0.35)
-    for x in (6.0, 12.0, 24.0, 48.0, 96.0, 192.0):
-        curve.add(x - curve.seconds, -0.5 * math.log(x / 3.0))
-    c, b, doubt = curve.fit()
-    assert (b, c) == (pytest.approx(0.5, abs=0.02), pytest.approx(0.5 * math.log(3.0), abs=0.08))
-    assert doubt < 0.05
-    assert curve.position(-0.5 * math.log(10.0)) == pytest.approx(30.0, rel=0.1)
-
-
-def test_before_anything_was_judged_it_is_what_was_measured_elsewhere_with_much_doubt() -> None:
-    assert Curve(3.0, 0.0, 0.5).fit()[1:] == (pytest.approx(0.5), pytest.approx(0.15))
-
-
-def test_noise_makes_the_pessimistic_side_flat() -> None:
-    rng = random.Random(0)
-    curve = Curve(100.0, -1.6, 0.35)
-    for _ in range(5):
-        curve.add(5.0, -1.6 + rng.gauss(0, 0.1))
-    _, b, doubt = curve.fit()
-    assert b - doubt < 0.3
+def test_a_target_that_moves_away_little_by_little_renews_it_too() -> None:
+    gate, number = TrainingGate(UNROLL, trained=True), 0
+    while not gate.fell and number < 60:
+        gate.fresh(accept_length(0.95 - 0.002 * max(0, number - 8), UNROLL))
+        gate.rollout_ended(RUN, [MEASURED])
+        if number == 8:
+            gate.held_up(gate.decision.stake if gate.decision else 0.0)
+            gate.rollout_ended(RUN, [MEASURED])
+            assert not gate.should_train()
+        number += 1
+    assert 0.90 < 0.95 - 0.002 * (number - 9) < 0.94, "a fifth worse in 1 - agreement, and as many looks behind"
+    assert gate.should_train()
 
 
 # -- worlds ------------------------------------------------------------------------------------------------------------
@@ -338,6 +380,7 @@ class World:
         self.seconds, self.slope, self.best, self.noise = seconds, 0.4, best, noise
         self.gate = TrainingGate(UNROLL, trained, Thresholds())
         self.rng, self.trained = random.Random(0), list[bool]()
+        self.costs = list[float]()  # of each step's training, as a fraction of its rollout's seconds
 
     @property
     def agreement(self) -> float:
@@ -358,9 +401,10 @@ class World:
             self.seconds += idle
             self.gate.trained_for(SpotReport(round(idle / Thresholds().pace), 1, idle))
             after = self.seen(luck + self.rng.gauss(0, self.noise / 5))  # both were judged on the same harvest
-            self.gate.gained(before, after, idle, after > 1.02 * before)
-        now = mean_speed(speeds(self.agreement, [MEASURED], UNROLL))
-        self.gate.rollout_ended(Horizon(left, 6.0 / now, idle, 0.12), [MEASURED])
+            self.gate.gained(before, after, 0.1 * idle, after > 1.02 * before)
+        seconds = 6.0 / mean_speed(speeds(self.agreement, [MEASURED], UNROLL))
+        self.costs.append(trains * 0.12 * 1.1 * idle / seconds)
+        self.gate.rollout_ended(Horizon(left, seconds, idle, 0.12), [MEASURED])
 
     def run(self, steps: int, left: int = 400, drift: float = 0.0) -> float:
         """The share of these steps in which it trained."""
@@ -369,56 +413,42 @@ class World:
         return sum(self.trained[-steps:]) / steps
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_from_a_cold_start_it_learns_until_it_gains_no_more(noise: float) -> None:
     world = World(0.0, best=0.78, noise=noise)
     assert world.run(20) > 0.9
-    world.run(120)
+    world.run(280, left=380)
     assert world.agreement > 0.75
-    assert world.run(100) < 0.3
+    assert world.run(100, left=100) < 0.1
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.02])
-def test_one_that_was_trained_before_rests_until_it_falls(noise: float) -> None:
-    world = World(150.0, best=0.8, noise=noise, trained=True)
-    assert world.run(60) < 0.1
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 0.03), (0.01, 0.045)])
+def test_one_that_learns_no_more_costs_little_and_learns_again_when_it_falls(noise: float, most: float) -> None:
+    """Training would cost 7 % of the rollouts. While it leads to nothing it costs 5 % of what a perfect drafter would
+    save, which is half of the rollouts, or a little more where some drafters seem better by luck."""
+    world = World(1500.0, best=0.9, noise=noise, trained=True)
+    world.run(150, left=250)
+    assert sum(world.costs) / 150 < most
     world.seconds = 8.0  # the task changed
-    assert world.run(12) > 0.6
-    world.run(30)
-    assert world.agreement > 0.7
+    assert world.run(12, left=100) > 0.6
+    world.run(30, left=88)
+    assert world.agreement > 0.6
 
 
-@pytest.mark.parametrize("judged", [False, True])
-def test_the_first_stretches_after_a_fall_do_not_end_training(judged: bool) -> None:
-    """Seen where the task changed: the first one brought 0.013, and training for 12 s would have brought 4. If several
-    bring nothing it does end."""
-    gate = TrainingGate(UNROLL, trained=True)
-    for _ in range(8):
-        gate.fresh(6.0)
-        gate.rollout_ended(RUN, [MEASURED])
-    if judged:
-        gate.gained(6.0, 6.0, 40.0)  # late in training nothing more is learned
-    assert not gate.should_train()
-    cheap = MEASURED._replace(drafted={2: 1.8e-3, 8: 2.2e-3})  # so that even such a drafter is of use
-    for fallen in (1.19, 1.18, 1.2):  # none of which is a level that it could not be trained beyond
-        gate.fresh(fallen)
-        gate.rollout_ended(RUN, [cheap])
-        assert gate.should_train()
-    for _ in range(Thresholds().trial // 20 - 1):
+def test_the_first_stretches_after_a_fall_do_not_end_training() -> None:
+    """Seen where the task changed: the first one brought 0.013, and training for 12 s would have brought 4."""
+    gate = fallen_gate()
+    for _ in range(5):
         gate.trained_for(SpotReport(20, 5000, 1.5))
-        gate.gained(1.225, 1.238, 1.5)
+        gate.gained(1.225, 1.238, 1.0)
         assert gate.should_train()
-    for _ in range(3):
-        gate.trained_for(SpotReport(20, 5000, 1.5))
-        gate.gained(1.225, 1.238, 1.5)
-    assert not gate.should_train()
 
 
 def test_a_slow_drift_is_seen_too() -> None:
     world = World(150.0, best=0.8, trained=True)
-    world.run(10)
-    assert world.run(150, drift=0.01) > 0.1
-    assert world.agreement > 0.65, "left alone it were 0"
+    world.run(100)
+    assert world.run(150, left=200, drift=0.01) > 0.1
+    assert world.agreement > 0.6, "left alone it were 0"
 
 
 def test_one_that_was_trained_before_but_is_of_little_use_learns_on() -> None:
@@ -434,60 +464,12 @@ def test_nothing_is_begun_that_cannot_repay() -> None:
     assert world.run(6, left=6) == 0.0
 
 
-def test_stretches_judged_right_after_it_was_found_stale_end_nothing() -> None:
-    """Four of them within one rollout, before there is anything else to go by."""
-    gate = TrainingGate(UNROLL, trained=True)
-    gate.fresh(1.0)
-    for _ in range(4):
-        gate.gained(1.0, 1.0, 1.0)
-    gate.rollout_ended(RUN)
-    assert gate.should_train() in (True, False)
-
-
-def test_a_candidate_that_is_nan_led_nowhere() -> None:
+def test_a_candidate_that_is_nan_changes_nothing() -> None:
     gates = [TrainingGate(UNROLL) for _ in range(2)]
     for gate, candidate in zip(gates, (float("nan"), 2.0), strict=True):
         gate.gained(2.0, candidate, 1.0)
         gate.rollout_ended(RUN, [MEASURED])
     assert gates[0].state() == gates[1].state()
-
-
-def test_a_drift_is_seen_however_long_it_rested_before_the_last_training() -> None:
-    """0.02 a step, behind many looks and a stretch that was not published."""
-    gate, miss_now = TrainingGate(UNROLL, trained=True), -1.6
-
-    def look(miss_now: float) -> None:
-        gate.fresh(accept_length(1 - math.exp(miss_now), UNROLL))
-        gate.rollout_ended(RUN, [MEASURED])
-
-    for _ in range(20):
-        look(miss_now)
-    gate.gained(*[accept_length(1 - math.exp(miss_now), UNROLL)] * 2, 2.0)
-    for _ in range(8):
-        look(miss_now := miss_now + 0.02)
-    assert gate.decision
-    assert 0.0 < gate.decision.drift <= 0.021
-
-
-def test_what_training_wins_back_from_a_moving_target_counts_as_learned() -> None:
-    """Each stretch gains 0.1, and the target takes it back: the drafter stands still, and learns all the same."""
-    gate = TrainingGate(UNROLL)
-    lengths = [accept_length(1 - math.exp(miss_now), UNROLL) for miss_now in (-1.0, -1.1)]
-    for _ in range(8):
-        gate.gained(*lengths, 5.0, published=True)
-    assert gate.curve
-    steps = [before - after for (_, before), (_, after) in itertools.pairwise(gate.curve.points)]
-    assert steps[2:] == pytest.approx([0.1] * len(steps[2:]), abs=0.03)
-
-
-def test_what_the_target_took_back_step_by_step_is_no_fall() -> None:
-    gate = TrainingGate(UNROLL)
-    lengths = [accept_length(1 - math.exp(miss_now), UNROLL) for miss_now in (-1.0, -1.1)]
-    for _ in range(30):
-        gate.gained(*lengths, 5.0, published=True)
-    gate.fresh(lengths[0])
-    assert gate.curve
-    assert gate.curve.judged == 30, "the curve did not begin anew"
 
 
 @pytest.mark.parametrize(("spread", "falls"), [(0.0, True), (0.3, False)])
@@ -543,12 +525,8 @@ def test_the_state_comes_back_through_json() -> None:
         world.step(100 - number, drift=0.005)
         other = TrainingGate(UNROLL, thresholds=replace(Thresholds()))
         other.load_state(json.loads(json.dumps(world.gate.state())))
-        other.rollout_ended(RUN, [MEASURED])
-        world.gate.costs = [MEASURED]
-        assert other.state()["curve"] == world.gate.state()["curve"]
-        assert other.state()["looks"] == world.gate.state()["looks"]
-    TrainingGate(UNROLL).load_state({"gains": [], "resting": True})  # of an older run: nothing of it fits
+        assert other.state() == world.gate.state()
     gate = TrainingGate(UNROLL)
-    gate.load_state({"curve": [0.6, [[3.0, -0.1]], 2], "looks": [[3, -2.0]], "level": -2.0})
-    assert not gate.looks, "judged by other means: it would seem to have fallen"
-    assert gate.level == 0.0
+    for older in ({"gains": [], "resting": True}, {"curve": [0.6, [[3.0, -0.1]], 2, 3], "looks": [[3, -2.0]]}):
+        gate.load_state(older)  # nothing of it fits
+        assert gate.state() == TrainingGate(UNROLL).state()

@@ -13,8 +13,8 @@ from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Adopt, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
 
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
-BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.5, 0.5 * ENTRIES / 2.5)
-NO_BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.02, 0.5 * ENTRIES / 2.02)
+BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.5, 0.5 * ENTRIES / 2.5, seconds=4.0)
+NO_BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.02, 0.5 * ENTRIES / 2.02, seconds=4.0)
 NOT_FINITE = Judgement(ENTRIES, ENTRIES / 2.0, float("nan"), 0.5)
 NOTHING = Judgement()
 CUT_SHORT = Judgement(broken_off=True)
@@ -201,28 +201,11 @@ def test_what_the_gate_is_told() -> None:
     life.rollout_begins()
     run(life, TABLES["what is better is published"])
     run(life, [*by_0("mean"), *TABLES["what is not better is not"][len(BY_0) :]])
-    assert life.gate.told == [2.0, (2.0, 2.5, 1.5, True), (2.0, 2.02, 1.5, False)]  # pyright: ignore
+    assert life.gate.told == [2.0, (2.0, 2.5, 4.0, True), (2.0, 2.02, 4.0, False)]  # pyright: ignore
     assert life.report.numbers() == {"version": 1.0, "accept_length": 2.0, "candidate": 2.02}
     assert life.tokens == 80
     life.rollout_begins()
     assert life.report.numbers() == {"version": 1.0}
-
-
-def test_what_was_trained_of_a_candidate_that_is_given_up_counts_in_the_next() -> None:
-    life = life_of()
-    run(life, [*BY_0, (("idle", [0]), [Judge([0], "mean")]), (("lost", 1), []), (("answered", 0, BETTER), [])])
-    run(life, [(("lost", 1), []), *by_0("mean"), (("idle", [0]), [Judge([0], "mean")]), (("answered", 0, BETTER), [])])
-    life.idle([0])
-    assert life.gate.told[-1] == (2.0, 2.5, 3.0, True)  # pyright: ignore
-
-
-def test_what_was_not_judged_counts_in_the_next_candidate() -> None:
-    life = life_of()
-    run(life, TABLES["where those who judge have harvested nothing, nothing is known of it"])
-    life.answered(0, "replica")
-    run(life, [(("idle", [0]), [Combine(["replica"], "mean")]), (("combined", "next"), [])])
-    run(life, [(("idle", [0]), [Judge([0], "next")]), (("answered", 0, NO_BETTER), []), (("idle", [0]), [])])
-    assert life.gate.told == [2.0, (2.0, 2.02, 3.0, False)]  # pyright: ignore
 
 
 def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:

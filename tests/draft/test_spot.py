@@ -429,8 +429,9 @@ def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
 # -- the target moves --------------------------------------------------------------------------------------------------
 
 
-def test_the_teacher_is_the_target_of_the_harvests_version() -> None:
+def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old item's loss is what it was, though the head has changed; a planted mix-up shows."""
+    monkeypatch.setattr("tlt.draft.spot._STEPS", 8)
     model = make_model(seed=1)
     engine_items: list[Harvest] = []
     layout = eagle_options(model.decoder.options, "eagle3", 32).layout
@@ -460,7 +461,7 @@ def test_the_teacher_is_the_target_of_the_harvests_version() -> None:
     assert not spot.ready
 
 
-@pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (4.5, 3), (99, 8)])
+@pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (4.5, 3), (99, 64)])
 def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
     model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int
 ) -> None:

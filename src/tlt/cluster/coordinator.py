@@ -240,7 +240,9 @@ class Coordinator:
             for done in self.crew.done():
                 self._heard(done)
         self._enter(IDLE)
-        return time.monotonic() - began
+        held_up = time.monotonic() - began
+        self.drafter.tell(lambda it: it.life.gate.held_up(held_up))
+        return held_up
 
     def _decode_ahead(self, index: int) -> bool:
         """Have an idle worker decode ahead for coming steps. Returns whether there was something to decode."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 _WHOLE = 0.5  # finished rollouts keep at most this fraction of the bound, and the last one half of that
-_OLDER = 0.6  # an item's weight in sampling is multiplied by this for each step of its age
+_OLDER = 0.85  # an item's weight in sampling is multiplied by this for each step of its age
 
 
 class Harvest(NamedTuple):

@@ -1,9 +1,10 @@
-"""Decides whether training the drafter pays: `horizon.decide` on what was measured in this run.
+"""Decides whether training the drafter pays: `horizon.decide` on what was measured in this run, within a stake.
 
-A look measures the accept length of the drafter in use on a new rollout. Each judged stretch of training says how far
-that much training led. Each rollout says how long it took, how long workers were idle in it, and what its rounds cost.
-A drafter that was trained before, and is of use, starts at rest: it is assumed to have learned what its target can
-teach, until looks show that its agreement fell.
+A look measures the accept length of the drafter in use on a new rollout. Each rollout says how long it took, how long
+workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
+the drafter learns as drafters did elsewhere. Whether it does is not known: so training may cost a fraction of what a
+perfect drafter would save, and drafters that are better by judgement renew this stake. Training that leads to nothing
+ends when the stake is spent, until the target moves away and more can be saved.
 """
 
 from __future__ import annotations
@@ -15,18 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tlt.draft.horizon import (
-    Curve,
-    Decision,
-    Horizon,
-    Learning,
-    RoundCosts,
-    accept_length,
-    agreement_of,
-    decide,
-    mean_speed,
-    speeds,
-)
+from tlt.draft.horizon import Decision, Horizon, Learning, RoundCosts, accept_length, agreement_of, decide
 
 
 @dataclass(frozen=True)
@@ -44,42 +34,42 @@ class Thresholds:
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
     least_saving: float = 0.01
     """fraction of the rollouts to come that training must save beyond its costs"""
+    stake: float = 0.05
+    """fraction of what a perfect drafter would save in the rollouts to come that training may cost until it has led
+    further"""
+    renews: float = 1.05
+    """the stake is renewed once drafters that are better by this factor in sum were published: one alone may be better
+    by luck"""
+    held_up: float = 0.5
+    """fraction of the stake up to which workers may catch up; the rest is for idle time"""
     sure: float = 1.0
-    """standard errors by which measurements are shifted against training"""
-    sure_of_drift: float = 2.0
-    """standard errors by which a drift at rest must differ from 0, or one look from those before it"""
+    """standard errors by which looks are shifted against training"""
     lately: int = 4
     """number of last looks, or rollouts, whose mean is the present value"""
-    level: int = 8
-    """number of last looks for the drift at rest, and of first looks for the level of a drafter trained before"""
-    fallen: float = 0.2
-    """in ln(1 - agreement): so far above the training curve, the target is held to have moved away"""
+    looked: int = 8
+    """number of last looks that a new one is compared with"""
+    noise: float = 0.05
+    """least standard deviation of a look, in ln(1 - agreement)"""
+    fallen: float = 0.3
+    """in ln(1 - agreement): the target moved away where a look is worse than the mean of those before it by so much and
+    by three of their standard deviations, or where that mean is worse than the best so far by so much and one more"""
     slope: float = 0.75
-    """b of the training curve before any judgement: 0.73 was measured over 420 micro-batches after a change of the
-    task, at two new prompts a step"""
+    """b of the law of learning: 0.73 was measured over 420 micro-batches after a change of the task, at two new prompts
+    a step"""
     cold: int = 40
-    """micro-batches added to the training of a random drafter, so that the curve begins at agreement 0"""
+    """micro-batches added to the training of a random drafter, so that the law begins at agreement 0"""
     pace: float = 0.075
     """seconds of a micro-batch, until the first was trained on"""
-    trial: int = 400
-    """micro-batches after the start, or after such a fall, for which `slope` is the least slope assumed: the first
-    judgements are about weights and harvest that are mostly from before"""
-    unjudged: int = 4
-    """stretches without a judgement, after which workers no longer catch up"""
-    measured: int = 8
-    """judgements after which the curve of a drafter trained before is known beyond its first level"""
     second_costs: float = 0.12
     """seconds of decoding beside it that a second of training costs, until measured in the run; 0.08 to 0.17 were
     measured elsewhere"""
     unknown_steps: int = 50
     """steps assumed to remain in a run whose end is not known"""
-    useful: float = 0.4
-    """agreement above which a drafter is of use, as long as no seconds of rounds are known"""
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("level", "starting", "published", "moved", "resting_since", "rollouts", "pace", "used", "tried")
-"""attributes of a gate that its checkpoint holds"""
+_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level")
+"""attributes of a gate that its checkpoint holds as they are"""
 
 
 class SpotReport(NamedTuple):
@@ -122,38 +112,26 @@ class TrainingGate:
 
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
         self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
-        self.pace = 0.0
-        """seconds of a micro-batch; 0 until the first was trained on"""
+        self.pace = self.thresholds.pace
+        """seconds of a micro-batch"""
         self.used = 1.0
         """fraction of the idle time that training gets: much of it comes in parts shorter than a micro-batch"""
-        self.tried = 0
-        """micro-batches that were trained on since the curve began"""
-        self.unjudged = 0
-        """micro-batches that were trained on since the last judgement"""
-        self.curve: Curve | None = None if trained else self._curve(0.0)
-        self.starting, self.level = trained, 0.0
-        """whether the level of a drafter trained before is still being measured; and that, as ln(1 - agreement)"""
-        self.published = 0.0
-        """ln(1 - agreement) of the drafter in use when it was published, on the curve"""
-        self.moved = 0.0
-        """what the target has added to it since: the curve is of a target that stands still"""
-        self.looks: deque[tuple[int, float]] = deque(maxlen=self.thresholds.level)
-        """(rollout, ln(1 - agreement)) of each look; a publication shifts earlier looks by what it gained"""
-        self.resting_since = -1  # the rollout in which a candidate was judged last
-        self.rollouts = 0
+        self.staked = 0.0
+        """seconds that training has cost since the stake was last renewed, or since the target moved away"""
+        self.better = 1.0
+        """by which factor the drafters published since are better, in sum"""
+        self.fell = False
+        """whether the target moved away in this run: such a drafter may catch up, as it was better before"""
+        self.level = 0.0
+        """best mean of `looks` so far, or since the drafter fell"""
+        self.looks: deque[float] = deque(maxlen=self.thresholds.looked)
+        """ln(1 - agreement) at each look; a publication shifts earlier looks by what it gained"""
         self.horizons: deque[Horizon] = deque(maxlen=self.thresholds.lately)
         self.costs: Sequence[RoundCosts] = ()
         self.decision: Decision | None = None
-        """the last decision; None until a rollout has ended and there is a curve"""
+        """the last decision; None until a rollout has ended and, of a drafter trained before, there was a look"""
         self.made: list[Decision] = []
         """decisions that `taken_note` has not returned yet"""
-
-    def _curve(self, miss: float) -> Curve:
-        """The curve of a drafter with this ln(1 - agreement), as if it had been trained from random weights.
-        `published` and `moved` begin anew."""
-        self.published, self.moved, slope = miss, 0.0, self.thresholds.slope
-        cold = self.thresholds.cold * (self.pace or self.thresholds.pace)
-        return Curve(cold * math.exp(-miss / slope), miss, slope)
 
     def _miss(self, accept_length: float) -> float:
         return math.log(1 - agreement_of(accept_length, self.unroll))
@@ -162,120 +140,86 @@ class TrainingGate:
 
     def fresh(self, accept_length: float) -> None:
         """Note a look: the accept length of the drafter in use, on a rollout that had no look so far."""
-        self.looks.append((self.rollouts, self._miss(accept_length)))
-        if self.curve and self._has_fallen():
-            self._begin_anew()
-        elif self.starting and len(self.looks) < self.thresholds.level:
-            self.level, _ = self._present()
-            self.curve = self._curve(self.level)
+        miss = self._miss(accept_length)
+        if self._has_fallen(miss):  # earlier looks no longer hold
+            self.looks.clear()
+            self.fell, self.level, self.better, self.staked = True, 0.0, 1.0, 0.0
+        self.looks.append(miss)
+        if len(self.looks) == self.looks.maxlen:
+            self.level = min(self.level, statistics.fmean(self.looks))
         self._decide()
 
-    def _has_fallen(self) -> bool:
-        """Whether the agreement fell below the curve: by the mean of the last looks, or by the last look alone where
-        that is far from all before it."""
-        known = self.published + self.moved + self.thresholds.fallen
-        miss, error = self._present()
-        *before, last = [miss for _, miss in self.looks]
-        spread = max(Curve.NOISE, statistics.stdev(before)) if len(before) > 1 else math.inf
-        return miss - self.thresholds.sure * error > known or last - self.thresholds.sure_of_drift * spread > known
-
-    def _begin_anew(self) -> None:
-        """Begin a new curve, as the target moved away at once. Earlier looks and judgements no longer hold; learning,
-        too, is fast again where most guesses are wrong."""
-        self.looks = deque([self.looks[-1]], self.looks.maxlen)
-        self.curve, self.starting, self.tried = self._curve(self.looks[-1][1]), False, 0
+    def _has_fallen(self, miss: float) -> bool:
+        """Whether the target moved away: at once, or little by little from the best level so far."""
+        if len(self.looks) < self.thresholds.lately:
+            return False
+        mean, spread, fallen = statistics.fmean(self.looks), statistics.stdev(self.looks), self.thresholds.fallen
+        return miss > mean + max(fallen, 3 * spread) or mean > self.level + fallen + spread
 
     def trained_for(self, report: SpotReport) -> None:
-        """Note a training call. Until the first judgement, the curve is scaled by the seconds of a micro-batch."""
-        if not report.micro_batches:
-            return
-        self.pace = report.seconds / report.micro_batches
-        if self.curve and not self.curve.judged:
-            self.curve = self._curve(self.curve.points[-1][1])
-        self.tried += report.micro_batches
-        self.unjudged += report.micro_batches
+        """Note a training call."""
+        if report.micro_batches:
+            self.pace = report.seconds / report.micro_batches or self.pace
+            self._pay(report.seconds)
+
+    def held_up(self, seconds: float) -> None:
+        """Note that workers caught up for so many seconds, while nothing was decoded."""
+        self.staked += seconds
 
     def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
-        """Note the judged accept lengths of the drafter in use and of a candidate, and the seconds of training since
-        the candidate before. A candidate that is not finite gained nothing."""
-        before, self.unjudged = self._miss(in_use), 0
-        gain = self._miss(candidate) - before if math.isfinite(candidate) else 0.0
-        self.curve, self.starting = self.curve or self._curve(before), False
-        self.moved = (self._present()[0] if self.looks else before) - self.published
-        self.curve.add(seconds, self.published + gain)
-        self.resting_since = self.rollouts
+        """Note the judged accept lengths of the drafter in use and of a candidate, and the worker seconds that the
+        judgement took."""
+        self._pay(seconds)
         if published:  # earlier looks would have been as much better: both were judged on the same harvest
-            gain = min(0.0, max(gain, self.curve.now() - self.published))  # the best of many seems better than it is
-            self.published += gain
-            self.looks = deque([(rollout, min(0.0, miss + gain)) for rollout, miss in self.looks], self.looks.maxlen)
+            gain = self._miss(candidate) - self._miss(in_use)
+            self.looks = deque([min(0.0, miss + gain) for miss in self.looks], self.looks.maxlen)
+            self.better *= candidate / in_use
+            if self.better >= self.thresholds.renews:
+                self.better, self.staked = 1.0, 0.0
         self._decide()
+
+    def _pay(self, worker_seconds: float) -> None:
+        """Work beside decoding, or instead of it."""
+        beside = self.horizons[-1].second_costs if self.horizons else self.thresholds.second_costs
+        self.staked += beside * worker_seconds
 
     def rollout_ended(self, horizon: Horizon, costs: Sequence[RoundCosts] = (), trained: float = 0.0) -> None:
         """Note a finished rollout; `trained` are the seconds of training in it."""
-        self.rollouts += 1
         if trained and horizon.idle_seconds:
             self.used += (min(1.0, trained / horizon.idle_seconds) - self.used) / self.thresholds.lately
         else:  # the fraction was measured when it last trained, and may no longer hold
-            self.used += (1.0 - self.used) / self.thresholds.level
+            self.used += (1.0 - self.used) / self.thresholds.looked
         self.horizons.append(horizon)
         self.costs = costs or self.costs
         self._decide()
 
-    # -- what is known of it -------------------------------------------------------------------------------------------
+    # -- what is decided -----------------------------------------------------------------------------------------------
 
-    def _present(self) -> tuple[float, float]:
-        """ln(1 - agreement) of the drafter in use by its last looks, and its standard error. Looks count by rounds: the
-        mean is harmonic, so that prompts which are drafted badly count for more."""
-        lately = [miss for _, miss in self.looks][-self.thresholds.lately :]
-        if len(lately) < 2:
-            return (lately or [0.0])[0], Curve.NOISE
+    def _present(self) -> float:
+        """ln(1 - agreement) of the drafter in use by its last looks, less a standard error: it may already be better.
+        Looks count by rounds: the mean is harmonic, so that prompts which are drafted badly count for more."""
+        lately = list(self.looks)[-self.thresholds.lately :] or [0.0]
         mean = statistics.harmonic_mean([accept_length(1 - math.exp(miss), self.unroll) for miss in lately])
-        return self._miss(mean), max(Curve.NOISE, statistics.stdev(lately)) / math.sqrt(len(lately))
+        spread = statistics.stdev(lately) if len(lately) > 1 else 0.0
+        return self._miss(mean) - self.thresholds.sure * max(self.thresholds.noise, spread) / math.sqrt(len(lately))
 
-    def _drift(self) -> float:
-        """What a step adds at least to ln(1 - agreement) of a drafter at rest: the lower bound of the slope of a linear
-        regression over its looks, or 0."""
-        looks = [(rollout, miss) for rollout, miss in self.looks if rollout > self.resting_since]
-        if len(looks) < self.thresholds.lately:
-            return 0.0
-        rollouts, misses = zip(*looks, strict=True)
-        slope, start = statistics.linear_regression(rollouts, misses)
-        off = [miss - start - slope * rollout for rollout, miss in looks]
-        noise = max(Curve.NOISE, math.sqrt(sum(x * x for x in off) / (len(off) - 2)))
-        square = sum((rollout - statistics.fmean(rollouts)) ** 2 for rollout in rollouts)
-        return max(0.0, slope - self.thresholds.sure_of_drift * noise / math.sqrt(square))
-
-    def _learning(self, curve: Curve) -> Learning:
-        """The pessimistic side of all that is known: the drafter may already be better, and learn more slowly. During
-        the trial it learns as expected."""
-        miss, error = self._present()
-        miss -= self.thresholds.sure * error
-        _, b, doubt = curve.fit()
-        slope = max(0.0, b - self.thresholds.sure * doubt)
-        if self.tried < self.thresholds.trial:
-            curve = curve.as_expected()
-            slope = max(slope, curve.slope)
-        known = not self.trained or curve.judged >= self.thresholds.measured or not self._is_useful(self.level)
-        best = -math.inf if known else self.level
-        return Learning(miss, curve.position(miss - self.moved), slope, best, self._drift())
-
-    def _is_useful(self, miss: float) -> bool:
-        agreement = 1 - math.exp(miss)
-        if not self.costs:
-            return agreement > self.thresholds.useful
-        now, without = (mean_speed(speeds(a, self.costs, self.unroll)) for a in (agreement, 0.0))
-        return now > without
+    def _learning(self) -> Learning:
+        """A drafter learns as if it had been trained from random weights to where it is."""
+        miss, slope = self._present(), self.thresholds.slope
+        return Learning(miss, self.thresholds.cold * self.pace * math.exp(-miss / slope), slope)
 
     def _decide(self) -> None:
-        if not self.horizons or self.curve is None:
+        if not self.horizons or (self.trained and not self.looks):
             return
         last, count = self.horizons[-1], len(self.horizons)
         horizon = last._replace(
             rollout_seconds=sum(one.rollout_seconds for one in self.horizons) / count,
             idle_seconds=self.used * sum(one.idle_seconds for one in self.horizons) / count,
+            workers=last.workers if self.fell else 0,
         )
-        least = self.thresholds.least_saving
-        self.decision = decide(self._learning(self.curve), horizon, self.costs, self.unroll, least)
+        made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving)
+        stake = self.thresholds.stake * made.perfect
+        self.decision = made._replace(trains=made.trains and self.staked < stake, stake=stake, staked=self.staked)
         self.made.append(self.decision)
 
     # -- what is asked of it -------------------------------------------------------------------------------------------
@@ -285,10 +229,12 @@ class TrainingGate:
 
     def catch_up(self, most: float) -> float:
         """Seconds for which all workers are to train before the update, at most `most` times those of the shortest of
-        the last rollouts. 0 where training has gone on for long without a judgement."""
-        if not self.decision or not self.pace or self.unjudged > self.thresholds.unjudged * self.thresholds.stretch:
+        the last rollouts."""
+        if not self.decision or not self.decision.trains:
             return 0.0
-        return min(self.decision.catch_up, most * min(horizon.rollout_seconds for horizon in self.horizons))
+        left = self.thresholds.held_up * self.decision.stake - self.staked
+        longest = most * min(horizon.rollout_seconds for horizon in self.horizons)
+        return max(0.0, min(self.decision.catch_up, longest, left))
 
     def saves(self, seconds: float) -> float:
         """Seconds that so many seconds of training are predicted to save in the steps that remain."""
@@ -301,22 +247,14 @@ class TrainingGate:
 
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
-        at = self.curve
-        curve = at and [at.slope, list(at.start), [list(point) for point in at.points], at.judged]
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        trains = {"trained": self.trained, "horizons": [list(horizon) for horizon in self.horizons]}
-        return {"curve": curve, "looks": [list(look) for look in self.looks], **numbers, **trains}
+        return {**numbers, "looks": list(self.looks), "horizons": [list(horizon) for horizon in self.horizons]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        curve = state.get("curve")
-        if curve and len(curve) < 4:  # of an older version, which judged in another way
+        if "staked" not in state:  # of an older version, which measured other things
             return
-        if curve:
-            slope, start, points, judged = curve
-            self.curve = Curve.of(slope, tuple(start), [(seconds, miss) for seconds, miss in points], judged)
-        self.trained = state.get("trained", self.trained)
-        self.looks.extend((rollout, miss) for rollout, miss in state.get("looks", ()))
         for name in _NUMBERS:
-            setattr(self, name, state.get(name, getattr(self, name)))
-        self.horizons.extend(Horizon(*horizon) for horizon in state.get("horizons", ()))
+            setattr(self, name, state[name])
+        self.looks.extend(state["looks"])
+        self.horizons.extend(Horizon(*horizon) for horizon in state["horizons"])
         self._decide()

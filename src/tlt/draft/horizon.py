@@ -3,8 +3,7 @@
 A drafter is described by its agreement a: the chance that a guess is right if those before it are. Its worth follows
 from the tuner's seconds: with chains of d guesses a round commits E_d(a) = 1 + a + ... + a^d tokens and takes T_d, so
 decoding is S(a) = max(F, max over d of E_d(a) T_0 / T_d) times as fast as plain decoding, where F is the speed without
-this drafter. Training follows a power law in its seconds x, ln(1 - a) = c - b ln x, which is fitted on judgements.
-Meanwhile the target moves, which adds `drift` to ln(1 - a) in every step.
+this drafter. Training follows a power law in its seconds x: ln(1 - a) = c - b ln x.
 
 A plan is to train in the idle time of the next k steps and then to rest. Its price for the steps that remain is the
 rollouts' seconds and what training costs the workers that decode beside it. The cheapest plan decides. A drafter that
@@ -48,26 +47,12 @@ class Learning(NamedTuple):
     seconds: float
     """seconds of training after which it would stand here"""
     slope: float
-    """b, on its pessimistic side"""
-    best: float = -math.inf
-    """ln(1 - agreement) below which nothing is known of the law: training is held to lead no further"""
-    drift: float = 0.0
-    """what a step adds to `miss`"""
+    """b"""
 
     def trained(self, seconds: float) -> Learning:
         """After so many more seconds of training."""
-        if not seconds:
-            return self
         now = self.seconds + seconds
-        miss = max(min(self.best, self.miss), self.miss - self.slope * math.log(now / self.seconds))
-        return self._replace(miss=miss, seconds=now)
-
-    def next_step(self, trained: float) -> Learning:
-        """After so many more seconds of training, and one step of the target."""
-        after = self.trained(trained)
-        moved = min(0.0, after.miss + self.drift)
-        back = math.exp(min(0.0, (after.miss - moved) / self.slope)) if self.slope else 1.0
-        return after._replace(miss=moved, seconds=max(1e-3, after.seconds * back))
+        return self._replace(miss=self.miss - self.slope * math.log(now / self.seconds), seconds=now)
 
 
 class Horizon(NamedTuple):
@@ -97,10 +82,14 @@ class Decision(NamedTuple):
     """speed at the end of the plan's training"""
     steps: int
     second_costs: float
-    slope: float
-    drift: float
     catch_up: float
     """seconds for which all workers are to train at once, while nothing is decoded"""
+    perfect: float
+    """seconds that a perfect drafter would save in the steps that remain"""
+    stake: float = math.inf
+    """seconds that training may cost until the next drafter is published, as the gate says"""
+    staked: float = 0.0
+    """seconds that it has cost since the last one"""
 
     def numbers(self) -> dict[str, float]:
         """All fields, for the trace."""
@@ -154,18 +143,15 @@ def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], de
     seconds = _seconds_of_rollouts(learning, horizon, costs, depth)
     parts = min(horizon.steps, _MOST_STEPS)
     each = horizon.steps / max(1, parts)  # steps of a part
-    drifting = learning._replace(drift=learning.drift * each)
 
     def plan(training: int, catch_up: float = 0.0) -> tuple[float, Learning]:
         """The plan's price in seconds, and where the drafter stands at the end of its training."""
-        price, at = catch_up, drifting.trained(catch_up * horizon.workers)
-        trained = at
+        price, at = catch_up, learning.trained(catch_up * horizon.workers)
         for part in range(parts):
             idle = each * horizon.idle_seconds if part < training else 0.0
             price += each * seconds(at.miss) + idle * horizon.second_costs
-            at = at.next_step(idle)
-            trained = at if part < training else trained
-        return price, trained
+            at = at.trained(idle)
+        return price, at
 
     resting, _ = plan(0)
     plans = {(k, 0.0): plan(k) for k in _lengths(parts)}
@@ -183,9 +169,8 @@ def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], de
         speed_trained=mean_speed(speeds(_agreement(trained), costs, depth)),
         steps=horizon.steps,
         second_costs=horizon.second_costs,
-        slope=learning.slope,
-        drift=learning.drift,
         catch_up=catch_up,
+        perfect=resting - horizon.steps * seconds(math.log(1 - MOST_AGREEMENT)),
     )
 
 
@@ -226,62 +211,3 @@ def _catch_ups(horizon: Horizon, most: float) -> Iterator[float]:
     while horizon.workers and 0 < seconds < most:
         yield seconds
         seconds *= 2
-
-
-class Curve:
-    """ln(1 - a) = c - b ln x, fitted on recent judgements alone, since the law is steeper at first."""
-
-    RECENT, KEPT = 4.0, 64
-    """judgements from a quarter of the present seconds on are kept, about so many at most"""
-    NOISE = 0.05
-    """least standard deviation of a judgement, in ln(1 - a)"""
-    DOUBT = 0.15
-    """standard deviation of b before any judgement"""
-
-    def __init__(self, seconds: float, miss: float, slope: float) -> None:
-        """The curve goes through (seconds, miss), and `slope` is the first guess of b."""
-        self.slope, self.points, self.judged = slope, [(seconds, miss)], 0
-        self.start = seconds, miss
-
-    @classmethod
-    def of(cls, slope: float, start: tuple[float, float], points: Sequence[tuple[float, float]], judged: int) -> Curve:
-        curve = cls(*start, slope)
-        curve.points, curve.judged = list(points), judged
-        return curve
-
-    def as_expected(self) -> Curve:
-        """The curve from the same start, without the judgements since."""
-        return Curve(*self.start, self.slope)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for which the weights in training were trained."""
-        return self.points[-1][0]
-
-    def add(self, trained: float, miss: float) -> None:
-        """`trained` more seconds of training led to `miss`."""
-        now, self.judged = self.seconds + trained, self.judged + 1
-        lately = [(x, y) for x, y in self.points if x * self.RECENT >= now]
-        self.points = [*lately[-self.KEPT :], (now, miss)]
-
-    def fit(self) -> tuple[float, float, float]:
-        """c, b, and the standard error of b, by least squares with a normal prior on b."""
-        logs, misses = [math.log(x) for x, _ in self.points], [miss for _, miss in self.points]
-        x, y, weight = sum(logs) / len(logs), sum(misses) / len(misses), (self.NOISE / self.DOUBT) ** 2
-        xx = sum((log - x) ** 2 for log in logs)
-        xy = sum((log - x) * (miss - y) for log, miss in zip(logs, misses, strict=True))
-        b = (weight * self.slope - xy) / (xx + weight)
-        c = y + b * x
-        squares = sum((miss - c + b * log) ** 2 for log, miss in zip(logs, misses, strict=True))
-        noise = max(self.NOISE, math.sqrt(squares / max(1, len(logs) - 2)))
-        return c, b, noise / math.sqrt(xx + weight)
-
-    def now(self) -> float:
-        """ln(1 - agreement) of the weights in training, by the law."""
-        c, b, _ = self.fit()
-        return c - b * math.log(self.seconds)
-
-    def position(self, miss: float) -> float:
-        """Seconds of training after which a drafter has this ln(1 - agreement), by the law."""
-        c, b, _ = self.fit()
-        return math.exp(max(-5.0, min(15.0, (c - miss) / max(0.05, b))))

@@ -96,8 +96,6 @@ class Trial:
 
     of: Sequence[int] = ()
     """workers whose replicas it is made of"""
-    seconds: float = 0.0
-    """seconds of training since the candidate before"""
     candidate: Any = None
     judged: Judgement = field(default_factory=Judgement)
 
@@ -117,7 +115,7 @@ class Lifecycle:
         """the drafter published last, and its agreement"""
         self._trial, self._answers = Trial(), dict[int, Any]()
         self._awaited: set[int] = set()  # workers that have not answered yet, even if their trial was given up
-        self._micro_batches, self._seconds = 0, 0.0  # training that is in no candidate yet
+        self._micro_batches = 0  # those that are in no candidate yet
         self._start: Any = None  # common start of training; None: the state that the run began with
         self._behind: set[int] = set()  # workers that have not adopted it
         self._ahead: set[int] = set()  # workers that have trained since
@@ -143,7 +141,6 @@ class Lifecycle:
         if worker not in self._behind:  # else it is to go on from elsewhere
             self._ahead.add(worker)
             self._micro_batches += report.micro_batches
-            self._seconds += report.seconds
         self.tokens += report.tokens
         self.gate.trained_for(report)
 
@@ -159,8 +156,6 @@ class Lifecycle:
 
     def lost(self, worker: int) -> None:
         """A worker was lost: the trial is given up, and answers still to come are of no use."""
-        if self.stage != Stage.TRAINING:
-            self._seconds += self._trial.seconds  # they are part of the next candidate
         self.stage = Stage.TRAINING
         self._awaited.discard(worker)
         self._ahead.discard(worker)
@@ -206,8 +201,7 @@ class Lifecycle:
     def _begin(self, idle: Sequence[int]) -> list[Action]:
         """Begin a candidate if enough was trained, or a look if training would not pay and a look is due."""
         if self._micro_batches >= self.gate.thresholds.stretch and self._ahead:
-            self._trial = Trial(sorted(self._ahead), self._seconds)
-            self._micro_batches, self._seconds, self._ahead = 0, 0.0, set()
+            self._trial, self._micro_batches, self._ahead = Trial(sorted(self._ahead)), 0, set()
             return self._ask(Stage.COLLECTING, Collect(self._trial.of))
         if not self._looked and self._looking < 0.0 and not self.gate.should_train():
             self._looked, self._trial = True, Trial()
@@ -238,7 +232,6 @@ class Lifecycle:
     def _decide(self) -> list[Action]:
         self.stage, trial, judged = Stage.TRAINING, self._trial, self._trial.judged
         if not judged.entries:
-            self._seconds += trial.seconds  # the next candidate includes this training
             return []
         in_use = judged.entries / judged.in_use
         if self.report.accept_length is None:
@@ -247,7 +240,7 @@ class Lifecycle:
         if trial.candidate is None:
             return []
         self.report.candidate = judged.entries / judged.candidate
-        self.gate.gained(in_use, self.report.candidate, trial.seconds, judged.is_better)
+        self.gate.gained(in_use, self.report.candidate, judged.seconds, judged.is_better)
         if not judged.is_better:
             return []
         self.version += 1

@@ -28,7 +28,7 @@ from tlt.draft.unroll import bundles, pack
 log = logging.getLogger(__name__)
 
 _PIECE = 64  # most entries from one response, so that a sample has many: responses to a prompt are much alike
-_STEPS = 8  # rollouts before the last one whose harvest is kept, where the buffer has room
+_STEPS = 64  # rollouts before the last one whose harvest is kept, where the buffer has room
 _HEADS = 1 << 30  # bytes for the heads of target versions in the harvest; two heads are always kept
 _READY = 2  # micro-batches of harvest that training from random weights needs
 _SPREAD = 4  # entries of harvest per input of fc that it needs: the first fc is computed from them
