@@ -33,8 +33,8 @@ class DrafterTrainConfig(Section):
     """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
     speculation.path names none"""
     catch_up: float = Field(default=1.0, ge=0)
-    """with several workers and `idle`, a drafter that is far behind may hold up a step for so many times a rollout's
-    seconds, in which all train it, where that repays before the run is over. 0: never"""
+    """with several workers and `idle`, a drafter that its target left behind may hold up a step for so many times a
+    rollout's seconds, in which all train it, where that repays before the run is over. 0: never"""
     budget: float = Field(default=0.0, ge=0, le=1)
     """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
     long as that pays back; from a random one if speculation.path names none. 0: not at all"""
