@@ -31,7 +31,7 @@ from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.gate import Judgement, Thresholds, TrainingGate
 from tlt.draft.horizon import Horizon, RoundCosts, agreement_of, mean_speed, speeds
-from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Judge, Lifecycle, Publish
+from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.unroll import bundles, pack
 from tlt.metrics import provenance, write_json
@@ -39,9 +39,10 @@ from tlt.models.decoder import Decoder
 from tlt.run import train
 
 PLAIN = 1.74e-3  # seconds of a plain round at batch 1
-COSTS = [RoundCosts(1.0, PLAIN, {d: PLAIN + 1.2e-3 + 0.38e-3 * d for d in (2, 4, 6, 8, 10)}, fallback=1.05)]
+COSTS = [RoundCosts(1.0, PLAIN, {d: PLAIN + 0.61e-3 + 0.29e-3 * d for d in (2, 4, 8, 16)}, fallback=1.05)]
 LONGER = 2.4  # a rollout takes so many times longer than its longest response at batch 1
-PACE, BESIDE = 0.075, 0.12  # seconds of a micro-batch, and what one of them costs those who decode
+PACE, BESIDE = 0.047, 0.1  # seconds of a micro-batch, and what one of them costs those who decode
+SLICE = 0.2  # seconds for which workers catch up before it is decided anew
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Replay:
 
     def __init__(self, config: Config, recorded: Recorded, decoder: Decoder, layer: EagleLayer, gate: Thresholds):
         self.recorded, self.training = recorded, config.speculation.training
-        self.targets = [RecordedTarget(recorded, decoder, min(recorded.items)) for _ in range(3)]
+        self.targets: list[Any] = [RecordedTarget(recorded, decoder, min(recorded.items)) for _ in range(3)]
         *self.workers, self.judge = [SpotTrainer(layer, t, self.training, i) for i, t in enumerate(self.targets)]
         self.frozen = self.in_use = layer
         self.life = Lifecycle(
@@ -130,14 +131,15 @@ class Replay:
         seconds += BESIDE * self.spent
         for item in self.recorded.items[version]:
             self.workers[item.prompt_id % 2].harvest(item)
-        self.life.rollout_ends(Horizon(left, seconds, 2 * idle * seconds, BESIDE, 2), COSTS)
-        held_up = self.life.gate.catch_up(self.training.catch_up)
-        if held_up:
-            for spot in self.workers:
-                spot.rollout_ended()
-            self.spend(2 * held_up, [0, 1])
-            held_up = self.spent / 2
-            self.life.gate.held_up(held_up)
+        entries = sum(len(item.tokens) for item in self.recorded.items[version])
+        self.life.rollout_ends(Horizon(left, seconds, 2 * idle * seconds, BESIDE, 2, entries), COSTS)
+        for spot in self.workers:
+            spot.rollout_ended()
+        held_up, self.spent = 0.0, 1.0
+        while self.spent and held_up < self.life.gate.catch_up(self.training.catch_up):
+            self.spend(2 * SLICE, [0, 1])
+            held_up += self.spent / 2
+        self.life.gate.held_up(held_up)
         row = {"frozen": theirs, "adaptive": ours, "frozen_seconds": frozen, "seconds": seconds, "held_up": held_up}
         return {"step": number, **row, "micro_batches": self.micro_batches, "version": self.life.version}
 
@@ -178,6 +180,9 @@ class Replay:
                     self.in_use = spot.publish(candidate.tensors, agreement)
             case Adopt(worker, start):
                 self.workers[worker].adopt(start)
+            case Forget(workers):
+                for worker in workers:
+                    self.workers[worker].forget()
             case _:
                 raise AssertionError(action)
 

@@ -39,7 +39,7 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.trace import ROLLOUT, Tracer
-from tlt.types import Prompt, Request, Row, SamplingParams
+from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -366,8 +366,10 @@ def test_what_is_idle_is_what_no_worker_decoded_in(home: Path) -> None:
     crew: Any = SimpleNamespace(size=3, present=[0, 1, 2])
     publication, beside = Publication(crew, config_of(home, "adaptive")), Beside(0.1)
     beside.decoded([ROLLOUT] * 3, 5.0, 5.0)
-    publication.rollout_ends(1, 10.0, beside, [], Tracer())
-    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3)
+    request = Request(Prompt(0, "", (1,) * 100), 0, 0, 0, SamplingParams())
+    responses = [Response(request, [2] * length, [], [], "stop") for length in (300, 400)]
+    publication.rollout_ends(1, 10.0, responses, beside, [], Tracer())
+    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3, entries=900)
 
 
 def test_rows_that_were_promised_to_one_that_trained_and_is_lost_are_given_to_others(home: Path) -> None:

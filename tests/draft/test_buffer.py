@@ -155,9 +155,24 @@ def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
     assert [item.target_version for item in buffer.latest] == [3]
     drawn = Counter(buffer.sample(10, rng)[0].target_version for _ in range(11_000))
     assert set(drawn) == {0, 1, 2}
-    total = 1 + 0.85 + 0.85**2
-    for age, weight in enumerate((1, 0.85, 0.85**2)):
-        assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.1)
+    total = 1 + 0.97 + 0.97**2
+    for age, weight in enumerate((1, 0.97, 0.97**2)):
+        assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.03)
+
+
+def test_what_is_forgotten_is_trained_on_no_more() -> None:
+    """The last whole rollout and the one under way stay; what was forgotten makes room."""
+    buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
+    for version in range(5):
+        buffer.rollout_ended()
+        buffer.add(harvest(0, 10 + version)._replace(target_version=version))
+    buffer.forget()
+    assert buffer.past == []
+    assert [item.target_version for item in buffer.items] == [3, 4]
+    assert buffer.tokens == 13 + 14
+    assert buffer.sample(100, rng) == []
+    buffer.rollout_ended()
+    assert {buffer.sample(10, rng)[0].target_version for _ in range(20)} == {3}
 
 
 def test_a_sample_is_of_one_version() -> None:

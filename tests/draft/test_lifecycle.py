@@ -10,12 +10,14 @@ import pytest
 from tlt.draft.gate import Judgement, SpotReport, Thresholds, TrainingGate
 from tlt.draft.guard import Guard
 from tlt.draft.horizon import Horizon
-from tlt.draft.lifecycle import Adopt, Collect, Combine, Judge, Lifecycle, Publish, Stage, Take
+from tlt.draft.lifecycle import Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Stage, Take
 
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
 BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.5, 0.5 * ENTRIES / 2.5, seconds=4.0)
 NO_BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.02, 0.5 * ENTRIES / 2.02, seconds=4.0)
 NOT_FINITE = Judgement(ENTRIES, ENTRIES / 2.0, float("nan"), 0.5)
+FALLEN = 1.5
+FELL = Judgement(ENTRIES, ENTRIES / 1.2, ENTRIES / 1.3, 0.2 * ENTRIES / 1.3, seconds=4.0)
 NOTHING = Judgement()
 CUT_SHORT = Judgement(broken_off=True)
 ROLLOUT = Horizon(10, 100.0, 10.0, 0.1)
@@ -32,8 +34,9 @@ class Gate(TrainingGate):
     def should_train(self) -> bool:
         return not self.rests
 
-    def fresh(self, accept_length: float) -> None:
+    def fresh(self, accept_length: float) -> bool:
         self.told.append(accept_length)
+        return accept_length < FALLEN
 
     def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
         self.told.append((in_use, candidate, seconds, published))
@@ -90,6 +93,16 @@ TABLES: dict[str, list[Line]] = {
         *BY_0_AND_2,
         (("about_to_train", 0), [Adopt(0, "mean")]),
         (("about_to_train", 1), [Adopt(1, "mean")]),
+    ],
+    "where the target moved away, all forget what was before, whatever else is done": [
+        *BY_0,
+        (("idle", [0]), [Judge([0], "mean")]),
+        (("answered", 0, FELL), []),
+        (("idle", [0]), [Forget(range(3)), Publish(1, "mean", pytest.approx(0.2))]),
+        *by_0("mean"),
+        (("idle", [0]), [Judge([0], "mean")]),
+        (("answered", 0, FELL), []),
+        (("idle", [0]), [Publish(2, "mean", pytest.approx(0.2))]),  # it was judged on this rollout before
     ],
     "what is not better is not": [
         *BY_0,

@@ -16,7 +16,7 @@ from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.gate import THRESHOLDS, SpotReport, TrainingGate
 from tlt.draft.guard import Guard
 from tlt.draft.horizon import Horizon
-from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Judge, Lifecycle, Publish, Take
+from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest, newest_number
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import LEARNED
@@ -112,6 +112,8 @@ class Budget:
                 self._draft_with(candidate, agreement, engine)
             case Adopt(_, start):
                 self.trainer.adopt(start)
+            case Forget():
+                self.trainer.forget()
 
     def _draft_with(self, replica: Replica, agreement: float | None, engine: RolloutEngine) -> None:
         engine.draft_with(self.trainer.publish(replica.tensors, agreement))

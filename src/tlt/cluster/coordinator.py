@@ -91,7 +91,7 @@ class Coordinator:
         self._rollout_seconds = time.monotonic() - began
         costs = [cost for share in self.shares if share.last for cost in share.last.costs]
         seconds, beside = self._rollout_seconds, self.beside
-        self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, beside, costs, self.tracers[0]))
+        self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, responses, beside, costs, self.tracers[0]))
         held_up = self._catch_up() if self.trains_when_idle else 0.0
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():

@@ -14,10 +14,11 @@ from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.gate import TrainingGate
 from tlt.draft.horizon import Horizon, RoundCosts
-from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Judge, Lifecycle, Publish, Take
+from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest
 from tlt.models.families import decoder_options, read_config
 from tlt.trace import Tracer
+from tlt.types import Response
 
 METHODS = ("replica", "judge")
 """calls of workers that the drafter's life waits for"""
@@ -54,12 +55,19 @@ class Publication:
             self.do(actions)
 
     def rollout_ends(
-        self, version: int, seconds: float, beside: Beside, costs: Sequence[RoundCosts], tracer: Tracer
+        self,
+        version: int,
+        seconds: float,
+        responses: Iterable[Response],
+        beside: Beside,
+        costs: Sequence[RoundCosts],
+        tracer: Tracer,
     ) -> None:
         """A rollout by the target of this version has ended. Marks the decisions on training in the trace."""
         workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
         idle = beside.idle_seconds(seconds * workers)
-        self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers), costs)
+        entries = sum(len(response.request.prompt.token_ids) + len(response.token_ids) for response in responses)
+        self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers, entries), costs)
         mark_decisions(self.life.gate, tracer)
 
     def do(self, actions: Iterable[Action]) -> None:
@@ -84,6 +92,8 @@ class Publication:
                 self._call(workers, "take_drafter", candidate.given, agreement)
             case Adopt(worker, start):
                 self._call([worker], "adopt", start.given)
+            case Forget(workers):
+                self._call(workers, "forget")
 
     def _ask(self, workers: Iterable[int], method: str) -> None:
         """Call the method of these workers. One that is left out is taken to answer None."""

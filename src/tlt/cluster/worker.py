@@ -90,7 +90,7 @@ class Slice(NamedTuple):
     news: dict[int, list[int]]
     """by seed, the tokens of live and waiting rows since the slice before"""
     costs: Sequence[RoundCosts] = ()
-    """what this worker's rounds cost"""
+    """what this worker's rounds cost, once nothing is left to decode"""
 
 
 class State(NamedTuple):
@@ -153,7 +153,7 @@ class Worker:
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         waiting = [row.request.seed for row in engine.waiting]
         seconds = time.perf_counter() - began
-        costs = engine.tuner.costs(LEARNED) if not work.plain else []
+        costs = engine.tuner.costs(LEARNED) if not work.plain and not engine.busy else []
         return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine), costs)
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
@@ -203,6 +203,10 @@ class Worker:
     def rollout_ended(self) -> None:
         """The rollout has ended, so its harvest is whole, although the target has not moved yet."""
         self.trainer.tell(lambda trainer: trainer.rollout_ended())
+
+    def forget(self) -> None:
+        """The task has changed: train the drafter no more on rollouts before the last finished one."""
+        self.trainer.tell(lambda trainer: trainer.forget())
 
     def replica(self) -> Replica | None:
         return self.trainer(lambda trainer: trainer.replica(), None)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 _WHOLE = 0.5  # finished rollouts keep at most this fraction of the bound, and the last one half of that
-_OLDER = 0.85  # an item's weight in sampling is multiplied by this for each step of its age
+_OLDER = 0.97  # an item's weight in sampling is multiplied by this for each step of its age
 
 
 class Harvest(NamedTuple):
@@ -118,6 +118,11 @@ class HarvestBuffer:
         for step in reversed(self.whole):
             room = _WHOLE if step is not self.latest else _WHOLE / 2
             step[:] = self._longest(step, room * self.max_tokens)
+
+    def forget(self) -> None:
+        """Drop the rollouts before the last finished one: they are of another task."""
+        while len(self.whole) > 1:
+            self.tokens -= sum(len(item.tokens) for item in self.whole.popleft())
 
     def _longest(self, items: Iterable[Harvest], most: float) -> Iterator[Harvest]:
         for item in sorted(items, key=lambda item: item.end, reverse=True):

@@ -2,9 +2,10 @@
 
 A look measures the accept length of the drafter in use on a new rollout. Each rollout says how long it took, how long
 workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
-the drafter learns as drafters did elsewhere. Whether it does is not known: so training may cost a fraction of what a
-perfect drafter would save, and drafters that are better by judgement renew this stake. Training that leads to nothing
-ends when the stake is spent, until the target moves away and more can be saved.
+the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost half of
+what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can be reached.
+Beyond it, training may cost a hundredth of what a perfect drafter would save. Published drafters that are better renew
+the stake. So training that leads to nothing costs little, and a drafter that fell is trained until it is back.
 """
 
 from __future__ import annotations
@@ -34,25 +35,36 @@ class Thresholds:
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
     least_saving: float = 0.01
     """fraction of the rollouts to come that training must save beyond its costs"""
-    stake: float = 0.05
+    stake: float = 0.01
     """fraction of what a perfect drafter would save in the rollouts to come that training may cost until it has led
     further"""
+    sure_stake: float = 0.5
+    """the same, of what a drafter of a level that can surely be reached would save"""
+    reachable: float = 0.8
+    """agreement that can surely be reached, beside the best level in this run: 0.79 to 0.81 was reached from random
+    weights in two minutes of one core"""
     renews: float = 1.05
     """the stake is renewed once drafters that are better by this factor in sum were published: one alone may be better
     by luck"""
     held_up: float = 0.5
     """fraction of the stake up to which workers may catch up; the rest is for idle time"""
+    passes: float = 1.3
+    """workers catch up until so many times the entries harvested since the drafter fell were trained on: twice as many
+    micro-batches a step than that bring it back a few steps earlier, and cost more than these save"""
     sure: float = 1.0
     """standard errors by which looks are shifted against training"""
     lately: int = 4
     """number of last looks, or rollouts, whose mean is the present value"""
     looked: int = 8
     """number of last looks that a new one is compared with"""
-    noise: float = 0.05
+    noise: float = 0.2
     """least standard deviation of a look, in ln(1 - agreement)"""
-    fallen: float = 0.3
-    """in ln(1 - agreement): the target moved away where a look is worse than the mean of those before it by so much and
-    by three of their standard deviations, or where that mean is worse than the best so far by so much and one more"""
+    fallen: float = 0.2
+    """in agreement: the target moved away at once where a look is worse than the mean of those before it by so much and
+    by four of their standard deviations"""
+    drifted: float = 0.3
+    """in ln(1 - agreement): it moved away little by little where the mean of the last looks is worse than the best so
+    far by so much and by one of their standard deviations"""
     slope: float = 0.75
     """b of the law of learning: 0.73 was measured over 420 micro-batches after a change of the task, at two new prompts
     a step"""
@@ -68,7 +80,7 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level")
+_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "harvested", "learned")
 """attributes of a gate that its checkpoint holds as they are"""
 
 
@@ -122,8 +134,10 @@ class TrainingGate:
         """by which factor the drafters published since are better, in sum"""
         self.fell = False
         """whether the target moved away in this run: such a drafter may catch up, as it was better before"""
-        self.level = 0.0
-        """best mean of `looks` so far, or since the drafter fell"""
+        self.level = self.best = 0.0
+        """best mean of `looks` since the drafter fell, and in this run"""
+        self.harvested = self.learned = 0
+        """entries harvested, and entries trained on, since the drafter fell"""
         self.looks: deque[float] = deque(maxlen=self.thresholds.looked)
         """ln(1 - agreement) at each look; a publication shifts earlier looks by what it gained"""
         self.horizons: deque[Horizon] = deque(maxlen=self.thresholds.lately)
@@ -138,28 +152,37 @@ class TrainingGate:
 
     # -- what was measured ---------------------------------------------------------------------------------------------
 
-    def fresh(self, accept_length: float) -> None:
-        """Note a look: the accept length of the drafter in use, on a rollout that had no look so far."""
+    def fresh(self, accept_length: float) -> bool:
+        """Note a look: the accept length of the drafter in use, on a rollout that had no look so far. Returns whether
+        the target moved away at once, so that earlier harvest is of another task."""
         miss = self._miss(accept_length)
-        if self._has_fallen(miss):  # earlier looks no longer hold
+        at_once, slowly = self._has_fallen(miss)
+        if at_once or slowly:  # earlier looks no longer hold
             self.looks.clear()
             self.fell, self.level, self.better, self.staked = True, 0.0, 1.0, 0.0
+            self.harvested = self.learned = 0
         self.looks.append(miss)
         if len(self.looks) == self.looks.maxlen:
             self.level = min(self.level, statistics.fmean(self.looks))
+            self.best = min(self.best, self.level)
         self._decide()
+        return at_once
 
-    def _has_fallen(self, miss: float) -> bool:
+    def _has_fallen(self, miss: float) -> tuple[bool, bool]:
         """Whether the target moved away: at once, or little by little from the best level so far."""
         if len(self.looks) < self.thresholds.lately:
-            return False
-        mean, spread, fallen = statistics.fmean(self.looks), statistics.stdev(self.looks), self.thresholds.fallen
-        return miss > mean + max(fallen, 3 * spread) or mean > self.level + fallen + spread
+            return False, False
+        mean, spread = statistics.fmean(self.looks), statistics.stdev(self.looks)
+        wrong = [math.exp(look) for look in self.looks]
+        fall = math.exp(miss) - statistics.fmean(wrong)
+        at_once = fall > max(self.thresholds.fallen, 4 * statistics.stdev(wrong))
+        return at_once, mean > self.level + self.thresholds.drifted + spread
 
     def trained_for(self, report: SpotReport) -> None:
         """Note a training call."""
         if report.micro_batches:
             self.pace = report.seconds / report.micro_batches or self.pace
+            self.learned += report.tokens
             self._pay(report.seconds)
 
     def held_up(self, seconds: float) -> None:
@@ -190,6 +213,7 @@ class TrainingGate:
         else:  # the fraction was measured when it last trained, and may no longer hold
             self.used += (1.0 - self.used) / self.thresholds.looked
         self.horizons.append(horizon)
+        self.harvested += horizon.entries
         self.costs = costs or self.costs
         self._decide()
 
@@ -217,8 +241,9 @@ class TrainingGate:
             idle_seconds=self.used * sum(one.idle_seconds for one in self.horizons) / count,
             workers=last.workers if self.fell else 0,
         )
-        made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving)
-        stake = self.thresholds.stake * made.perfect
+        reachable = min(self.best, math.log(1 - self.thresholds.reachable))
+        made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving, reachable)
+        stake = self.thresholds.sure_stake * made.reachable + self.thresholds.stake * made.perfect
         self.decision = made._replace(trains=made.trains and self.staked < stake, stake=stake, staked=self.staked)
         self.made.append(self.decision)
 
@@ -229,8 +254,10 @@ class TrainingGate:
 
     def catch_up(self, most: float) -> float:
         """Seconds for which all workers are to train before the update, at most `most` times those of the shortest of
-        the last rollouts."""
+        the last rollouts. It is to be asked again while they do."""
         if not self.decision or not self.decision.trains:
+            return 0.0
+        if self.learned >= self.thresholds.passes * self.harvested:
             return 0.0
         left = self.thresholds.held_up * self.decision.stake - self.staked
         longest = most * min(horizon.rollout_seconds for horizon in self.horizons)

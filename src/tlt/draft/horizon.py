@@ -66,6 +66,8 @@ class Horizon(NamedTuple):
     """seconds of decoding beside it that a second of training costs; 1 where training takes no idle time"""
     workers: int = 0
     """number of workers that may catch up"""
+    entries: int = 0
+    """entries of harvest from this rollout"""
 
 
 class Decision(NamedTuple):
@@ -86,6 +88,8 @@ class Decision(NamedTuple):
     """seconds for which all workers are to train at once, while nothing is decoded"""
     perfect: float
     """seconds that a perfect drafter would save in the steps that remain"""
+    reachable: float
+    """seconds that a drafter of the level which can surely be reached would save"""
     stake: float = math.inf
     """seconds that training may cost until the next drafter is published, as the gate says"""
     staked: float = 0.0
@@ -137,9 +141,12 @@ def mean_speed(found: Iterable[tuple[float, float]]) -> float:
     return sum(w for w, _ in pairs) / max(1e-9, sum(w / s for w, s in pairs))
 
 
-def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int, least: float) -> Decision:
+def decide(
+    learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int, least: float, reachable: float = 0.0
+) -> Decision:
     """Choose the cheapest plan. `least`: fraction of the rollouts to come that training must save beyond its costs.
-    `depth`: guesses of the chains that drafters are judged with."""
+    `depth`: guesses of the chains that drafters are judged with. `reachable`: ln(1 - agreement) that can surely be
+    reached."""
     seconds = _seconds_of_rollouts(learning, horizon, costs, depth)
     parts = min(horizon.steps, _MOST_STEPS)
     each = horizon.steps / max(1, parts)  # steps of a part
@@ -171,6 +178,7 @@ def decide(learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], de
         second_costs=horizon.second_costs,
         catch_up=catch_up,
         perfect=resting - horizon.steps * seconds(math.log(1 - MOST_AGREEMENT)),
+        reachable=max(0.0, resting - horizon.steps * seconds(reachable)),
     )
 
 

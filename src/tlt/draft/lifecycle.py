@@ -72,7 +72,13 @@ class Adopt(NamedTuple):
     start: Any
 
 
-Action: TypeAlias = Collect | Combine | Judge | Publish | Take | Adopt
+class Forget(NamedTuple):
+    """These workers no longer train on rollouts before the last finished one."""
+
+    workers: Sequence[int]
+
+
+Action: TypeAlias = Collect | Combine | Judge | Publish | Take | Adopt | Forget
 
 
 @dataclass
@@ -234,18 +240,18 @@ class Lifecycle:
         if not judged.entries:
             return []
         in_use = judged.entries / judged.in_use
-        if self.report.accept_length is None:
-            self.gate.fresh(in_use)
+        fell = self.report.accept_length is None and self.gate.fresh(in_use)
+        actions: list[Action] = [Forget(self.workers)] if fell else []
         self.report.accept_length = in_use
         if trial.candidate is None:
-            return []
+            return actions
         self.report.candidate = judged.entries / judged.candidate
         self.gate.gained(in_use, self.report.candidate, judged.seconds, judged.is_better)
         if not judged.is_better:
-            return []
+            return actions
         self.version += 1
         self.report.version, self.in_use = self.version, (trial.candidate, judged.first / judged.candidate)
-        return [Publish(self.version, *self.in_use)]
+        return [*actions, Publish(self.version, *self.in_use)]
 
     def _train_on_from(self, start: Any, of: Sequence[int]) -> None:
         """All workers go on training from `start`, except one that trained it alone: it is there, or further on."""

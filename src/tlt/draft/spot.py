@@ -94,6 +94,10 @@ class SpotTrainer:
         self._is_whole = False
         self.trainer.target_moved(self.buffer.versions)
 
+    def forget(self) -> None:
+        """The task has changed: train no more on rollouts before the last finished one."""
+        self.buffer.forget()
+
     @property
     def ready(self) -> bool:
         """Whether there is enough harvest to train on, or responses to compute it from."""
