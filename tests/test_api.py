@@ -138,6 +138,8 @@ def test_decoding_with_speculation(home: Path) -> None:
 
 def test_training_a_drafter(home: Path) -> None:
     said = run_example("train_drafter.py", home / "recipe.toml", home / "drafter", 200, 1)
+    (home / "mine").touch()
+    assert {path.stat().st_mode for path in (home / "drafter").iterdir()} == {(home / "mine").stat().st_mode}
     assert (home / "drafter" / "model.safetensors").is_file()
     assert "eagle" in said.splitlines()[-1]
     curve = json.loads((home / "drafter" / "training.json").read_text())["curve"]

@@ -149,6 +149,9 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         main(["export", str(model), str(tmp_path / "out"), "--to", "sglang", "--dtype", "float32"])
     assert done.value.code == 0
     assert capsys.readouterr().out == f"the model is in {tmp_path / 'out'}\n"
+    (tmp_path / "mine").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "mine").stat().st_mode}, "who serves it may be another user"
     with pytest.raises(SystemExit) as done:
         main(["export", str(tmp_path / "nowhere"), str(tmp_path / "other")])
     assert done.value.code == 2

@@ -28,7 +28,7 @@ from tlt.draft.trainer import DrafterTrainer
 from tlt.draft.unroll import packs
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.files import refuse_to_overwrite
+from tlt.files import refuse_to_overwrite, share
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.sampling import make_requests
@@ -100,6 +100,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
     write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
+    share(folder)
     _print(console, results)
     if len(curve.points) > 1:
         middle, end = (curve.points[n]["accept_length"] for n in (len(curve.points) // 2, -1))

@@ -20,7 +20,7 @@ from tlt.checkpoint import policy_in
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
 from tlt.draft.saving import load_latest
-from tlt.files import read_json, refuse_to_overwrite
+from tlt.files import read_json, refuse_to_overwrite, share
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.hugging_face import load_model
@@ -36,6 +36,12 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
     CheckpointError."""
     refuse_to_overwrite(out)
+    said = _export(source, out, to, dtype, model)
+    share(out)
+    return said
+
+
+def _export(source: Path, out: Path, to: To, dtype: str, model: Path | None) -> list[str]:
     if _is_drafter(source):
         if model is None:
             raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")
