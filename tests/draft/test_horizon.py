@@ -341,9 +341,9 @@ def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> No
 
 
 def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
-    """Stretches of training and their judgements, none of which is better. By hand: half of what a drafter of agreement
-    0.8 would save, and 1 % of what a perfect one would, are paid with the seconds of training and judging, at 0.12 s
-    for those who decode beside a second."""
+    """Stretches of training and their judgements, none of which is better. By hand: a fifth of what a drafter of
+    agreement 0.8 would save, and 1 % of what a perfect one would, are paid with the seconds of training and judging, at
+    0.12 s for those who decode beside a second."""
     gate, paid = TrainingGate(UNROLL), 0.0
     while gate.should_train() and paid < 1000:
         gate.fresh(2.5)
@@ -353,7 +353,7 @@ def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
         gate.rollout_ended(RUN, [MEASURED])
     assert gate.decision
     assert gate.decision.staked == pytest.approx(paid)
-    assert gate.decision.stake == pytest.approx(0.5 * gate.decision.reachable + 0.01 * gate.decision.perfect)
+    assert gate.decision.stake == pytest.approx(0.2 * gate.decision.reachable + 0.01 * gate.decision.perfect)
     assert gate.decision.stake <= paid < gate.decision.stake + 0.12 * 20.0
     assert gate.saves(1.0) == 0.0, "idle time has other uses"
     gate.gained(2.5, 2.5 * 1.03, 5.0, published=True)
@@ -362,7 +362,7 @@ def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
     assert gate.should_train(), "it has led further"
 
 
-def test_one_that_is_as_good_as_can_surely_be_reached_has_a_small_stake() -> None:
+def test_one_that_is_as_good_as_can_likely_be_reached_has_a_small_stake() -> None:
     """And one that was better before has a large one until it is back."""
     gates = [TrainingGate(UNROLL, trained=True) for _ in range(2)]
     for gate, lengths in zip(gates, ([5.5] * 12, [6.5] * 8 + [5.5] * 4), strict=True):
@@ -374,7 +374,7 @@ def test_one_that_is_as_good_as_can_surely_be_reached_has_a_small_stake() -> Non
     assert was_better
     assert hopes.reachable == 0.0
     assert hopes.stake == pytest.approx(0.01 * hopes.perfect)
-    assert was_better.stake > 10 * hopes.stake
+    assert was_better.stake > 5 * hopes.stake
 
 
 def test_what_training_cost_before_a_fall_takes_nothing_from_its_stake() -> None:
@@ -388,9 +388,10 @@ def test_what_training_cost_before_a_fall_takes_nothing_from_its_stake() -> None
     assert gate.should_train()
 
 
-def test_the_level_before_a_fall_can_be_reached_again() -> None:
+@pytest.mark.parametrize("looks", [5, 8])
+def test_the_level_before_a_fall_can_be_reached_again(looks: int) -> None:
     gate = TrainingGate(UNROLL, trained=True)
-    for length in (*[6.5] * 8, 1.2):
+    for length in (*[6.5] * looks, 1.2):
         gate.fresh(length)
     gate.rollout_ended(BEHIND, [MEASURED])
     assert gate.decision
@@ -557,6 +558,14 @@ def test_one_look_that_is_far_off_is_a_fall_where_looks_are_alike(spread: float,
     assert len(gate.looks) == (1 if falls else before + 1), "what was seen before a fall tells nothing"
 
 
+def test_looks_that_are_alike_by_chance_make_no_fall() -> None:
+    """At an agreement of 0.3 one look in six is off by more than a fifth of the 0.7 that is wrong."""
+    gate = TrainingGate(UNROLL, trained=True)
+    for agreement in (*[0.3] * 4, 0.05):
+        gate.fresh(accept_length(agreement, UNROLL))
+    assert not gate.fell
+
+
 def test_as_many_steps_remain_as_the_last_rollout_said() -> None:
     gate = TrainingGate(UNROLL)
     gate.fresh(2.0)
@@ -609,9 +618,14 @@ def test_the_state_comes_back_through_json() -> None:
     gate.gained(1.3, 1.33, 0.1, published=True)
     gate.trained = True
     other.load_state(json.loads(json.dumps(gate.state())))
-    for name in ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "harvested", "learned"):
+    for name in ("trained", "pace", "used", "staked", "better", "fell", "level", "best"):
         assert getattr(other, name) == getattr(gate, name) != getattr(new, name), name
     gate = TrainingGate(UNROLL)
-    for older in ({"gains": [], "resting": True}, {"curve": [0.6, [[3.0, -0.1]], 2, 3], "looks": [[3, -2.0]]}):
+    before = dict.fromkeys(("trained", "pace", "used", "staked", "better", "fell", "level"), 1.0)
+    for older in (
+        {"gains": [], "resting": True},
+        before | {"looks": [], "horizons": []},
+        {"curve": [0.6, [[3.0, -0.1]], 2, 3], "looks": [[3, -2.0]]},
+    ):
         gate.load_state(older)  # nothing of it fits
         assert gate.state() == TrainingGate(UNROLL).state()

@@ -68,7 +68,7 @@ def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
     for _ in range(200):
         guesses.add(EAGLE, [2] * 4, [1] * 4)
     assert guesses.chance(EAGLE, 0, 0.5, weight=2.0) < 0.01
-    guesses.forget("eagle")
+    guesses.fade("eagle", 0.0)
     assert set(guesses.seen) == {("suffix", 2)}
 
 

@@ -210,7 +210,7 @@ def test_short_chains_tell_of_long_ones(seed: int) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
     """From a cold start it is never right, and hardly tried; told that another one goes by its name, the tuner does not
-    wait for a try by chance. One that is not much better than the one before was makes it forget nothing."""
+    wait for a try by chance. Of one that is not much better, it takes what was seen before for a few rows."""
     world = World(right={"eagle": 0.0, "suffix": 0.4})
     tuner = Bandit(ARMS, world.profile(), {"eagle": 0.0})
     cold = play(tuner, world, rows, 400)
@@ -219,11 +219,29 @@ def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
     tuner.renew("eagle", 0.8)
     warm = play(tuner, world, rows, 100)
     assert sum(arm.drafter == "eagle" for arm in warm.arms[10:]) > 80
-    known = json.dumps(tuner.state())
+    seen = tuner.anywhere.chance(("eagle", 1), 0, 0.0, 0.0)
     for chance in (0.82, 0.7, 0.8):  # as they come out on other prompts
         tuner.renew("eagle", chance)
-        assert json.dumps(tuner.state()) == known
+        assert tuner.anywhere.levels(("eagle", 1), 1)[0][0] <= 8
+        assert tuner.anywhere.chance(("eagle", 1), 0, 0.0, 0.0) == pytest.approx(seen)
         assert tuner.chances["eagle"] == chance
+    assert sum(arm.drafter == "eagle" for arm in play(tuner, world, rows, 100).arms) > 90
+
+
+def test_one_that_gets_better_little_by_little_is_used_in_every_bucket() -> None:
+    """Seen in training: where rounds have one row, the drafter of before was of no use, and plain rounds told nothing
+    of those that came after it, each a little better. Elsewhere it is in use all the time."""
+    world = World(right={"eagle": 0.0, "suffix": 0.0})
+    arms = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4))]
+    tuner = Bandit(
+        arms, {rows: {arm: world.seconds(arm, rows) for arm in arms} for rows in (1, 2, 4, 8)}, {"eagle": 0.0}
+    )
+    play(tuner, world, 1, 400)
+    for step in range(1, 10):
+        world.right["eagle"] = 0.09 * step
+        tuner.renew("eagle", 0.09 * step)
+        play(tuner, world, 8, 40)
+    assert sum(arm.drafter == "eagle" for arm in play(tuner, world, 1, 40).arms) > 30
 
 
 def test_a_slower_machine_changes_no_choice() -> None:

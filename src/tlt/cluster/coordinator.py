@@ -170,8 +170,8 @@ class Coordinator:
                 self.drafter.tell(lambda it: it.life.trained(done.worker, done.result))
             else:
                 self.shares[done.worker].trains = False
-        elif done.method in METHODS:
-            self.drafter.tell(lambda it: it.life.answered(done.worker, done.result))
+        elif done.method in (*METHODS, "lend"):
+            self.drafter.tell(lambda it: it.heard(done))
 
     def _next(self, index: int) -> None:
         """Give a free worker the next slice of its share, rows that wait, or idle work."""

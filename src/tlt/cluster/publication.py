@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tlt.build import starting_drafter
 from tlt.cluster.balance import Beside
-from tlt.cluster.crew import Crew
+from tlt.cluster.crew import Crew, Done
 from tlt.cluster.pool import Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
@@ -66,9 +66,18 @@ class Publication:
         """A rollout by the target of this version has ended. Marks the decisions on training in the trace."""
         workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
         idle = beside.idle_seconds(seconds * workers)
-        entries = sum(len(response.request.prompt.token_ids) + len(response.token_ids) for response in responses)
+        entries = sum(len(response.token_ids) for response in responses)  # and a few of their prompts
         self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers, entries), costs)
         mark_decisions(self.life.gate, tracer)
+        if self.life.gate.should_train() and workers > 1:
+            self._call(self.crew.present, "lend")
+
+    def heard(self, done: Done) -> None:
+        """A worker answered what it was asked; or it lent its harvest, on which the others train too."""
+        if done.method != "lend":
+            self.life.answered(done.worker, done.result)
+        elif done.result:
+            self._call({*self.crew.present} - {done.worker}, "borrow", self.crew.pool.put(done.result))
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -2,10 +2,11 @@
 
 A look measures the accept length of the drafter in use on a new rollout. Each rollout says how long it took, how long
 workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
-the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost half of
-what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can be reached.
-Beyond it, training may cost a hundredth of what a perfect drafter would save. Published drafters that are better renew
-the stake. So training that leads to nothing costs little, and a drafter that fell is trained until it is back.
+the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost a
+fifth of what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can most
+likely be reached. Beyond it, training may cost a hundredth of what a perfect drafter would save. Published drafters
+that are better renew the stake. So training that leads to nothing ends, and a drafter that fell is trained until it is
+back.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ class Thresholds:
     stake: float = 0.01
     """fraction of what a perfect drafter would save in the rollouts to come that training may cost until it has led
     further"""
-    sure_stake: float = 0.5
-    """the same, of what a drafter of a level that can surely be reached would save"""
+    likely_stake: float = 0.2
+    """the same, of what a drafter of a level that can most likely be reached would save"""
     reachable: float = 0.8
-    """agreement that can surely be reached, beside the best level in this run: 0.79 to 0.81 was reached from random
-    weights in two minutes of one core"""
+    """agreement that can most likely be reached, beside the best level in this run: 0.79 to 0.81 was reached from
+    random weights in two minutes of one core"""
     renews: float = 1.05
     """the stake is renewed once drafters that are better by this factor in sum were published: one alone may be better
     by luck"""
     held_up: float = 0.5
     """fraction of the stake up to which workers may catch up; the rest is for idle time"""
     passes: float = 1.3
-    """workers catch up until so many times the entries harvested since the drafter fell were trained on: twice as many
-    micro-batches a step than that bring it back a few steps earlier, and cost more than these save"""
+    """workers catch up until so many times the entries harvested since the drafter fell were trained on: more passes
+    bring it back a few steps earlier, and cost more than that saves"""
     sure: float = 1.0
     """standard errors by which looks are shifted against training"""
     lately: int = 4
@@ -80,7 +81,7 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "harvested", "learned")
+_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best")
 """attributes of a gate that its checkpoint holds as they are"""
 
 
@@ -137,7 +138,7 @@ class TrainingGate:
         self.level = self.best = 0.0
         """best mean of `looks` since the drafter fell, and in this run"""
         self.harvested = self.learned = 0
-        """entries harvested, and entries trained on, since the drafter fell"""
+        """entries harvested, and entries trained on, since the drafter fell or the run was resumed"""
         self.looks: deque[float] = deque(maxlen=self.thresholds.looked)
         """ln(1 - agreement) at each look; a publication shifts earlier looks by what it gained"""
         self.horizons: deque[Horizon] = deque(maxlen=self.thresholds.lately)
@@ -158,6 +159,7 @@ class TrainingGate:
         miss = self._miss(accept_length)
         at_once, slowly = self._has_fallen(miss)
         if at_once or slowly:  # earlier looks no longer hold
+            self.best = min(self.best, statistics.fmean(self.looks)) if at_once else self.best
             self.looks.clear()
             self.fell, self.level, self.better, self.staked = True, 0.0, 1.0, 0.0
             self.harvested = self.learned = 0
@@ -175,7 +177,8 @@ class TrainingGate:
         mean, spread = statistics.fmean(self.looks), statistics.stdev(self.looks)
         wrong = [math.exp(look) for look in self.looks]
         fall = math.exp(miss) - statistics.fmean(wrong)
-        at_once = fall > max(self.thresholds.fallen, 4 * statistics.stdev(wrong))
+        least = self.thresholds.noise * statistics.fmean(wrong)  # few looks may be alike by chance
+        at_once = fall > max(self.thresholds.fallen, 4 * max(least, statistics.stdev(wrong)))
         return at_once, mean > self.level + self.thresholds.drifted + spread
 
     def trained_for(self, report: SpotReport) -> None:
@@ -243,7 +246,7 @@ class TrainingGate:
         )
         reachable = min(self.best, math.log(1 - self.thresholds.reachable))
         made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving, reachable)
-        stake = self.thresholds.sure_stake * made.reachable + self.thresholds.stake * made.perfect
+        stake = self.thresholds.likely_stake * made.reachable + self.thresholds.stake * made.perfect
         self.decision = made._replace(trains=made.trains and self.staked < stake, stake=stake, staked=self.staked)
         self.made.append(self.decision)
 
@@ -278,7 +281,7 @@ class TrainingGate:
         return {**numbers, "looks": list(self.looks), "horizons": [list(horizon) for horizon in self.horizons]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if "staked" not in state:  # of an older version, which measured other things
+        if not state.keys() >= {*_NUMBERS, "looks", "horizons"}:  # of an older version, which measured other things
             return
         for name in _NUMBERS:
             setattr(self, name, state[name])

@@ -89,11 +89,11 @@ class Decision(NamedTuple):
     perfect: float
     """seconds that a perfect drafter would save in the steps that remain"""
     reachable: float
-    """seconds that a drafter of the level which can surely be reached would save"""
+    """seconds that a drafter of the level which can most likely be reached would save"""
     stake: float = math.inf
-    """seconds that training may cost until the next drafter is published, as the gate says"""
+    """seconds that training may cost until it has led further, as the gate says"""
     staked: float = 0.0
-    """seconds that it has cost since the last one"""
+    """seconds that it has cost since it last did"""
 
     def numbers(self) -> dict[str, float]:
         """All fields, for the trace."""
@@ -145,8 +145,8 @@ def decide(
     learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int, least: float, reachable: float = 0.0
 ) -> Decision:
     """Choose the cheapest plan. `least`: fraction of the rollouts to come that training must save beyond its costs.
-    `depth`: guesses of the chains that drafters are judged with. `reachable`: ln(1 - agreement) that can surely be
-    reached."""
+    `depth`: guesses of the chains that drafters are judged with. `reachable`: ln(1 - agreement) that can most
+    likely be reached."""
     seconds = _seconds_of_rollouts(learning, horizon, costs, depth)
     parts = min(horizon.steps, _MOST_STEPS)
     each = horizon.steps / max(1, parts)  # steps of a part

@@ -42,6 +42,10 @@ class Recompute:
         moment, and its harvest bears the teacher's version."""
         self._past, self._latest, self._now = self._latest, self._now, []
 
+    def forget(self) -> None:
+        """Drop what waits of the rollout before the last finished one: it is of another task."""
+        self._past = []
+
     def tokens(self, past: bool) -> int:
         """Number of tokens of the responses that wait."""
         return _tokens(self._waiting(past))

@@ -2,6 +2,7 @@
 
 Each worker has one trainer. Workers exchange values only: `replica` gives a copy, `adopt` takes one, and the results
 of `judge` are summed. Drafters are judged on the harvest of the last finished rollout, and trained on those before it.
+Where a rollout's harvest is small, workers `lend` it to each other: who is idle first decoded the short responses.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _STEPS = 64  # rollouts before the last one whose harvest is kept, where the buf
 _HEADS = 1 << 30  # bytes for the heads of target versions in the harvest; two heads are always kept
 _READY = 2  # micro-batches of harvest that training from random weights needs
 _SPREAD = 4  # entries of harvest per input of fc that it needs: the first fc is computed from them
+_LENT = 8  # micro-batches of harvest that a worker may lend the others of a rollout: with more, each has enough
 _ENOUGH = 4  # micro-batches of harvest for a drafter trained before: a few responses make it worse on all others
 _MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches in the mean of published weights, at the lowest and the highest rate
 _SAMPLE = 16  # entries of harvest per input of `fc` in the sample for its whitening
@@ -61,7 +63,7 @@ class SpotTrainer:
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
-        self.rng = random.Random(seed)
+        self.seed, self.rng = seed, random.Random(seed)
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # entries trained on since the last replica
         self._is_whole = False  # whether the rollout by the present target has ended
@@ -80,6 +82,24 @@ class SpotTrainer:
         else:
             self.buffer.add(item)
 
+    def lend(self) -> list[Harvest]:
+        """What the engine has harvested in the rollout by the present target, for other workers to train on; [] if that
+        is much, as others have as much then. To be called when the worker has decoded all of its share."""
+        items = list(self.buffer.latest if self._is_whole else self.buffer.now)
+        return items if sum(len(item.tokens) for item in items) <= _LENT * self.config.micro_batch_tokens else []
+
+    def borrow(self, items: list[Harvest]) -> None:
+        """Take what another worker lent, of the rollout by the present target or of the one before. Other items come
+        too late."""
+        whole = self.target.version if self._is_whole else self.target.version - 1
+        for item in items:
+            if item.target_version not in self.trainer.heads:
+                continue
+            if item.target_version == whole:
+                self.buffer.add_late(item, past=False)
+            elif item.target_version == self.target.version:
+                self.buffer.add(item)
+
     def rollout_ended(self) -> None:
         """Drafters may be judged on the rollout's harvest from now on. `target_moved` calls this if nobody else did."""
         if not self._is_whole:
@@ -92,11 +112,13 @@ class SpotTrainer:
         """To be called after every `target.load` of a new version."""
         self.rollout_ended()
         self._is_whole = False
-        self.trainer.target_moved(self.buffer.versions)
+        self.trainer.target_moved({*self.buffer.versions, self.target.version - 1})  # others may lend what is of it
 
     def forget(self) -> None:
         """The task has changed: train no more on rollouts before the last finished one."""
         self.buffer.forget()
+        if self.recompute:
+            self.recompute.forget()
 
     @property
     def ready(self) -> bool:
@@ -205,7 +227,8 @@ class SpotTrainer:
 
     def evidence(self) -> list[Harvest]:
         """Pieces of the last finished rollout's harvest: the same ones until the target has moved."""
-        return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
+        pick = random.Random(f"{self.seed}/{self.target.version}")  # workers may hold the same items
+        return pieces(self.buffer.latest, self.judged_tokens, _PIECE, pick)
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """Make a candidate (`Replica.tensors`), with the measured agreement of its first guess, the drafter in use.

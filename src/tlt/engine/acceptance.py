@@ -46,8 +46,13 @@ class AcceptanceModel:
         """Of this level, counted from 0."""
         return chance(self.levels(source, level + 1)[level], prior, weight)
 
-    def forget(self, drafter: str) -> None:
-        self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
+    def fade(self, drafter: str, rows: float) -> None:
+        """What was seen of the drafter counts as at most so many rows from now on; 0: it is forgotten."""
+        if rows == 0:
+            self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
+        for source, levels in self.seen.items():
+            if source[0] == drafter and levels.max(initial=0.0) > rows:
+                levels *= rows / levels.max()
 
     def state(self) -> list[Any]:
         """Plain data."""

@@ -35,6 +35,7 @@ _DOUBT_OF_ACCEPTANCE = 0.3  # relative error of how often guesses are right; fal
 _PRIOR_ROUNDS = 4  # weight of the model's values: in rounds for seconds, in rows for guesses
 _PRIOR_ROWS = 2  # weight, in rows, of the guess before as a prior; and of chains as a prior for trees
 _RENEWED_IF_BETTER_BY = 0.1  # what was seen of a drafter is forgotten if its successor's agreement is higher by this
+_ROWS_OF_PREDECESSOR = 8.0  # weight, in rows, of what was seen of a drafter, for its successor
 _FREE_ROWS_SLOWDOWN = 0.03  # a round may take longer by this fraction for rows that nobody waits for
 _BRIEF_ROUND_SLOWDOWN = 1.8  # a round that is to be over soon may take so many times the round of one row
 _SWITCH_MARGIN = 0.02  # an arm gives way only to one that is faster by this fraction
@@ -348,18 +349,21 @@ class Bandit:
         return [found(bucket, spent) for bucket, spent in self._spent.items() if chains]
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Forget what was seen of the old drafter's guesses if the new one is much better, or unknown; else it is
-        corrected as guesses come in. Small differences say little, as `chance` was measured on other prompts."""
+        """Forget what was seen of the old drafter's guesses if the new one is much better, or unknown; else a little of
+        it counts until more is seen. Small differences say little, as `chance` was measured on other prompts. What was
+        seen in a bucket is forgotten in any case: where the old one was no use, nothing else would be seen any more."""
         first = self.anywhere.chance((drafter, 1), 0, self.chances.get(drafter, _AGREEMENT_UNKNOWN), _PRIOR_ROWS)
-        if chance is None or chance > first + _RENEWED_IF_BETTER_BY:
-            self._forget(drafter)
+        much_better = chance is None or chance > first + _RENEWED_IF_BETTER_BY
+        self._forget(drafter, 0.0 if much_better else _ROWS_OF_PREDECESSOR)
         if chance is not None:
             self.chances[drafter] = chance
 
-    def _forget(self, drafter: str) -> None:
-        """Forget how often the drafter's guesses were right, but not the seconds of its rounds."""
-        for guesses in (self.anywhere, *self.here.values()):
-            guesses.forget(drafter)
+    def _forget(self, drafter: str, rows: float = 0.0) -> None:
+        """Forget how often the drafter's guesses were right, but not the seconds of its rounds. What was seen over all
+        buckets counts as so many rows from now on."""
+        self.anywhere.fade(drafter, rows)
+        for guesses in self.here.values():
+            guesses.fade(drafter, 0.0)
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
