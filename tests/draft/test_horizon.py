@@ -341,7 +341,7 @@ def test_looks_at_the_drafter_before_say_what_is_known_of_the_one_in_use() -> No
 
 
 def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
-    """Stretches of training and their judgements, none of which is better. By hand: a fifth of what a drafter of
+    """Stretches of training and their judgements, none of which is better. By hand: half of what a drafter of
     agreement 0.8 would save, and 1 % of what a perfect one would, are paid with the seconds of training and judging, at
     0.12 s for those who decode beside a second."""
     gate, paid = TrainingGate(UNROLL), 0.0
@@ -353,7 +353,7 @@ def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
         gate.rollout_ended(RUN, [MEASURED])
     assert gate.decision
     assert gate.decision.staked == pytest.approx(paid)
-    assert gate.decision.stake == pytest.approx(0.2 * gate.decision.reachable + 0.01 * gate.decision.perfect)
+    assert gate.decision.stake == pytest.approx(0.5 * gate.decision.reachable + 0.01 * gate.decision.perfect)
     assert gate.decision.stake <= paid < gate.decision.stake + 0.12 * 20.0
     assert gate.saves(1.0) == 0.0, "idle time has other uses"
     gate.gained(2.5, 2.5 * 1.03, 5.0, published=True)

@@ -482,27 +482,23 @@ class At:
         return getattr(self.decoder, name)
 
 
-@pytest.mark.parametrize("moment", ["before the rollout has ended", "after it", "after the update"])
-def test_what_others_lent_counts_as_ones_own(model: Model, items: list[Harvest], moment: str) -> None:
-    """Whenever it arrives: drafters are judged on it while it is of the last rollout, and then trained on it."""
+@pytest.mark.parametrize("is_whole", [False, True], ids=["in the next rollout", "behind it"])
+def test_what_others_lent_counts_as_ones_own(model: Model, items: list[Harvest], is_whole: bool) -> None:
+    """Drafters are judged on it while it is of the last rollout, and then trained on it."""
     target: Any = At(model.decoder, 4)
     lender, borrower = (SpotTrainer(fresh_layer(model), target, CONFIG, seed) for seed in range(2))
     for item in items[:4]:
         lender.harvest(item._replace(target_version=4))
+    target.version = 5
+    for spot in (lender, borrower):
+        spot.target_moved()
     lent = lender.lend()
     assert len(lent) == 4
-    if moment != "before the rollout has ended":
+    if is_whole:
         borrower.rollout_ended()
-    if moment == "after the update":
-        target.version = 5
-        borrower.target_moved()
     borrower.borrow(lent)
-    if moment != "after the update":
-        assert not borrower.buffer.past
-        target.version = 5
-        borrower.target_moved()
-    assert [item.target_version for item in borrower.buffer.latest] == [4] * 4
-    assert borrower.judge(None).entries > 0
+    assert len(borrower.buffer.latest if not is_whole else borrower.buffer.past) == 4
+    assert (borrower.judge(None).entries > 0) == (not is_whole)
     target.version = 6
     borrower.target_moved()
     borrower.enough = 1
@@ -511,20 +507,24 @@ def test_what_others_lent_counts_as_ones_own(model: Model, items: list[Harvest],
 
 
 def test_what_is_lent_too_late_or_to_a_new_worker_is_left_alone(model: Model, items: list[Harvest]) -> None:
-    """Its head is not there any more, or never was."""
+    """It is of another rollout, or its head never was here."""
     target: Any = At(model.decoder, 7)
     spot = SpotTrainer(fresh_layer(model), target, CONFIG)
-    for version in (3, 6, 8):
+    spot.rollout_ended()
+    for version in (3, 5, 6, 8):
+        spot.borrow([items[0]._replace(target_version=version)])
+    target.version = 9
+    spot.target_moved()
+    for version in (7, 8):
         spot.borrow([items[0]._replace(target_version=version)])
     assert spot.buffer.items == []
 
 
 def test_nobody_lends_where_each_has_enough(model: Model, items: list[Harvest]) -> None:
-    """Eight micro-batches of a rollout are lent, and of more nothing; the rollout under way counts until it ends."""
+    """Eight micro-batches of a rollout are lent, and of more nothing."""
     spot, most = SpotTrainer(fresh_layer(model), model.decoder, CONFIG), 8 * CONFIG.micro_batch_tokens
-    whole = Harvest(0, 0, 1, torch.zeros(most, dtype=torch.long), torch.zeros(most, 3))
-    spot.harvest(whole)
-    assert len(spot.lend()) == 1
+    spot.harvest(Harvest(0, 0, 1, torch.zeros(most, dtype=torch.long), torch.zeros(most, 3)))
+    assert spot.lend() == [], "the rollout has not ended"
     spot.rollout_ended()
     assert len(spot.lend()) == 1
     spot.buffer.add_late(items[0], past=False)

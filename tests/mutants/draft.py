@@ -524,10 +524,17 @@ MUTANTS = [
         "rl/test_teacher.py",
     ),
     Mutant(
-        "what others lent comes too late",
+        "what others lent counts as of another rollout",
         "draft/spot.py",
-        "            if item.target_version == whole:\n",
-        "            if False:\n",
+        "self.buffer.add_late(item, past=self._is_whole)",
+        "self.buffer.add_late(item, past=not self._is_whole)",
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "what others lent of another rollout is taken",
+        "draft/spot.py",
+        "item.target_version == self.target.version - 1 and ",
+        "",
         "draft/test_spot.py",
     ),
     Mutant(

@@ -81,7 +81,7 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self.drafter.tell(lambda it: it.life.rollout_begins())
+        self.drafter.tell(lambda it: it.rollout_begins())
         self._trained = self.drafter(lambda it: it.life.tokens, 0)
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())

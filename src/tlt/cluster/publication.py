@@ -54,6 +54,12 @@ class Publication:
         while actions := self.life.idle(idle):
             self.do(actions)
 
+    def rollout_begins(self) -> None:
+        """A rollout begins. Where drafters are trained, workers lend each other the harvest of the one before."""
+        self.life.rollout_begins()
+        if self.life.gate.should_train() and len(self.crew.present) > 1:
+            self._call(self.crew.present, "lend")
+
     def rollout_ends(
         self,
         version: int,
@@ -69,8 +75,6 @@ class Publication:
         entries = sum(len(response.token_ids) for response in responses)  # and a few of their prompts
         self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers, entries), costs)
         mark_decisions(self.life.gate, tracer)
-        if self.life.gate.should_train() and workers > 1:
-            self._call(self.crew.present, "lend")
 
     def heard(self, done: Done) -> None:
         """A worker answered what it was asked; or it lent its harvest, on which the others train too."""

@@ -205,7 +205,7 @@ class Worker:
         self.trainer.tell(lambda trainer: trainer.rollout_ended())
 
     def lend(self) -> list[Harvest]:
-        """The harvest of the rollout that has just ended, where others can use it."""
+        """The harvest of the last finished rollout, where others can use it."""
         return self.trainer(lambda trainer: trainer.lend(), [])
 
     def borrow(self, items: list[Harvest]) -> None:

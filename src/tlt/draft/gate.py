@@ -2,8 +2,8 @@
 
 A look measures the accept length of the drafter in use on a new rollout. Each rollout says how long it took, how long
 workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
-the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost a
-fifth of what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can most
+the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost
+half of what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can most
 likely be reached. Beyond it, training may cost a hundredth of what a perfect drafter would save. Published drafters
 that are better renew the stake. So training that leads to nothing ends, and a drafter that fell is trained until it is
 back.
@@ -39,7 +39,7 @@ class Thresholds:
     stake: float = 0.01
     """fraction of what a perfect drafter would save in the rollouts to come that training may cost until it has led
     further"""
-    likely_stake: float = 0.2
+    likely_stake: float = 0.5
     """the same, of what a drafter of a level that can most likely be reached would save"""
     reachable: float = 0.8
     """agreement that can most likely be reached, beside the best level in this run: 0.79 to 0.81 was reached from

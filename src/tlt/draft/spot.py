@@ -83,22 +83,17 @@ class SpotTrainer:
             self.buffer.add(item)
 
     def lend(self) -> list[Harvest]:
-        """What the engine has harvested in the rollout by the present target, for other workers to train on; [] if that
-        is much, as others have as much then. To be called when the worker has decoded all of its share."""
-        items = list(self.buffer.latest if self._is_whole else self.buffer.now)
+        """The harvest of the last finished rollout, for other workers to train on; [] if it is much, as others have as
+        much then."""
+        items = list(self.buffer.latest)
         return items if sum(len(item.tokens) for item in items) <= _LENT * self.config.micro_batch_tokens else []
 
     def borrow(self, items: list[Harvest]) -> None:
-        """Take what another worker lent, of the rollout by the present target or of the one before. Other items come
-        too late."""
-        whole = self.target.version if self._is_whole else self.target.version - 1
+        """Take what another worker lent, of the rollout by the target before the present one. What is older comes too
+        late."""
         for item in items:
-            if item.target_version not in self.trainer.heads:
-                continue
-            if item.target_version == whole:
-                self.buffer.add_late(item, past=False)
-            elif item.target_version == self.target.version:
-                self.buffer.add(item)
+            if item.target_version == self.target.version - 1 and item.target_version in self.trainer.heads:
+                self.buffer.add_late(item, past=self._is_whole)
 
     def rollout_ended(self) -> None:
         """Drafters may be judged on the rollout's harvest from now on. `target_moved` calls this if nobody else did."""
