@@ -508,10 +508,12 @@ def test_what_others_lent_counts_as_ones_own(model: Model, items: list[Harvest],
 
 def test_what_is_lent_too_late_or_to_a_new_worker_is_left_alone(model: Model, items: list[Harvest]) -> None:
     """It is of another rollout, or its head never was here."""
-    target: Any = At(model.decoder, 7)
+    target: Any = At(model.decoder, 5)
     spot = SpotTrainer(fresh_layer(model), target, CONFIG)
-    spot.rollout_ended()
-    for version in (3, 5, 6, 8):
+    for version in (6, 7):
+        target.version = version
+        spot.target_moved()
+    for version in (3, 5, 7, 8):
         spot.borrow([items[0]._replace(target_version=version)])
     target.version = 9
     spot.target_moved()

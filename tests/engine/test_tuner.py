@@ -231,12 +231,14 @@ def test_a_drafter_made_better_while_it_runs_is_used_at_once(rows: int) -> None:
 def test_one_that_gets_better_little_by_little_is_used_in_every_bucket() -> None:
     """Seen in training: where rounds have one row, the drafter of before was of no use, and plain rounds told nothing
     of those that came after it, each a little better. Elsewhere it is in use all the time."""
-    world = World(right={"eagle": 0.0, "suffix": 0.0})
+    world = World(right={"eagle": 0.8, "suffix": 0.0}, per_level={"eagle": 0.3, "suffix": 0.3})
     arms = [PLAIN, *(Strategy("eagle", depth, 1, depth + 1) for depth in (2, 4))]
     tuner = Bandit(
-        arms, {rows: {arm: world.seconds(arm, rows) for arm in arms} for rows in (1, 2, 4, 8)}, {"eagle": 0.0}
+        arms, {rows: {arm: world.seconds(arm, rows) for arm in arms} for rows in (1, 2, 4, 8)}, {"eagle": 0.8}
     )
-    play(tuner, world, 1, 400)
+    play(tuner, world, 1, 100)
+    world.right["eagle"] = 0.0  # the task changed
+    assert sum(arm == PLAIN for arm in play(tuner, world, 1, 400).arms) > 300
     for step in range(1, 10):
         world.right["eagle"] = 0.09 * step
         tuner.renew("eagle", 0.09 * step)
