@@ -121,22 +121,6 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
 
 
-def test_each_worker_trains_on_what_all_harvested(home: Path, plain: str) -> None:
-    """Who is idle first decoded the short responses: alone it would learn from these."""
-    digest, _, pool = train(config_of(home, "adaptive"))
-    assert digest == plain
-    held = [{(i.target_version, i.prompt_id) for i in worker.trainer.inside.buffer.past} for worker in pool.workers]
-    mine, others = ({(version, prompt) for version, prompt in found if 0 < version < 6} for found in held)
-    assert mine == others
-    assert len(mine) > 10, "of five steps with four prompts"
-
-
-def test_nobody_lends_harvest_that_is_not_trained_on(home: Path, plain: str) -> None:
-    digest, _, pool = train(config_of(home, "adaptive"), should_train=lambda gate: False)
-    assert digest == plain
-    assert not any(method in ("lend", "borrow") for _, method in pool.log)
-
-
 # -- catching up ------------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +363,7 @@ def test_several_replicas_go_farther_from_where_they_began(home: Path) -> None:
 
 def test_what_is_idle_is_what_no_worker_decoded_in(home: Path) -> None:
     """Of three workers with ten seconds each, who decoded for five; and of eight steps two are done with this one."""
-    crew: Any = SimpleNamespace(size=3, present=[0, 1, 2], call=lambda index, method: None)
+    crew: Any = SimpleNamespace(size=3, present=[0, 1, 2])
     publication, beside = Publication(crew, config_of(home, "adaptive")), Beside(0.1)
     beside.decoded([ROLLOUT] * 3, 5.0, 5.0)
     request = Request(Prompt(0, "", (1,) * 100), 0, 0, 0, SamplingParams())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
@@ -459,7 +457,7 @@ def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.M
         spot.target_moved()
     spot.target_moved()
     assert spot.buffer.versions == set(), "what was not seen for eight steps is gone"
-    assert spot.trainer.heads.keys() == {7, 8}, "with its head; of the last rollout, others may still lend"
+    assert spot.trainer.heads.keys() == {8}, "with its head"
     assert not spot.ready
 
 
@@ -469,77 +467,6 @@ def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
 ) -> None:
     monkeypatch.setattr("tlt.draft.spot._HEADS", int(heads * model.decoder.head.nbytes))
     assert make_spot(model, []).buffer.whole.maxlen == steps + 1, "and those of the last rollout"
-
-
-@dataclass
-class At:
-    """The target at a version."""
-
-    decoder: Any
-    version: int = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.decoder, name)
-
-
-@pytest.mark.parametrize("is_whole", [False, True], ids=["in the next rollout", "behind it"])
-def test_what_others_lent_counts_as_ones_own(model: Model, items: list[Harvest], is_whole: bool) -> None:
-    """Drafters are judged on it while it is of the last rollout, and then trained on it."""
-    target: Any = At(model.decoder, 4)
-    lender, borrower = (SpotTrainer(fresh_layer(model), target, CONFIG, seed) for seed in range(2))
-    for item in items[:4]:
-        lender.harvest(item._replace(target_version=4))
-    target.version = 5
-    for spot in (lender, borrower):
-        spot.target_moved()
-    lent = lender.lend()
-    assert len(lent) == 4
-    if is_whole:
-        borrower.rollout_ended()
-    borrower.borrow(lent)
-    assert len(borrower.buffer.latest if not is_whole else borrower.buffer.past) == 4
-    assert (borrower.judge(None).entries > 0) == (not is_whole)
-    target.version = 6
-    borrower.target_moved()
-    borrower.enough = 1
-    assert borrower.train(0.0).micro_batches == 1
-    assert not borrower.buffer.latest
-
-
-def test_what_is_lent_too_late_or_to_a_new_worker_is_left_alone(model: Model, items: list[Harvest]) -> None:
-    """It is of another rollout, or its head never was here."""
-    target: Any = At(model.decoder, 5)
-    spot = SpotTrainer(fresh_layer(model), target, CONFIG)
-    for version in (6, 7):
-        target.version = version
-        spot.target_moved()
-    for version in (3, 5, 7, 8):
-        spot.borrow([items[0]._replace(target_version=version)])
-    target.version = 9
-    spot.target_moved()
-    for version in (7, 8):
-        spot.borrow([items[0]._replace(target_version=version)])
-    assert spot.buffer.items == []
-
-
-def test_nobody_lends_where_each_has_enough(model: Model, items: list[Harvest]) -> None:
-    """Eight micro-batches of a rollout are lent, and of more nothing."""
-    spot, most = SpotTrainer(fresh_layer(model), model.decoder, CONFIG), 8 * CONFIG.micro_batch_tokens
-    spot.harvest(Harvest(0, 0, 1, torch.zeros(most, dtype=torch.long), torch.zeros(most, 3)))
-    assert spot.lend() == [], "the rollout has not ended"
-    spot.rollout_ended()
-    assert len(spot.lend()) == 1
-    spot.buffer.add_late(items[0], past=False)
-    assert spot.lend() == []
-
-
-def test_workers_with_the_same_harvest_judge_on_other_pieces_of_it(model: Model, items: list[Harvest]) -> None:
-    first, again, other = (make_spot(model, items, seed, now=items) for seed in (0, 0, 1))
-
-    def chosen(spot: SpotTrainer) -> list[tuple[int, int]]:
-        return [(item.prompt_id, item.start) for item in spot.evidence()]
-
-    assert chosen(first) == chosen(again) != chosen(other)
 
 
 def test_a_pack_is_of_one_version(items: list[Harvest], model: Model) -> None:

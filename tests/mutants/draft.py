@@ -524,20 +524,6 @@ MUTANTS = [
         "rl/test_teacher.py",
     ),
     Mutant(
-        "what others lent counts as of another rollout",
-        "draft/spot.py",
-        "self.buffer.add_late(item, past=self._is_whole)",
-        "self.buffer.add_late(item, past=not self._is_whole)",
-        "draft/test_spot.py",
-    ),
-    Mutant(
-        "what others lent of another rollout is taken",
-        "draft/spot.py",
-        "item.target_version == self.target.version - 1 and ",
-        "",
-        "draft/test_spot.py",
-    ),
-    Mutant(
         "a drafter that is of no use in a bucket is never tried there again",
         "engine/tuner.py",
         "            guesses.fade(drafter, 0.0)\n",

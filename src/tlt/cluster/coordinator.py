@@ -81,7 +81,7 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self.drafter.tell(lambda it: it.rollout_begins())
+        self.drafter.tell(lambda it: it.life.rollout_begins())
         self._trained = self.drafter(lambda it: it.life.tokens, 0)
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
@@ -170,8 +170,8 @@ class Coordinator:
                 self.drafter.tell(lambda it: it.life.trained(done.worker, done.result))
             else:
                 self.shares[done.worker].trains = False
-        elif done.method in (*METHODS, "lend"):
-            self.drafter.tell(lambda it: it.heard(done))
+        elif done.method in METHODS:
+            self.drafter.tell(lambda it: it.life.answered(done.worker, done.result))
 
     def _next(self, index: int) -> None:
         """Give a free worker the next slice of its share, rows that wait, or idle work."""

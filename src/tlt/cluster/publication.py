@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tlt.build import starting_drafter
 from tlt.cluster.balance import Beside
-from tlt.cluster.crew import Crew, Done
+from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
 from tlt.config import Config
 from tlt.draft.average import Replica, average
@@ -54,12 +54,6 @@ class Publication:
         while actions := self.life.idle(idle):
             self.do(actions)
 
-    def rollout_begins(self) -> None:
-        """A rollout begins. Where drafters are trained, workers lend each other the harvest of the one before."""
-        self.life.rollout_begins()
-        if self.life.gate.should_train() and len(self.crew.present) > 1:
-            self._call(self.crew.present, "lend")
-
     def rollout_ends(
         self,
         version: int,
@@ -75,13 +69,6 @@ class Publication:
         entries = sum(len(response.token_ids) for response in responses)  # and a few of their prompts
         self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers, entries), costs)
         mark_decisions(self.life.gate, tracer)
-
-    def heard(self, done: Done) -> None:
-        """A worker answered what it was asked; or it lent its harvest, on which the others train too."""
-        if done.method != "lend":
-            self.life.answered(done.worker, done.result)
-        elif done.result:
-            self._call({*self.crew.present} - {done.worker}, "borrow", self.crew.pool.put(done.result))
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -204,14 +204,6 @@ class Worker:
         """The rollout has ended, so its harvest is whole, although the target has not moved yet."""
         self.trainer.tell(lambda trainer: trainer.rollout_ended())
 
-    def lend(self) -> list[Harvest]:
-        """The harvest of the last finished rollout, where others can use it."""
-        return self.trainer(lambda trainer: trainer.lend(), [])
-
-    def borrow(self, items: list[Harvest]) -> None:
-        """Train on what another worker lent, too."""
-        self.trainer.tell(lambda trainer: trainer.borrow(items))
-
     def forget(self) -> None:
         """The task has changed: train the drafter no more on rollouts before the last finished one."""
         self.trainer.tell(lambda trainer: trainer.forget())

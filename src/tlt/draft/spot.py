@@ -2,7 +2,6 @@
 
 Each worker has one trainer. Workers exchange values only: `replica` gives a copy, `adopt` takes one, and the results
 of `judge` are summed. Drafters are judged on the harvest of the last finished rollout, and trained on those before it.
-Where a rollout's harvest is small, workers `lend` it to each other: who is idle first decoded the short responses.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ _STEPS = 64  # rollouts before the last one whose harvest is kept, where the buf
 _HEADS = 1 << 30  # bytes for the heads of target versions in the harvest; two heads are always kept
 _READY = 2  # micro-batches of harvest that training from random weights needs
 _SPREAD = 4  # entries of harvest per input of fc that it needs: the first fc is computed from them
-_LENT = 8  # micro-batches of harvest that a worker may lend the others of a rollout: with more, each has enough
 _ENOUGH = 4  # micro-batches of harvest for a drafter trained before: a few responses make it worse on all others
 _MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches in the mean of published weights, at the lowest and the highest rate
 _SAMPLE = 16  # entries of harvest per input of `fc` in the sample for its whitening
@@ -63,7 +61,7 @@ class SpotTrainer:
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
-        self.seed, self.rng = seed, random.Random(seed)
+        self.rng = random.Random(seed)
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # entries trained on since the last replica
         self._is_whole = False  # whether the rollout by the present target has ended
@@ -82,19 +80,6 @@ class SpotTrainer:
         else:
             self.buffer.add(item)
 
-    def lend(self) -> list[Harvest]:
-        """The harvest of the last finished rollout, for other workers to train on; [] if it is much, as others have as
-        much then."""
-        items = list(self.buffer.latest)
-        return items if sum(len(item.tokens) for item in items) <= _LENT * self.config.micro_batch_tokens else []
-
-    def borrow(self, items: list[Harvest]) -> None:
-        """Take what another worker lent, of the rollout by the target before the present one. What is older comes too
-        late."""
-        for item in items:
-            if item.target_version == self.target.version - 1 and item.target_version in self.trainer.heads:
-                self.buffer.add_late(item, past=self._is_whole)
-
     def rollout_ended(self) -> None:
         """Drafters may be judged on the rollout's harvest from now on. `target_moved` calls this if nobody else did."""
         if not self._is_whole:
@@ -107,7 +92,7 @@ class SpotTrainer:
         """To be called after every `target.load` of a new version."""
         self.rollout_ended()
         self._is_whole = False
-        self.trainer.target_moved({*self.buffer.versions, self.target.version - 1})  # others may lend what is of it
+        self.trainer.target_moved(self.buffer.versions)
 
     def forget(self) -> None:
         """The task has changed: train no more on rollouts before the last finished one."""
@@ -222,8 +207,7 @@ class SpotTrainer:
 
     def evidence(self) -> list[Harvest]:
         """Pieces of the last finished rollout's harvest: the same ones until the target has moved."""
-        pick = random.Random(f"{self.seed}/{self.target.version}")  # workers may hold the same items
-        return pieces(self.buffer.latest, self.judged_tokens, _PIECE, pick)
+        return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
 
     def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
         """Make a candidate (`Replica.tensors`), with the measured agreement of its first guess, the drafter in use.
