@@ -66,7 +66,7 @@ class Publication:
         """A rollout by the target of this version has ended. Marks the decisions on training in the trace."""
         workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
         idle = beside.idle_seconds(seconds * workers)
-        entries = sum(len(response.token_ids) for response in responses)  # and a few of their prompts
+        entries = sum(len(response.token_ids) for response in responses)
         self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers, entries), costs)
         mark_decisions(self.life.gate, tracer)
 

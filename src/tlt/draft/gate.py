@@ -159,7 +159,7 @@ class TrainingGate:
         miss = self._miss(accept_length)
         at_once, slowly = self._has_fallen(miss)
         if at_once or slowly:  # earlier looks no longer hold
-            self.best = min(self.best, statistics.fmean(self.looks)) if at_once else self.best
+            self.best = min(self.best, statistics.fmean(self.looks))
             self.looks.clear()
             self.fell, self.level, self.better, self.staked = True, 0.0, 1.0, 0.0
             self.harvested = self.learned = 0

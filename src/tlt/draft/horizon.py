@@ -67,7 +67,7 @@ class Horizon(NamedTuple):
     workers: int = 0
     """number of workers that may catch up"""
     entries: int = 0
-    """entries of harvest from this rollout"""
+    """tokens of its responses, which are nearly all of its harvest"""
 
 
 class Decision(NamedTuple):
