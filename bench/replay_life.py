@@ -140,6 +140,8 @@ class Replay:
             self.spend(2 * SLICE, [0, 1])
             held_up += self.spent / 2
         self.life.gate.held_up(held_up)
+        for action in self.life.update_begins():
+            self.do(action)
         row = {"frozen": theirs, "adaptive": ours, "frozen_seconds": frozen, "seconds": seconds, "held_up": held_up}
         return {"step": number, **row, "micro_batches": self.micro_batches, "version": self.life.version}
 

@@ -39,7 +39,7 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.trace import ROLLOUT, Tracer
-from tlt.types import Prompt, Request, Response, Row, SamplingParams
+from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,25 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
     for worker in pool.workers:
         drafter = worker.engine.drafters.usable["eagle"]
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
+
+
+def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plain: str) -> None:
+    """Although it is by far too little for a candidate."""
+    ends: dict[int, float] = {}  # by trainer: micro-batches behind its weights
+    taken_over = []
+    real = SpotTrainer.train
+
+    def watched(self: SpotTrainer, *arguments: Any) -> Any:
+        taken_over.append(self.trainer.steps > ends.get(id(self), 0.0))
+        report = real(self, *arguments)
+        ends[id(self)] = self.trainer.steps
+        return report
+
+    with patch.object(SpotTrainer, "train", watched):
+        digest, published, _ = train(config_of(home, "adaptive"), stretch=10_000)
+    assert digest == plain
+    assert published.life.version == 0
+    assert any(taken_over)
 
 
 # -- catching up ------------------------------------------------------------------------------------------------------
@@ -310,7 +329,7 @@ def test_a_judgement_that_is_broken_off_is_gone_on_with(home: Path, plain: str) 
     answers: list[Judgement | None] = []  # None: a replica, so the next candidate
 
     def impatient(self: ThreadWorker, candidate: Any, number: float) -> Any:
-        if candidate and len(answers) % 3 < 2:
+        if candidate and sum(answer is not None for answer in answers) % 3 < 2:
             self.interrupt(number)
         judged = judge(self, candidate, number)
         if candidate and judged:
@@ -368,8 +387,10 @@ def test_what_is_idle_is_what_no_worker_decoded_in(home: Path) -> None:
     beside.decoded([ROLLOUT] * 3, 5.0, 5.0)
     request = Request(Prompt(0, "", (1,) * 100), 0, 0, 0, SamplingParams())
     responses = [Response(request, [2] * length, [], [], "stop") for length in (300, 400)]
-    publication.rollout_ends(1, 10.0, responses, beside, [], Tracer())
-    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3, entries=700)
+    stats = [RolloutStats(against_plain={"seconds": s, "plain_seconds": 9.0, "plain_rounds": 1.0}) for s in (2.0, 4.0)]
+    slices: list[Any] = [SimpleNamespace(stats=one, costs=[]) for one in stats]
+    publication.rollout_ends(1, 10.0, responses, beside, slices, Tracer())
+    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3, entries=700, speed=3.0)
 
 
 def test_rows_that_were_promised_to_one_that_trained_and_is_lost_are_given_to_others(home: Path) -> None:

@@ -19,6 +19,7 @@ from tlt.draft.horizon import (
     agreement_of,
     decide,
     mean_speed,
+    miss_at,
     speed,
     speeds,
 )
@@ -283,6 +284,47 @@ def test_idle_time_counts_as_far_as_training_gets_it() -> None:
     assert plenty
     assert little
     assert little.seconds == pytest.approx(0.2 * plenty.seconds, rel=0.02)
+
+
+def test_a_speed_tells_the_agreement() -> None:
+    """Two guesses at 0.5 that cost nothing commit 1.75 tokens; half of the seconds are of rounds that are not drafted,
+    so 2 s become 1.571. At 1.0 and just above it nothing is known."""
+    costs = [FREE, RoundCosts(1.0, 1.0, {2: 9.0})]
+    assert miss_at(2 / (1 / 1.75 + 1), costs, UNROLL) == pytest.approx(miss(0.5), abs=0.01)
+    assert miss_at(1.0, costs, UNROLL) is None
+    assert miss_at(1.05, costs, UNROLL) is None
+
+
+def test_rollouts_say_how_much_of_what_is_judged_holds_in_them() -> None:
+    """Seen where the task changed: judged 0.89, while rollouts were as fast as at 0.75. They count little by little,
+    and nothing where their speed is not known or tells nothing of the drafter."""
+    gate = TrainingGate(UNROLL, thresholds=Thresholds(sure=0.0))
+    gate.fresh(accept_length(0.89, UNROLL))
+    seen = []
+    for agreement in [0.0, 0.3] + [0.75] * 30 + [0.0, 0.97] + [0.9] * 30:
+        gate.rollout_ended(LONG._replace(speed=speed(agreement, MEASURED) if agreement else 0.0), [MEASURED])
+        assert gate.decision
+        seen.append(gate.decision.agreement)
+    assert seen[:2] == [pytest.approx(0.89, abs=0.001)] * 2
+    assert seen[2] == pytest.approx(0.89 - 0.03, abs=0.01)
+    assert seen[31] == pytest.approx(0.75, abs=0.005)
+    assert seen[32] == seen[31]
+    assert seen[-1] == pytest.approx(0.89, abs=0.002), "never more than what is judged"
+
+
+def test_what_can_be_reached_is_less_too_where_rollouts_are_slower_than_judged() -> None:
+    gates = [TrainingGate(UNROLL) for _ in range(2)]
+    for gate, times in zip(gates, (1.0, 0.6), strict=True):
+        gate.fresh(accept_length(0.7, UNROLL))
+        gate.live = times
+        gate.rollout_ended(LONG, [MEASURED])
+    judged, live = [gate.decision for gate in gates]
+    assert judged
+    assert live
+    assert live.agreement < judged.agreement
+    assert live.reachable == pytest.approx(
+        decide(gates[1]._learning(), LONG, [MEASURED], UNROLL, 0.01, 0.6 * miss(0.8)).reachable
+    )
 
 
 def test_a_drafter_learns_by_micro_batches() -> None:

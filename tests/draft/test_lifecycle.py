@@ -141,6 +141,28 @@ TABLES: dict[str, list[Line]] = {
         (("idle", [0, 1]), []),
         *BY_0[:4],  # it is trained on, and judged again
     ],
+    "before an update, what was trained goes to whoever is idle next; a whole stretch is judged": [
+        (("trained", 0, SpotReport(3, 30, 1.0)), []),
+        (("update_begins",), [Collect([0])]),
+        (("answered", 0, "a"), []),
+        (("idle", [1]), [Combine(["a"], None)]),
+        (("combined", "mean"), []),
+        (("idle", [1]), []),  # too little to be judged
+        (("about_to_train", 0), []),
+        (("about_to_train", 1), [Adopt(1, "mean")]),
+        (("trained", 1, SpotReport(1, 10, 0.5)), []),
+        (("update_begins",), [Collect([1])]),
+        (("update_begins",), []),
+        (("answered", 1, "b"), []),
+        (("idle", [0]), [Combine(["b"], "mean")]),
+        (("combined", "more"), []),
+        (("idle", [0]), [Judge([0], "more")]),
+        (("trained", 1, SpotReport(1, 10, 0.5)), []),
+        (("update_begins",), []),  # the candidate comes first
+        (("answered", 0, NO_BETTER), []),
+        (("idle", [0]), []),
+        (("update_begins",), [Collect([1])]),
+    ],
     "who has not taken the common start trains for nothing": [
         *BY_0_AND_2,
         (("about_to_train", 0), [Adopt(0, "mean")]),
@@ -207,6 +229,10 @@ def run(life: Lifecycle, table: list[Line]) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_what_it_asks_for(name: str) -> None:
     run(life_of(), TABLES[name])
+
+
+def test_a_worker_alone_has_nobody_to_hand_its_training_to() -> None:
+    run(life_of(workers=1), [(("trained", 0, SpotReport(3, 30, 1.0)), []), (("update_begins",), []), *by_0()[2:]])
 
 
 def test_what_the_gate_is_told() -> None:
@@ -290,7 +316,7 @@ def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed:
 
     for _ in range(300):
         worker = chance.randrange(3)
-        event = chance.choice(["trained", "idle", "answered", "lost", "rollout", "about_to_train"])
+        event = chance.choice(["trained", "idle", "answered", "lost", "rollout", "about_to_train", "update"])
         idle = [index for index in range(3) if index not in busy]
         if event == "trained":
             life.trained(worker, SpotReport(chance.randrange(3), 10, 0.1))
@@ -307,6 +333,8 @@ def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed:
         elif event == "rollout" and not busy:
             life.rollout_ends(ROLLOUT)
             life.rollout_begins()
+        elif event == "update" and not busy:
+            carry_out(life.update_begins(), idle)
         elif event == "about_to_train" and worker not in busy:
             carry_out(life.about_to_train(worker), idle)
     for worker in list(busy):

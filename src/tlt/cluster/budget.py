@@ -21,6 +21,7 @@ from tlt.draft.saving import DrafterSaver, load_latest, newest_number
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
+from tlt.metrics import against_plain
 
 _SLICE = 0.5  # seconds of training in idle time before it is asked what is due
 
@@ -80,7 +81,9 @@ class Budget:
     def _rollout_ends(self, engine: RolloutEngine, seconds: float, idle: float, second_costs: float) -> None:
         end = self.steps
         steps = THRESHOLDS.unknown_steps if end is None else max(0, end - self.trainer.target.version - 1)
-        self.life.rollout_ends(Horizon(steps, seconds, idle, second_costs), engine.tuner.costs(LEARNED))
+        speed = against_plain([engine.stats.against_plain]).get("times", 0.0)
+        horizon = Horizon(steps, seconds, idle, second_costs, speed=speed)
+        self.life.rollout_ends(horizon, engine.tuner.costs(LEARNED))
         if engine.tracer:
             mark_decisions(self.life.gate, engine.tracer)
 

@@ -89,9 +89,9 @@ class Coordinator:
         responses = self._decode(on_response)
         self._enter(IDLE)
         self._rollout_seconds = time.monotonic() - began
-        costs = [cost for share in self.shares if share.last for cost in share.last.costs]
+        last = [share.last for share in self.shares if share.last]
         seconds, beside = self._rollout_seconds, self.beside
-        self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, responses, beside, costs, self.tracers[0]))
+        self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, responses, beside, last, self.tracers[0]))
         held_up = self._catch_up() if self.trains_when_idle else 0.0
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
@@ -122,6 +122,7 @@ class Coordinator:
         """Call all workers back from what is done in idle time."""
         self.crew.break_off()
         self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
+        self.hear()
 
     def _begin(self, missing: int) -> None:
         self._number += 1
@@ -203,8 +204,7 @@ class Coordinator:
         """Use a worker that has nothing left to decode: it helps another worker, or if that would not pay, trains the
         drafter or decodes ahead. A helper decodes ahead until it is given rows, as it is back within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        asks = self._asks_for_work(index)
-        if asks:
+        if self._asks_for_work(index):
             self._decode_ahead(index)
             return
         if self.trains_when_idle and self._goes_on_with_the_drafter(index):
@@ -275,10 +275,9 @@ class Coordinator:
         else:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
-            seconds = self.forecast.seconds_left(live, accept_length)
             trains = self._may_train(index) and (not self.looks_ahead or self.idle_time.training_saves_more())
-            training = self.idle_time.training_saves(seconds) if trains else 0.0
-            if not self.forecast.is_worth_helping(live, wanted, accept_length, training):
+            seconds = self.forecast.seconds_left(live, accept_length) if trains else 0.0
+            if not self.forecast.is_worth_helping(live, wanted, accept_length, self.idle_time.training_saves(seconds)):
                 return False
         most.asked, most.helper = list(wanted), index
         return True
@@ -368,6 +367,7 @@ class Coordinator:
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
+        self.drafter.tell(lambda it: it.do(it.life.update_begins()))
         given, left = self.crew.pool.put(batch), _ATTEMPTS
         while left:
             losses = self.crew.losses

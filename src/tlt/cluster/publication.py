@@ -10,12 +10,14 @@ from tlt.build import starting_drafter
 from tlt.cluster.balance import Beside
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import Handle
+from tlt.cluster.worker import Slice
 from tlt.config import Config
 from tlt.draft.average import Replica, average
 from tlt.draft.gate import TrainingGate
-from tlt.draft.horizon import Horizon, RoundCosts
+from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Take
 from tlt.draft.saving import DrafterSaver, load_latest
+from tlt.metrics import against_plain
 from tlt.models.families import decoder_options, read_config
 from tlt.trace import Tracer
 from tlt.types import Response
@@ -60,14 +62,17 @@ class Publication:
         seconds: float,
         responses: Iterable[Response],
         beside: Beside,
-        costs: Sequence[RoundCosts],
+        slices: Sequence[Slice],
         tracer: Tracer,
     ) -> None:
-        """A rollout by the target of this version has ended. Marks the decisions on training in the trace."""
+        """A rollout by the target of this version has ended; `slices` are the last ones of the workers that decoded.
+        Marks the decisions on training in the trace."""
         workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
         idle = beside.idle_seconds(seconds * workers)
         entries = sum(len(response.token_ids) for response in responses)
-        self.life.rollout_ends(Horizon(steps, seconds, idle, beside.second_costs, workers, entries), costs)
+        speed = against_plain(one.stats.against_plain for one in slices).get("times", 0.0)
+        horizon = Horizon(steps, seconds, idle, beside.second_costs, workers, entries, speed)
+        self.life.rollout_ends(horizon, [cost for one in slices for cost in one.costs])
         mark_decisions(self.life.gate, tracer)
 
     def do(self, actions: Iterable[Action]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tlt.draft.horizon import Decision, Horizon, Learning, RoundCosts, accept_length, agreement_of, decide
+from tlt.draft.horizon import Decision, Horizon, Learning, RoundCosts, accept_length, agreement_of, decide, miss_at
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best")
+_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "live")
 """attributes of a gate that its checkpoint holds as they are"""
 
 
@@ -137,6 +137,9 @@ class TrainingGate:
         """whether the target moved away in this run: such a drafter may catch up, as it was better before"""
         self.level = self.best = 0.0
         """best mean of `looks` since the drafter fell, and in this run"""
+        self.live = 1.0
+        """ln(1 - agreement) by the speed of the rollouts, as a multiple of what looks say. They say too much, as
+        drafters are worst in the few long responses that take most of the time"""
         self.harvested = self.learned = 0
         """entries harvested, and entries trained on, since the drafter fell or the run was resumed"""
         self.looks: deque[float] = deque(maxlen=self.thresholds.looked)
@@ -218,17 +221,33 @@ class TrainingGate:
         self.horizons.append(horizon)
         self.harvested += horizon.entries
         self.costs = costs or self.costs
+        self._compare(horizon.speed)
         self._decide()
+
+    def _compare(self, speed: float) -> None:
+        """Compare what looks say with the speed of a rollout."""
+        found = miss_at(speed, self.costs, self.unroll) if self.costs and self.looks else None
+        if found is not None:
+            ratio = found / min(-self.thresholds.noise, self._looked())
+            self.live += (min(1.0, ratio) - self.live) / self.thresholds.lately
 
     # -- what is decided -----------------------------------------------------------------------------------------------
 
+    def _lately(self) -> list[float]:
+        return list(self.looks)[-self.thresholds.lately :] or [0.0]
+
+    def _looked(self) -> float:
+        """ln(1 - agreement) of the drafter in use by its last looks. They count by rounds: the mean is harmonic, so
+        that prompts which are drafted badly count for more."""
+        lengths = [accept_length(1 - math.exp(miss), self.unroll) for miss in self._lately()]
+        return self._miss(statistics.harmonic_mean(lengths))
+
     def _present(self) -> float:
-        """ln(1 - agreement) of the drafter in use by its last looks, less a standard error: it may already be better.
-        Looks count by rounds: the mean is harmonic, so that prompts which are drafted badly count for more."""
-        lately = list(self.looks)[-self.thresholds.lately :] or [0.0]
-        mean = statistics.harmonic_mean([accept_length(1 - math.exp(miss), self.unroll) for miss in lately])
+        """The same in rollouts, less a standard error: it may already be better."""
+        lately = self._lately()
         spread = statistics.stdev(lately) if len(lately) > 1 else 0.0
-        return self._miss(mean) - self.thresholds.sure * max(self.thresholds.noise, spread) / math.sqrt(len(lately))
+        error = self.thresholds.sure * max(self.thresholds.noise, spread) / math.sqrt(len(lately))
+        return self.live * (self._looked() - error)
 
     def _learning(self) -> Learning:
         """A drafter learns as if it had been trained from random weights to where it is."""
@@ -244,7 +263,7 @@ class TrainingGate:
             idle_seconds=self.used * sum(one.idle_seconds for one in self.horizons) / count,
             workers=last.workers if self.fell else 0,
         )
-        reachable = min(self.best, math.log(1 - self.thresholds.reachable))
+        reachable = self.live * min(self.best, math.log(1 - self.thresholds.reachable))
         made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving, reachable)
         stake = self.thresholds.likely_stake * made.reachable + self.thresholds.stake * made.perfect
         self.decision = made._replace(trains=made.trains and self.staked < stake, stake=stake, staked=self.staked)

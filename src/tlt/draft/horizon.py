@@ -23,6 +23,7 @@ Number = TypeVar("Number", float, np.ndarray)
 
 MOST_AGREEMENT = 0.995
 _MISSES = np.linspace(0.0, math.log(1 - MOST_AGREEMENT), 129)  # ln(1 - agreement): points of an interpolation
+_TELLING = 1.1  # a drafter is judged by its speed where that is so many times the speed without it
 _MOST_STEPS = 64  # steps of a plan; a longer run is planned in so many parts of several steps
 
 
@@ -68,6 +69,8 @@ class Horizon(NamedTuple):
     """number of workers that may catch up"""
     entries: int = 0
     """tokens of its responses, which are nearly all of its harvest"""
+    speed: float = 0.0
+    """of its rounds, in multiples of plain decoding; 0: not known"""
 
 
 class Decision(NamedTuple):
@@ -139,6 +142,16 @@ def mean_speed(found: Iterable[tuple[float, float]]) -> float:
     """The harmonic mean of (weight, speed) over all sizes of rounds."""
     pairs = list(found)
     return sum(w for w, _ in pairs) / max(1e-9, sum(w / s for w, s in pairs))
+
+
+def miss_at(measured: float, costs: Sequence[RoundCosts], depth: int) -> float | None:
+    """ln(1 - agreement) at which decoding is so many times as fast as plain decoding. None if it is hardly faster than
+    without the drafter, which tells little of that."""
+    pairs = list(speeds(1 - np.exp(_MISSES), costs, depth))
+    table = np.asarray(sum(weight for weight, _ in pairs) / sum(weight / fast for weight, fast in pairs))
+    if measured < _TELLING * table[0]:
+        return None
+    return float(np.interp(measured, table, _MISSES))
 
 
 def decide(

@@ -1,11 +1,13 @@
 """The life of the learned drafter while the policy trains, as a state machine: events in, actions out.
 
-    TRAINING    idle workers train their replicas, until there is a stretch of training to judge
+    TRAINING    idle workers train their replicas, until there is a stretch of training to judge or an update begins
     COLLECTING  the replicas of the workers that trained are awaited
     WAITING     their average, the candidate, waits for an idle worker
     JUDGING     the candidate is compared with the drafter in use, on harvest that neither was trained on
 
 Then the candidate is published if it is better. Training goes on from the average at once, whatever the judgement.
+Replicas that train side by side lead less far than one that trains as long as all of them: so where the workers are
+idle in turn, each goes on from where the one before it stopped.
 Workers that decode are hardly disturbed: they take a published drafter between two rounds, and the common start of
 training once they are idle. A judgement that was broken off goes on when a worker is idle again; if a worker is lost
 before its end, the candidate is given up. While nothing is trained, the drafter in use is judged alone now and then (a
@@ -142,6 +144,12 @@ class Lifecycle:
         self.gate.rollout_ended(horizon, costs, self._trained_now)
         self._trained_now = 0.0
 
+    def update_begins(self) -> list[Action]:
+        """No worker trains until the next rollout. Whoever is idle first in it goes on from what was trained so far."""
+        if self.stage is not Stage.TRAINING or not self._ahead or len(self.workers) == 1:
+            return []
+        return self._collect()
+
     def trained(self, worker: int, report: SpotReport) -> None:
         self._trained_now += report.seconds
         if worker not in self._behind:  # else it is to go on from elsewhere
@@ -207,18 +215,24 @@ class Lifecycle:
     def _begin(self, idle: Sequence[int]) -> list[Action]:
         """Begin a candidate if enough was trained, or a look if training would not pay and a look is due."""
         if self._micro_batches >= self.gate.thresholds.stretch and self._ahead:
-            self._trial, self._micro_batches, self._ahead = Trial(sorted(self._ahead)), 0, set()
-            return self._ask(Stage.COLLECTING, Collect(self._trial.of))
+            return self._collect()
         if not self._looked and self._looking < 0.0 and not self.gate.should_train():
             self._looked, self._trial = True, Trial()
             return self._judge(idle)
         return []
 
+    def _collect(self) -> list[Action]:
+        self._trial, self._ahead = Trial(sorted(self._ahead)), set()
+        return self._ask(Stage.COLLECTING, Collect(self._trial.of))
+
     def _combine(self) -> list[Action]:
+        """Average the replicas. Of a whole stretch of training that is a candidate."""
+        is_candidate = self._micro_batches >= self.gate.thresholds.stretch
+        if is_candidate or not self._answers:
+            self._micro_batches = 0
+        self.stage = Stage.WAITING if is_candidate and self._answers else Stage.TRAINING
         if not self._answers:  # no replica is finite: workers train again from the drafter in use
-            self.stage = Stage.TRAINING
             return []
-        self.stage = Stage.WAITING
         return [Combine(list(self._answers.values()), self._start)]
 
     def _judge(self, idle: Sequence[int]) -> list[Action]:
