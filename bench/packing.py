@@ -163,8 +163,8 @@ def check(ways: dict[str, list[Pack]], trainers: dict[str, DrafterTrainer]) -> N
     """Check that judging the same entries gives the same numbers in all ways."""
     sums = []
     for way, batches in ways.items():
-        parts = [trainers[way].judge(trainers[way].layer, batch) for batch in batches]
-        sums.append([sum(column) for column in zip(*parts, strict=True)])
+        parts = [trainers[way].judge([trainers[way].layer], batch) for batch in batches]
+        sums.append([sum(column) for column in zip(*((*found, count) for [found], count in parts), strict=True)])
     assert all(abs(a - b) <= 1e-3 * abs(a) for other in sums[1:] for a, b in zip(sums[0], other, strict=True)), sums
 
 

@@ -113,8 +113,8 @@ class Replay:
     def accept_length(self, layer: EagleLayer, version: int) -> float:
         """Of chains of `unroll` guesses, on all that this version answered."""
         parts = bundles(self.recorded.items[version], 512)
-        sums = [self.judge.trainer.judge(layer, pack(part, self.judge.target.device)) for part in parts]
-        return sum(entries for *_, entries in sums) / sum(rounds for rounds, *_ in sums)
+        sums = [self.judge.trainer.judge([layer], pack(part, self.judge.target.device)) for part in parts]
+        return sum(entries for _, entries in sums) / sum(rounds for [(rounds, _)], _ in sums)
 
     def speed(self, accept_length: float) -> float:
         return mean_speed(speeds(agreement_of(accept_length, self.training.unroll), COSTS, self.training.unroll))

@@ -146,9 +146,9 @@ class HeldBackCurve:
         self.looks += 1
         began, config = time.perf_counter(), trainer.config
         sample = list(packs(self.held_back, config.micro_batch_tokens, trainer.target.device, random.Random(0)))
-        sums = [trainer.judge(trainer.layer, batch) for batch in sample[: _LOOK_TOKENS // config.micro_batch_tokens]]
-        if entries := sum(count for _, _, count in sums):
-            accepted = entries / sum(rounds for rounds, _, _ in sums)
+        sums = [trainer.judge([trainer.layer], batch) for batch in sample[: _LOOK_TOKENS // config.micro_batch_tokens]]
+        if entries := sum(count for _, count in sums):
+            accepted = entries / sum(rounds for [(rounds, _)], _ in sums)
             self.points.append({"seconds": spent, "accept_length": accepted})
         self.took += time.perf_counter() - began
 

@@ -69,7 +69,7 @@ def test_a_judgement_says_what_decoding_shows() -> None:
     seen = sum(len(response.token_ids) for response in responses) / engine.stats.row_passes
     trainer = DrafterTrainer(layer, target, config.speculation.training)
     batch = pack(found, target.device)
-    rounds, _, entries = trainer.judge(layer, batch)
+    [(rounds, _)], entries = trainer.judge([layer], batch)
     assert seen <= entries / rounds <= 1.2 * seen
     assert 1.5 < seen < 6.0
 

@@ -366,8 +366,9 @@ def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]
 
     made = DrafterTrainer(layer, model.decoder, CONFIG)
     count = min(count, 12)  # the twin goes through every path
-    parts = made.judge(layer, pack([item.cut(0, len(item.tokens) - (len(right) - count))], CPU))
-    assert parts == pytest.approx((*left(0), count), rel=1e-6)
+    [found], entries = made.judge([layer], pack([item.cut(0, len(item.tokens) - (len(right) - count))], CPU))
+    assert found == pytest.approx(left(0), rel=1e-6)
+    assert entries == count
 
 
 def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Model, items: list[Harvest]) -> None:

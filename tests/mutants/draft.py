@@ -145,8 +145,29 @@ MUTANTS = [
     Mutant(
         "the teacher of old harvest is the present head",
         "draft/trainer.py",
-        "self.heads[version].to(self.dtype)",
-        "self.target.head.to(self.dtype)",
+        "head, known = self.target.head.to(self.dtype), self.heads[version].to(self.dtype)",
+        "head, known = self.target.head.to(self.dtype), self.target.head.to(self.dtype)",
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "old harvest is judged by the present head",
+        "draft/trainer.py",
+        "        known = self.heads[version].to(self.dtype)\n        rows",
+        "        known = self.target.head.to(self.dtype)\n        rows",
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "only the first chunk of the target's laws is judged by",
+        "draft/trainer.py",
+        "((at >= 0) & (at < len(law)))",
+        "((at >= 0) & (at < len(law)) & (first == 0))",
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "a later guess is judged by the law of the first",
+        "draft/trainer.py",
+        "at = where + 1 + t - first",
+        "at = where + 1 - first",
         "draft/test_spot.py",
     ),
     Mutant(

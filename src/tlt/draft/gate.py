@@ -26,7 +26,7 @@ class Thresholds:
     """All constants that decide the drafter's life, and first values for what is measured in the run."""
 
     stretch: int = 16
-    """micro-batches, over all workers, that a candidate consists of: judging it takes as long as two to four"""
+    """micro-batches, over all workers, that a candidate consists of: judging it takes as long as three to five"""
     judged: int = 2
     """micro-batches of harvest that a candidate is judged on"""
     better: float = 1.02

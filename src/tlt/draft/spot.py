@@ -188,7 +188,7 @@ class SpotTrainer:
     def judge(self, candidate: Mapping[str, Tensor] | None, stop: Callable[[], bool] = lambda: False) -> Judgement:
         """Judge a candidate (`Replica.tensors`), if there is one, and the drafter in use, on this worker's `evidence`.
         Where `stop` says so, it is broken off amid a micro-batch and returns the parts done by then."""
-        layer = None if candidate is None else _put(candidate, self.judged)
+        layers = [self.in_use] if candidate is None else [self.in_use, _put(candidate, self.judged)]
         done: list[Judgement] = []
         try:
             while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
@@ -197,9 +197,8 @@ class SpotTrainer:
             parts = list(bundles(self.evidence(), self.config.micro_batch_tokens))
             self.rng.shuffle(parts)  # so that judgements broken off again and again are not all of the same part
             for items in parts:
-                batch = pack(items, self.target.device)
-                in_use, _, entries = self.trainer.judge(self.in_use, batch, stop)
-                mine, first = self.trainer.judge(layer, batch, stop)[:2] if layer else (0.0, 0.0)
+                found, entries = self.trainer.judge(layers, pack(items, self.target.device), stop)
+                (in_use, _), (mine, first) = found if candidate else (*found, (0.0, 0.0))
                 done.append(Judgement(entries, in_use, mine, first))
         except Interrupted:
             done.append(Judgement(broken_off=True))

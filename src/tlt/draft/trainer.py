@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -161,24 +161,43 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def judge(
-        self, layer: EagleLayer, batch: Pack, stop: Callable[[], bool] = lambda: False
-    ) -> tuple[float, float, int]:
-        """The expected number of rounds in which chains of `unroll` guesses would decode these entries, that of rounds
-        whose first guess is right (`expected_rounds`), and the number of entries. Only entries whose whole chain is
-        within their sequence count. Where `stop` says so, raises Interrupted at the next column.
+        self, layers: Sequence[EagleLayer], batch: Pack, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[list[tuple[float, float]], int]:
+        """For each of these drafters, the expected number of rounds in which its chains of `unroll` guesses would
+        decode these entries, and that of rounds whose first guess is right (`expected_rounds`); and the number of
+        entries. Only entries whose whole chain is within their sequence count. Where `stop` says so, raises Interrupted
+        at the next column.
 
         1 - TV stands for the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88).
         """
-        deepest = self.config.unroll
+        deepest, head = self.config.unroll, self.target.head.to(self.dtype)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
-        columns, teacher = self._columns(layer, batch, deepest)
-        overlaps = []
-        for t, out in enumerate(columns):
-            if stop():
-                raise Interrupted
-            overlaps.append(self._chunked(out[where], teacher[where + 1 + t], batch.version)[1])
-        return *expected_rounds(torch.stack(overlaps, dim=1), batch.segments[where]), len(where)
+        overlaps = torch.zeros(len(layers), len(where), deepest, dtype=self.dtype, device=where.device)
+        outs: dict[tuple[int, int], Tensor] = {}  # by drafter and column: [entries, D]
+        teacher = batch.features
+        for number, layer in enumerate(layers):
+            columns, teacher = self._columns(layer, batch, deepest)
+            for t, out in enumerate(columns):
+                if stop():
+                    raise Interrupted
+                outs[number, t] = out[where]
+        for first, law in self._laws(teacher, batch.version):  # once for all drafters and columns: it takes longest
+            for (number, t), out in outs.items():
+                if stop():
+                    raise Interrupted
+                at = where + 1 + t - first
+                known = ((at >= 0) & (at < len(law))).nonzero().squeeze(1)
+                guessed = torch.softmax(F.linear(out[known], head), dim=-1)
+                overlaps[number, known, t] = 1 - 0.5 * (law[at[known]] - guessed).abs().sum(-1)
+        return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
+
+    def _laws(self, teacher: Tensor, version: int) -> Iterator[tuple[int, Tensor]]:
+        """The target's law [M, V] at entries in a row, and the number of the first of them, a chunk at a time."""
+        known = self.heads[version].to(self.dtype)
+        rows = max(1, _LOSS_ROWS // len(known))
+        for first in range(0, len(teacher), rows):
+            yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)
 
     def _columns(
         self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
