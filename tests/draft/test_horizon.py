@@ -624,7 +624,7 @@ def test_a_resumed_run_decides_as_one_that_goes_on(trained: bool) -> None:
         world.step(100 - number, drift=0.01)
         if number % 4:
             continue
-        world.gate.rollout_ended(RUN, [MEASURED], 0.3 * RUN.idle_seconds)
+        world.gate.rollout_ended(RUN._replace(speed=1.15), [MEASURED], 0.3 * RUN.idle_seconds)
         saved = json.loads(json.dumps(world.gate.state()))
         here, there = copy.deepcopy(world.gate), TrainingGate(UNROLL)
         there.load_state(saved)

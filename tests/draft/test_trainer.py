@@ -303,6 +303,18 @@ def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPa
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two drafters are judged together as each alone."""
+    layers, batch = [make_layer(model.decoder, "eagle3", 8, seed) for seed in (0, 1)], pack(mixed_items(), CPU)
+    made = DrafterTrainer(layers[0], model.decoder, DrafterTrainConfig(unroll=3))
+    alone = [made.judge([layer], batch) for layer in layers]
+    monkeypatch.setattr(trainer, "_LOSS_ROWS", 3 * 11)
+    together, entries = made.judge(layers, batch)
+    assert [([found], entries) for found in together] == [
+        ([pytest.approx(found, rel=1e-9)], count) for [found], count in alone
+    ]
+
+
 # -- packs -------------------------------------------------------------------------------------------------------------
 
 

@@ -161,7 +161,7 @@ MUTANTS = [
         "draft/trainer.py",
         "((at >= 0) & (at < len(law)))",
         "((at >= 0) & (at < len(law)) & (first == 0))",
-        "draft/test_spot.py",
+        "draft/test_trainer.py",
     ),
     Mutant(
         "a later guess is judged by the law of the first",
@@ -610,8 +610,8 @@ MUTANTS = [
     Mutant(
         "looks are taken to be exact",
         "draft/gate.py",
-        "- self.thresholds.sure * max(self.thresholds.noise, spread) / math.sqrt(len(lately))",
-        "- 0.0",
+        "(self._looked() - error)",
+        "self._looked()",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -638,8 +638,15 @@ MUTANTS = [
     Mutant(
         "state of a gate is not saved: what can be reached",
         "draft/gate.py",
+        ', "best", "live")',
+        ', "live")',
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "state of a gate is not saved: how much of what is judged holds",
+        "draft/gate.py",
+        ', "best", "live")',
         ', "best")',
-        ")",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -815,8 +822,8 @@ MUTANTS = [
     Mutant(
         "a judgement is of the trained weights, not of the candidate",
         "draft/spot.py",
-        "layer = None if candidate is None else _put(candidate, self.judged)",
-        "layer = None if candidate is None else self.trainer.layer",
+        "[self.in_use, _put(candidate, self.judged)]",
+        "[self.in_use, self.trainer.layer]",
         "draft/test_spot.py",
     ),
     # -- what the target computed, as drafters see it
