@@ -312,6 +312,20 @@ def test_rollouts_say_how_much_of_what_is_judged_holds_in_them() -> None:
     assert seen[-1] == pytest.approx(0.89, abs=0.002), "never more than what is judged"
 
 
+def test_what_one_that_was_trained_before_lacks_in_rollouts_is_not_held_against_it() -> None:
+    """Until it falls: then it learns anew."""
+    gate = TrainingGate(UNROLL, trained=True)
+    for length in (6.0, 6.1, 5.9, 6.0):
+        gate.fresh(length)
+        gate.rollout_ended(LONG._replace(speed=1.3), [MEASURED])
+    assert gate.live == 1.0
+    gate.fresh(1.1)
+    for length in (6.0, 6.1, 5.9, 6.0, 6.1):
+        gate.fresh(length)
+        gate.rollout_ended(LONG._replace(speed=1.3), [MEASURED])
+    assert gate.live < 1.0
+
+
 def test_what_can_be_reached_is_less_too_where_rollouts_are_slower_than_judged() -> None:
     gates = [TrainingGate(UNROLL) for _ in range(2)]
     for gate, times in zip(gates, (1.0, 0.6), strict=True):

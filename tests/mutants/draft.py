@@ -742,6 +742,13 @@ MUTANTS = [
         "draft/test_horizon.py",
     ),
     Mutant(
+        "one that was trained before is trained for what no training gave it",
+        "draft/gate.py",
+        "learns = self.fell or not self.trained",
+        "learns = True",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
         "a lucky rollout makes a drafter better than it was judged",
         "draft/gate.py",
         "(min(1.0, ratio) - self.live)",

@@ -138,8 +138,9 @@ class TrainingGate:
         self.level = self.best = 0.0
         """best mean of `looks` since the drafter fell, and in this run"""
         self.live = 1.0
-        """ln(1 - agreement) by the speed of the rollouts, as a multiple of what looks say. They say too much, as
-        drafters are worst in the few long responses that take most of the time"""
+        """ln(1 - agreement) by the speed of the rollouts, as a multiple of what looks say. They say too much of a
+        drafter that learns, as it is worst in the few long responses that take most of the time. What one that was
+        trained before lacks in rollouts, training did not give it then, so of that nothing is expected"""
         self.harvested = self.learned = 0
         """entries harvested, and entries trained on, since the drafter fell or the run was resumed"""
         self.looks: deque[float] = deque(maxlen=self.thresholds.looked)
@@ -226,7 +227,8 @@ class TrainingGate:
 
     def _compare(self, speed: float) -> None:
         """Compare what looks say with the speed of a rollout."""
-        found = miss_at(speed, self.costs, self.unroll) if self.costs and self.looks else None
+        learns = self.fell or not self.trained
+        found = miss_at(speed, self.costs, self.unroll) if learns and self.costs and self.looks else None
         if found is not None:
             ratio = found / min(-self.thresholds.noise, self._looked())
             self.live += (min(1.0, ratio) - self.live) / self.thresholds.lately
