@@ -723,8 +723,8 @@ MUTANTS = [
     Mutant(
         "whatever is handed over is judged",
         "draft/lifecycle.py",
-        "is_candidate = self._micro_batches >= self.gate.thresholds.stretch",
-        "is_candidate = True",
+        "        if self._micro_batches >= self.gate.thresholds.stretch:\n",
+        "        if True:\n",
         "draft/test_lifecycle.py",
     ),
     Mutant(
@@ -786,8 +786,8 @@ MUTANTS = [
     Mutant(
         "training counts in the next candidate too",
         "draft/lifecycle.py",
-        "            self._micro_batches = 0\n        self.stage",
-        "            pass\n        self.stage",
+        "self.stage, self._micro_batches = Stage.WAITING, 0",
+        "self.stage = Stage.WAITING",
         "draft/test_lifecycle.py",
     ),
     # -- spot training

@@ -6,8 +6,8 @@
     JUDGING     the candidate is compared with the drafter in use, on harvest that neither was trained on
 
 Then the candidate is published if it is better. Training goes on from the average at once, whatever the judgement.
-Replicas that train side by side lead less far than one that trains as long as all of them: so where the workers are
-idle in turn, each goes on from where the one before it stopped.
+Two replicas that train side by side learn less than one that trains as long as both. So where workers are idle in turn,
+each goes on from where the one before it stopped.
 Workers that decode are hardly disturbed: they take a published drafter between two rounds, and the common start of
 training once they are idle. A judgement that was broken off goes on when a worker is idle again; if a worker is lost
 before its end, the candidate is given up. While nothing is trained, the drafter in use is judged alone now and then (a
@@ -226,13 +226,13 @@ class Lifecycle:
         return self._ask(Stage.COLLECTING, Collect(self._trial.of))
 
     def _combine(self) -> list[Action]:
-        """Average the replicas. Of a whole stretch of training that is a candidate."""
-        is_candidate = self._micro_batches >= self.gate.thresholds.stretch
-        if is_candidate or not self._answers:
-            self._micro_batches = 0
-        self.stage = Stage.WAITING if is_candidate and self._answers else Stage.TRAINING
+        """Average the replicas. After a whole stretch of training, the average is a candidate."""
+        self.stage = Stage.TRAINING
         if not self._answers:  # no replica is finite: workers train again from the drafter in use
+            self._micro_batches = 0
             return []
+        if self._micro_batches >= self.gate.thresholds.stretch:
+            self.stage, self._micro_batches = Stage.WAITING, 0
         return [Combine(list(self._answers.values()), self._start)]
 
     def _judge(self, idle: Sequence[int]) -> list[Action]:
