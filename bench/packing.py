@@ -39,12 +39,8 @@ class Padded(DrafterTrainer):
     """Trains on padded batches: R rows of N entries, the length of the longest sequence. One pass is over R x N
     entries, with attention row by row, as in other padded trainers. Padding is computed, and left out of the loss."""
 
-    def _columns(
-        self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        features = batch.features.to(self.dtype)
-        columns = unroll_padded(self, layer, batch._replace(features=features), steps)
-        return columns, features[:, -layer.options.hidden_size :]
+    def _columns(self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None) -> list[Tensor]:
+        return unroll_padded(self, layer, batch._replace(features=batch.features.to(self.dtype)), steps)
 
 
 def pad(items: Sequence[Harvest], device: torch.device) -> Pack:

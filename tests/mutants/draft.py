@@ -152,8 +152,8 @@ MUTANTS = [
     Mutant(
         "old harvest is judged by the present head",
         "draft/trainer.py",
-        "        known = self.heads[version].to(self.dtype)\n        rows",
-        "        known = self.target.head.to(self.dtype)\n        rows",
+        "known, teacher = self.heads[batch.version]",
+        "known, teacher = self.target.head",
         "draft/test_spot.py",
     ),
     Mutant(
@@ -758,7 +758,7 @@ MUTANTS = [
     Mutant(
         "the speed that others give counts for the drafter",
         "draft/horizon.py",
-        "    if measured < _TELLING * table[0]:",
+        "    if measured < _LEAST_SPEEDUP * table[0]:",
         "    if measured <= 0:",
         "draft/test_horizon.py",
     ),

@@ -23,7 +23,7 @@ Number = TypeVar("Number", float, np.ndarray)
 
 MOST_AGREEMENT = 0.995
 _MISSES = np.linspace(0.0, math.log(1 - MOST_AGREEMENT), 129)  # ln(1 - agreement): points of an interpolation
-_TELLING = 1.1  # a drafter is judged by its speed where that is so many times the speed without it
+_LEAST_SPEEDUP = 1.1  # a rollout tells of a drafter where it is so many times as fast as without one
 _MOST_STEPS = 64  # steps of a plan; a longer run is planned in so many parts of several steps
 
 
@@ -149,7 +149,7 @@ def miss_at(measured: float, costs: Sequence[RoundCosts], depth: int) -> float |
     without the drafter, which tells little of that."""
     pairs = list(speeds(1 - np.exp(_MISSES), costs, depth))
     table = np.asarray(sum(weight for weight, _ in pairs) / sum(weight / fast for weight, fast in pairs))
-    if measured < _TELLING * table[0]:
+    if measured < _LEAST_SPEEDUP * table[0]:
         return None
     return float(np.interp(measured, table, _MISSES))
 

@@ -139,8 +139,8 @@ class DrafterTrainer:
         total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=batch.tokens.device), 0.0, []
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
-        columns, teacher = self._columns(self.layer, batch, self.columns, roots)
-        for t, out in enumerate(columns):
+        teacher = self._teacher(batch)
+        for t, out in enumerate(self._columns(self.layer, batch, self.columns, roots)):
             look()
             if out.requires_grad:
                 out.register_hook(look)
@@ -175,14 +175,12 @@ class DrafterTrainer:
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
         overlaps = torch.zeros(len(layers), len(where), deepest, dtype=self.dtype, device=where.device)
         outs: dict[tuple[int, int], Tensor] = {}  # by drafter and column: [entries, D]
-        teacher = batch.features
         for number, layer in enumerate(layers):
-            columns, teacher = self._columns(layer, batch, deepest)
-            for t, out in enumerate(columns):
+            for t, out in enumerate(self._columns(layer, batch, deepest)):
                 if stop():
                     raise Interrupted
                 outs[number, t] = out[where]
-        for first, law in self._laws(teacher, batch.version):  # once for all drafters and columns: it takes longest
+        for first, law in self._laws(batch):  # once for all drafters and columns, as it takes long
             for (number, t), out in outs.items():
                 if stop():
                     raise Interrupted
@@ -192,20 +190,21 @@ class DrafterTrainer:
                 overlaps[number, known, t] = 1 - 0.5 * (law[at[known]] - guessed).abs().sum(-1)
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
-    def _laws(self, teacher: Tensor, version: int) -> Iterator[tuple[int, Tensor]]:
-        """The target's law [M, V] at entries in a row, and the number of the first of them, a chunk at a time."""
-        known = self.heads[version].to(self.dtype)
+    def _laws(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
+        """The target's law [M, V] at M consecutive entries, and the number of the first of them, a chunk at a time."""
+        known, teacher = self.heads[batch.version].to(self.dtype), self._teacher(batch)
         rows = max(1, _LOSS_ROWS // len(known))
         for first in range(0, len(teacher), rows):
             yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)
 
-    def _columns(
-        self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None
-    ) -> tuple[Iterable[Tensor], Tensor]:
-        """The inputs of the head: the drafter's in each column, as `unroll` yields them, and the target's [T, D]."""
+    def _columns(self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None) -> Iterable[Tensor]:
+        """The drafter's inputs of the head in each column, as `unroll` yields them."""
         batch = batch._replace(features=batch.features.to(self.dtype))
-        columns = unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps, roots)
-        return columns, batch.features[:, -layer.options.hidden_size :]
+        return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps, roots)
+
+    def _teacher(self, batch: Pack) -> Tensor:
+        """The target's inputs of the head [T, D]."""
+        return batch.features[:, -self.layer.options.hidden_size :].to(self.dtype)
 
     def _chunked(self, out: Tensor, teacher: Tensor, version: int) -> tuple[Tensor, Tensor]:
         """Loss and 1 - TV of M entries, [M] each, a chunk at a time, so that no [M, V] tensor outlives its chunk."""
