@@ -450,6 +450,9 @@ def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.M
     hidden, out = torch.randn(9, 16, dtype=torch.float64), torch.randn(9, 16, dtype=torch.float64)
     p, q = (torch.log_softmax(x @ head.T, -1) for x, head in ((hidden, old), (out, model.decoder.head)))
     assert torch.allclose(spot.trainer._chunked(out, hidden, 0)[1], 1 - total_variation(p, q))
+    batch = pack(engine_items[:3], CPU)
+    law = torch.cat([law for _, law in spot.trainer._laws(batch)])
+    assert torch.allclose(law, torch.softmax(batch.features[:, -16:].double() @ old.T, -1)), "judged by the same"
     spot.target_moved()
     spot.train(0)
     for version in range(2, 9):
