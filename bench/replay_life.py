@@ -139,7 +139,7 @@ class Replay:
         while self.spent and held_up < self.life.gate.catch_up(self.training.catch_up):
             self.spend(2 * SLICE, [0, 1])
             held_up += self.spent / 2
-        self.life.gate.held_up(held_up)
+        self.life.held_up(held_up)
         for action in self.life.update_begins():
             self.do(action)
         row = {"frozen": theirs, "adaptive": ours, "frozen_seconds": frozen, "seconds": seconds, "held_up": held_up}

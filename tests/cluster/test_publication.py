@@ -83,6 +83,7 @@ def train(
         rollout, policy = join(pool, config)
         assert isinstance(rollout, ClusterRollout)
         pool.guard = rollout.coordinator.drafter  # pyright: ignore
+        pool.coordinator = rollout.coordinator  # pyright: ignore
         found.extend([rollout.coordinator.drafter.inside, pool])
         return rollout, policy
 
@@ -134,10 +135,12 @@ def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plai
         return report
 
     with patch.object(SpotTrainer, "train", watched):
-        digest, published, _ = train(config_of(home, "adaptive"), stretch=10_000)
+        digest, published, pool = train(config_of(home, "adaptive"), stretch=10_000)
     assert digest == plain
     assert published.life.version == 0
     assert any(taken_over)
+    told = sum(line["rollout"]["drafter_tokens"] for line in read_metrics(home / "run"))
+    assert 0 < told == pool.coordinator._trained, "also what came back behind a rollout"
 
 
 # -- catching up ------------------------------------------------------------------------------------------------------

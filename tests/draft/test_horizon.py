@@ -287,12 +287,24 @@ def test_idle_time_counts_as_far_as_training_gets_it() -> None:
 
 
 def test_a_speed_tells_the_agreement() -> None:
-    """Two guesses at 0.5 that cost nothing commit 1.75 tokens; half of the seconds are of rounds that are not drafted,
-    so 2 s become 1.571. At 1.0 and just above it nothing is known."""
+    """Two guesses at 0.5 that cost nothing commit 1.75 tokens: a second of such rounds would have taken 1.75 plainly,
+    and one of rounds that are not drafted 1, so 2 s were 2.75. At 1.0 and just above it nothing is known, nor where no
+    drafter is of use or no second was spent."""
     costs = [FREE, RoundCosts(1.0, 1.0, {2: 9.0})]
-    assert miss_at(2 / (1 / 1.75 + 1), costs, UNROLL) == pytest.approx(miss(0.5), abs=0.01)
+    assert miss_at(2.75 / 2, costs, UNROLL) == pytest.approx(miss(0.5), abs=0.01)
     assert miss_at(1.0, costs, UNROLL) is None
     assert miss_at(1.05, costs, UNROLL) is None
+    assert miss_at(math.nan, costs, UNROLL) is None
+    assert miss_at(9.0, [RoundCosts(1.0, 1.0, {2: 9.0}, fallback=8.0)], UNROLL) is None
+
+
+def test_the_speed_of_rounds_of_many_sizes_tells_the_agreement_too() -> None:
+    """Where drafting costs much in one size and little in another, of as many plain seconds."""
+    dear, cheap = ({d: 1 + each * d for d in CHAINS} for each in (0.35, 0.02))
+    for agreement in (0.7, 0.85, 0.95):
+        fast = [speed(agreement, RoundCosts(1.0, 1.0, drafted)) for drafted in (dear, cheap)]
+        costs = [RoundCosts(1 / s, 1.0, drafted) for s, drafted in zip(fast, (dear, cheap), strict=True)]
+        assert miss_at(2 / sum(1 / s for s in fast), costs, UNROLL) == pytest.approx(miss(agreement), rel=0.01)
 
 
 def test_rollouts_say_how_much_of_what_is_judged_holds_in_them() -> None:
@@ -319,7 +331,9 @@ def test_what_one_that_was_trained_before_lacks_in_rollouts_is_not_held_against_
         gate.fresh(length)
         gate.rollout_ended(LONG._replace(speed=1.3), [MEASURED])
     assert gate.live == 1.0
+    gate.live = 0.7
     gate.fresh(1.1)
+    assert gate.live == 1.0, "it was of the task before"
     for length in (6.0, 6.1, 5.9, 6.0, 6.1):
         gate.fresh(length)
         gate.rollout_ended(LONG._replace(speed=1.3), [MEASURED])

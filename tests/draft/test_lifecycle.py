@@ -194,6 +194,36 @@ TABLES: dict[str, list[Line]] = {
         (("answered", 2, BETTER), []),
         (("idle", [1]), [Collect([0, 1])]),
     ],
+    "while replicas are collected, those that are left are enough": [
+        *BY_0_AND_2[:3],
+        (("lost", 0), []),
+        (("idle", [2]), []),
+        (("answered", 2, "b"), []),
+        (("idle", [2]), [Combine(["b"], None)]),
+        (("combined", "mean"), []),
+        (("replaced", 0), []),
+        *[(("about_to_train", worker), [Adopt(worker, "mean")]) for worker in (0, 2)],
+        (("idle", [2]), [Judge([2], "mean")]),
+    ],
+    "one that was lost after it answered is part of it": [
+        *BY_0[:6],
+        (("lost", 0), []),
+        (("replaced", 0), []),
+        (("idle", [1]), [Combine(["replica"], None)]),
+        (("combined", "mean"), []),
+        (("about_to_train", 0), [Adopt(0, "mean")]),
+    ],
+    "if nobody is left to answer, the next candidate begins at nothing": [
+        *BY_0[:4],
+        (("lost", 0), []),
+        (("idle", [1]), []),
+        (("trained", 1, SpotReport(3, 30, 1.0)), []),
+        (("idle", [1]), []),
+    ],
+    "who was called back before its first micro-batch has nothing to give": [
+        (("trained", 0, SpotReport(0, 0, 0.1)), []),
+        (("update_begins",), []),
+    ],
     "a lost worker's training is in no candidate": [
         (("trained", 0, SpotReport(4, 40, 1.0)), []),
         (("lost", 0), []),
@@ -229,6 +259,23 @@ def run(life: Lifecycle, table: list[Line]) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_what_it_asks_for(name: str) -> None:
     run(life_of(), TABLES[name])
+
+
+def test_idle_time_is_what_was_trained_in_it_up_to_the_next_rollout() -> None:
+    """A call may come back late. Of ten idle seconds four were trained in, and two more told of after it began anew;
+    what was trained while all were held up took none."""
+    life = life_of()
+    shares = []
+    life.gate.rollout_ended = lambda horizon, costs, trained: shares.append(trained)  # pyright: ignore
+    life.trained(0, SpotReport(1, 10, 4.0))
+    life.rollout_ends(ROLLOUT)
+    life.trained(0, SpotReport(1, 10, 9.0))
+    life.held_up(9.0)
+    life.trained(0, SpotReport(1, 10, 2.0))
+    life.rollout_begins()
+    life.trained(0, SpotReport(1, 10, 3.0))
+    life.rollout_ends(ROLLOUT)
+    assert shares == [4.0, 5.0]
 
 
 def test_a_worker_alone_has_nobody_to_hand_its_training_to() -> None:

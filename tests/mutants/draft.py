@@ -687,7 +687,7 @@ MUTANTS = [
     Mutant(
         "who is held up does not pay",
         "cluster/coordinator.py",
-        "        self.drafter.tell(lambda it: it.life.gate.held_up(held_up))\n",
+        "        self.drafter.tell(lambda it: it.life.held_up(held_up))\n",
         "",
         "cluster/test_publication.py",
     ),
@@ -749,6 +749,55 @@ MUTANTS = [
         "draft/test_horizon.py",
     ),
     Mutant(
+        "rollouts of the task before are held against a drafter that fell",
+        "draft/gate.py",
+        "self.staked, self.live = True, 0.0, 1.0, 0.0, 1.0",
+        "self.staked = True, 0.0, 1.0, 0.0",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "seconds of rounds count as if they were plain ones",
+        "draft/horizon.py",
+        "sum(weight * fast for weight, fast in pairs) / sum(weight for weight, _ in pairs)",
+        "sum(weight for weight, _ in pairs) / sum(weight / fast for weight, fast in pairs)",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "what was trained after a rollout is in no rollout's metrics",
+        "cluster/coordinator.py",
+        "stats.drafter_tokens, self._trained = trained - self._trained, trained",
+        "stats.drafter_tokens = trained - self._trained",
+        "cluster/test_publication.py",
+    ),
+    Mutant(
+        "a loss while replicas are collected throws away what the others trained",
+        "draft/lifecycle.py",
+        "if self.stage is Stage.COLLECTING:",
+        "if False:",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "a new worker counts as the one that was lost",
+        "draft/lifecycle.py",
+        "            self._trial.of = ()  # whoever",
+        "            pass  # whoever",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "who trained nothing is asked for it",
+        "draft/lifecycle.py",
+        "if report.micro_batches and worker not in",
+        "if worker not in",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "what was trained behind a rollout counts as its idle time",
+        "draft/lifecycle.py",
+        "        self.gate.held_up(seconds)\n        self._trained_now = 0.0\n",
+        "        self.gate.held_up(seconds)\n",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
         "a lucky rollout makes a drafter better than it was judged",
         "draft/gate.py",
         "(min(1.0, ratio) - self.live)",
@@ -758,7 +807,7 @@ MUTANTS = [
     Mutant(
         "the speed that others give counts for the drafter",
         "draft/horizon.py",
-        "    if measured < _LEAST_SPEEDUP * table[0]:",
+        "    if not _LEAST_SPEEDUP * table[0] <= min(measured, table[-1]):",
         "    if measured <= 0:",
         "draft/test_horizon.py",
     ),
@@ -772,7 +821,7 @@ MUTANTS = [
     Mutant(
         "a candidate survives the loss of a worker",
         "draft/lifecycle.py",
-        "        self.stage = Stage.TRAINING\n        self._awaited.discard(worker)\n",
+        "        else:\n            self.stage = Stage.TRAINING\n        self._awaited.discard(worker)\n",
         "        self._awaited.discard(worker)\n",
         "draft/test_lifecycle.py",
     ),
@@ -1029,8 +1078,8 @@ MUTANTS = [
     Mutant(
         "who has not taken the common start is a trainer like any other",
         "draft/lifecycle.py",
-        "        if worker not in self._behind:  # else",
-        "        if True:  # else",
+        "report.micro_batches and worker not in self._behind:  # else",
+        "report.micro_batches:  # else",
         "draft/test_lifecycle.py",
     ),
     Mutant(

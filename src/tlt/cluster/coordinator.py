@@ -46,7 +46,7 @@ class Coordinator:
         """fraction of the update that the slowest worker had done a moment ago"""
         self._enter(IDLE)
         self._number = 0  # number of the present or last rollout
-        self._rollout_seconds = 0.0  # seconds of the last finished rollout
+        self._trained = 0  # entries that the drafter had been trained on by the end of the last rollout
         self._rendezvous: tuple[str, object] | None = None
         self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
         self.beside = Beside(THRESHOLDS.second_costs)
@@ -82,15 +82,13 @@ class Coordinator:
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
         self.drafter.tell(lambda it: it.life.rollout_begins())
-        self._trained = self.drafter(lambda it: it.life.tokens, 0)
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
         self.queue = self.ahead.deal([Row(request) for request in requests], len(self.crew.present))
         responses = self._decode(on_response)
         self._enter(IDLE)
-        self._rollout_seconds = time.monotonic() - began
+        seconds, beside = time.monotonic() - began, self.beside
         last = [share.last for share in self.shares if share.last]
-        seconds, beside = self._rollout_seconds, self.beside
         self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, responses, beside, last, self.tracers[0]))
         held_up = self._catch_up() if self.trains_when_idle else 0.0
         self._ended = time.monotonic()
@@ -99,7 +97,7 @@ class Coordinator:
         self.now = self._look()
         stats = self._stats(responses)
         stats.seconds["spot"] = held_up
-        self.ahead.end(stats, self._rollout_seconds, len(self.crew.present))
+        self.ahead.end(stats, seconds, len(self.crew.present))
         return responses, stats
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -241,7 +239,7 @@ class Coordinator:
                 self._heard(done)
         self._enter(IDLE)
         held_up = time.monotonic() - began
-        self.drafter.tell(lambda it: it.life.gate.held_up(held_up))
+        self.drafter.tell(lambda it: it.life.held_up(held_up))
         return held_up
 
     def _decode_ahead(self, index: int) -> bool:
@@ -348,7 +346,8 @@ class Coordinator:
         stats.tokens = sum(len(response.token_ids) for response in responses)
         for name in vars(Passes()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
-        stats.drafter_tokens = self.drafter(lambda it: it.life.tokens, self._trained) - self._trained
+        trained = self.drafter(lambda it: it.life.tokens, self._trained)
+        stats.drafter_tokens, self._trained = trained - self._trained, trained
         stats.ahead_tokens = self.ahead.since_last()
         return stats
 

@@ -165,7 +165,7 @@ class TrainingGate:
         if at_once or slowly:  # earlier looks no longer hold
             self.best = min(self.best, statistics.fmean(self.looks))
             self.looks.clear()
-            self.fell, self.level, self.better, self.staked = True, 0.0, 1.0, 0.0
+            self.fell, self.level, self.better, self.staked, self.live = True, 0.0, 1.0, 0.0, 1.0
             self.harvested = self.learned = 0
         self.looks.append(miss)
         if len(self.looks) == self.looks.maxlen:
@@ -302,6 +302,7 @@ class TrainingGate:
         return {**numbers, "looks": list(self.looks), "horizons": [list(horizon) for horizon in self.horizons]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        state = {"live": 1.0, **state}
         if not state.keys() >= {*_NUMBERS, "looks", "horizons"}:  # of an older version, which measured other things
             return
         for name in _NUMBERS:

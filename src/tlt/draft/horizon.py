@@ -145,11 +145,12 @@ def mean_speed(found: Iterable[tuple[float, float]]) -> float:
 
 
 def miss_at(measured: float, costs: Sequence[RoundCosts], depth: int) -> float | None:
-    """ln(1 - agreement) at which decoding is so many times as fast as plain decoding. None if it is hardly faster than
-    without the drafter, which tells little of that."""
+    """ln(1 - agreement) at which decoding is so many times as fast as plain decoding, over all sizes of rounds: these
+    would have taken `weight` times their speed plainly. None if it is hardly faster than without the drafter, or could
+    not be, as that tells nothing of the drafter."""
     pairs = list(speeds(1 - np.exp(_MISSES), costs, depth))
-    table = np.asarray(sum(weight for weight, _ in pairs) / sum(weight / fast for weight, fast in pairs))
-    if measured < _LEAST_SPEEDUP * table[0]:
+    table = np.asarray(sum(weight * fast for weight, fast in pairs) / sum(weight for weight, _ in pairs))
+    if not _LEAST_SPEEDUP * table[0] <= min(measured, table[-1]):
         return None
     return float(np.interp(measured, table, _MISSES))
 

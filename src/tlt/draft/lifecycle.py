@@ -135,13 +135,18 @@ class Lifecycle:
 
     def rollout_begins(self) -> None:
         """A rollout begins: the harvest of the one before is whole, and no drafter was judged on it yet."""
-        self.report, self._looked, self._trained_now = DrafterReport(self.version), False, 0.0
+        self.report, self._looked = DrafterReport(self.version), False
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """A rollout has ended; `costs` are those of its rounds, as far as the tuner knows them."""
         worker_seconds = horizon.rollout_seconds * len(self.workers)
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
         self.gate.rollout_ended(horizon, costs, self._trained_now)
+        self._trained_now = 0.0
+
+    def held_up(self, seconds: float) -> None:
+        """Workers caught up for so many seconds, while nothing was decoded: what they trained took no idle time."""
+        self.gate.held_up(seconds)
         self._trained_now = 0.0
 
     def update_begins(self) -> list[Action]:
@@ -152,7 +157,7 @@ class Lifecycle:
 
     def trained(self, worker: int, report: SpotReport) -> None:
         self._trained_now += report.seconds
-        if worker not in self._behind:  # else it is to go on from elsewhere
+        if report.micro_batches and worker not in self._behind:  # else it is to go on from elsewhere
             self._ahead.add(worker)
             self._micro_batches += report.micro_batches
         self.tokens += report.tokens
@@ -169,8 +174,12 @@ class Lifecycle:
         self._train_on_from(candidate, self._trial.of)
 
     def lost(self, worker: int) -> None:
-        """A worker was lost: the trial is given up, and answers still to come are of no use."""
-        self.stage = Stage.TRAINING
+        """A worker was lost. A candidate that waits or is judged is given up, and answers still to come are of no use;
+        while replicas are collected, those of the others are enough."""
+        if self.stage is Stage.COLLECTING:
+            self._trial.of = ()  # whoever trained it alone may be the one that is lost
+        else:
+            self.stage = Stage.TRAINING
         self._awaited.discard(worker)
         self._ahead.discard(worker)
 
