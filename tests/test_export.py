@@ -161,7 +161,7 @@ def test_a_drafter_is_known_by_its_config(model: Path, tmp_path: Path) -> None:
     """What was exported is no longer ours, and says so."""
     a_drafter(model, tmp_path / "drafter")
     export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
-    with pytest.raises(DrafterError, match="holds no drafter that can be read"):
+    with pytest.raises(DrafterError, match="no drafter that can be read .its config.json is of something else.: make"):
         load_drafter(tmp_path / "out", decoder_options(read_config(model)))
 
 
@@ -194,6 +194,19 @@ def test_the_dtype_in_a_drafters_config_is_that_of_its_tensors(model: Path, tmp_
     export(tmp_path / "drafter", tmp_path / "out", to, "bfloat16", model)  # type: ignore[arg-type]
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_drafter_that_is_gone_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train(config)
+    run = Path(config.run.folder)
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(tmp_path / "moved")
+    (run / "config.json").write_text(json.dumps(recipe))
+    with pytest.raises(DrafterError, match=r"moved, where no drafter is now: put it back, or .* --to hf"):
+        export(run, tmp_path / "out", "vllm", "float32")
+    assert not (tmp_path / "out").exists()
+    assert export(run, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'out'}"]
 
 
 def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: Path) -> None:

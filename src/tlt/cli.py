@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -368,8 +369,8 @@ def _bench_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 
 
 def _at_least_one(option: str, value: float) -> None:
-    if value < 1:
-        raise ConfigError(f"{option} must be at least 1, not {value}")
+    if not 1 <= value < math.inf:
+        raise ConfigError(f"{option} must be a number of at least 1, not {value}")
 
 
 def _batches(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from tlt.build import load_tokenizer
 from tlt.checkpoint import policy_in
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
-from tlt.draft.saving import load_latest
+from tlt.draft.saving import load_latest, newest_number
 from tlt.files import read_json, refuse_to_overwrite, share
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.weights import read_safetensors
@@ -49,9 +49,10 @@ def _export(source: Path, out: Path, to: To, dtype: str, model: Path | None) -> 
     if model is not None:
         raise ModelError(f"{source} is no drafter, so that there is nothing to say of it by --model: leave it out")
     policy = policy_in(source)
+    named = None if to == "hf" else _named_drafter(source)
     _policy(policy, out, getattr(torch, dtype))
-    said, drafter = [f"the model is in {out}"], _newest_drafter(source, out)
-    if drafter and to != "hf":
+    said, drafter = [f"the model is in {out}"], None if to == "hf" else _published_drafter(source, out) or named
+    if drafter:
         said.append(_drafter(drafter, out, out / "drafter", to, getattr(torch, dtype), served=out))
     (out / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
     return said
@@ -62,14 +63,21 @@ def _is_drafter(folder: Path) -> bool:
     return file.is_file() and "tlt_drafter" in read_json(file)
 
 
-def _newest_drafter(run: Path, policy: Path) -> Path | None:
-    """Of a run's folder: the one it published last, or that its recipe names."""
-    options = decoder_options(read_config(policy))
-    if saved := load_latest(run / "drafter", options):
-        return run / "drafter" / f"drafter_{saved.number:08d}"
+def _published_drafter(run: Path, policy: Path) -> Path | None:
+    """The one that a run published last."""
+    saved = load_latest(run / "drafter", decoder_options(read_config(policy)))
+    return run / "drafter" / f"drafter_{saved.number:08d}" if saved else None
+
+
+def _named_drafter(run: Path) -> Path | None:
+    """The one that a run's recipe names. Raises DrafterError if it is gone, and the run published none."""
     recipe = run / "config.json"
     named = (read_json(recipe).get("speculation") or {}).get("path") if recipe.is_file() else None
-    return Path(named) if named and _is_drafter(Path(named)) else None
+    if not named or _is_drafter(Path(named)):
+        return Path(named) if named else None
+    if newest_number(run / "drafter"):
+        return None
+    raise DrafterError(f"{run} drafted with {named}, where no drafter is now: put it back, or leave it out by --to hf")
 
 
 # -- the policy --------------------------------------------------------------------------------------------------------

@@ -161,6 +161,8 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     path = Path(folder)
     try:
         config = read_json(path / "config.json")
+        if "tlt_drafter" not in config:
+            raise ValueError("its config.json is of something else")
         raw, agreement = config["tlt_drafter"], config.get("agreement")
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
