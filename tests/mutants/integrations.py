@@ -292,8 +292,15 @@ MUTANTS = [
     Mutant(
         "what a run's recipe names is exported in the place of what it published",
         "export.py",
-        'if saved := load_latest(run / "drafter", options):',
-        'if (saved := load_latest(run / "drafter", options)) and not run.is_dir():',
+        "_published_drafter(source, out) or named",
+        "named or _published_drafter(source, out)",
+        EXPORT,
+    ),
+    Mutant(
+        "a drafter that is gone is left out of an export without a word",
+        "export.py",
+        '    if newest_number(run / "drafter"):\n',
+        "    if True:\n",
         EXPORT,
     ),
     Mutant(
