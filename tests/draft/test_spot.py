@@ -129,7 +129,7 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     assert not same(before, replica_of(spot))
 
 
-@pytest.mark.parametrize(("wrong", "weight"), [(1.0, 1 / 16), (0.64, 0.04), (0.2, 1 / 50), (0.0, 1 / 50)])
+@pytest.mark.parametrize(("wrong", "weight"), [(1.0, 1 / 8), (0.64, 0.08), (0.12, 1 / 50), (0.0, 1 / 50)])
 def test_what_is_published_is_the_running_mean_of_the_weights(
     model: Model, items: list[Harvest], wrong: float, weight: float
 ) -> None:
@@ -168,6 +168,23 @@ def test_the_rate_is_the_share_of_guesses_that_are_wrong(
         spot.trainer.reach = right
     spot.train(0)
     assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(share * CONFIG.learning_rate)
+
+
+def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rate(
+    model: Model, items: list[Harvest]
+) -> None:
+    layer = fresh_layer(model)
+    layer.agreement = 0.9
+    spot = make_spot(model, items, layer=layer)
+    assert spot.trainer.columns == CONFIG.unroll
+    spot.forget()
+    spot.enough, spot.trainer.steps = 1, 1000.0
+    spot.harvest(items[0])
+    for _ in range(2):  # drafters are trained on the rollouts before the last one
+        spot.target_moved()
+    assert spot.trainer.columns == 1
+    assert spot.train(0).micro_batches == 1
+    assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(CONFIG.learning_rate)
 
 
 def test_a_random_drafter_begins_with_regression_and_one_that_was_published_does_not(

@@ -241,8 +241,8 @@ def mixed_items() -> list[Harvest]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name: str) -> None:
     """Column t of entry i predicts token i + t + 2; its teacher is the head on the target's last state of entry
-    i + t + 1. The later columns count at every fourth entry of the pack, with each step another one; and four times
-    the smooth L1 distance between what the head is given and that state."""
+    i + t + 1. The later columns count at every fourth entry of the pack, with each step another one; and sixteen
+    times the smooth L1 distance between what the head is given and that state."""
     layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.7
     config = DrafterTrainConfig(unroll=4, decay=decay, loss=name)
     made = DrafterTrainer(layer, model.decoder, config)
@@ -266,7 +266,7 @@ def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name
                     apart = (column[offset + i] - item.features[i + t + 1, -16:]).abs().tolist()
                     distances += [d * d / 2 if d < 1 else d - 0.5 for d in apart]
             offset += len(item.tokens)
-        total += decay**t * (sum(e for e, _ in each) / len(each) + 4 * sum(distances) / len(distances))
+        total += decay**t * (sum(e for e, _ in each) / len(each) + 16 * sum(distances) / len(distances))
         weight += decay**t
         assert overlaps[t] == pytest.approx(sum(o for _, o in each) / len(each), abs=1e-12)
     assert loss.item() == pytest.approx(total / weight, abs=1e-12)

@@ -331,6 +331,13 @@ MUTANTS = [
         "_LEAST_RATE if self.in_use.trained else max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)",
         "draft/test_spot.py",
     ),
+    Mutant(
+        "after a change of the task it trains guesses that hang on wrong ones, at the lowest rate",
+        "draft/spot.py",
+        "        self.trainer.reach = 0.0\n",
+        "",
+        "draft/test_spot.py",
+    ),
     # -- the harvest
     Mutant(
         "an entry without a teacher counts as drafted",

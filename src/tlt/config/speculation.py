@@ -19,7 +19,7 @@ class DrafterTrainConfig(Section):
     than are right by now"""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
     """measured from random weights, `hybrid` learns as `cross_entropy` does and the other two next to nothing"""
-    decay: float = Field(default=0.8, gt=0, le=1)
+    decay: float = Field(default=0.4, gt=0, le=1)
     """weight of each guess against the one before"""
     learning_rate: float = Field(default=1e-3, gt=0)
     """of the drafter"""

@@ -33,7 +33,7 @@ _HEADS = 1 << 30  # bytes for the heads of target versions in the harvest; two h
 _READY = 2  # micro-batches of harvest that training from random weights needs
 _SPREAD = 4  # entries of harvest per input of fc that it needs: the first fc is computed from them
 _ENOUGH = 4  # micro-batches of harvest for a drafter trained before: a few responses make it worse on all others
-_MEMORY, _LEAST_MEMORY = 50, 16  # micro-batches in the mean of published weights, at the lowest and the highest rate
+_MEMORY, _LEAST_MEMORY = 50, 8  # micro-batches in the mean of published weights, at the lowest and the highest rate
 _SAMPLE = 16  # entries of harvest per input of `fc` in the sample for its whitening
 _LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
 
@@ -95,7 +95,9 @@ class SpotTrainer:
         self.trainer.target_moved(self.buffer.versions)
 
     def forget(self) -> None:
-        """The task has changed: train no more on rollouts before the last finished one."""
+        """The task has changed: train no more on rollouts before the last finished one, and begin again with the first
+        guess of each chain and the highest rate."""
+        self.trainer.reach = 0.0
         self.buffer.forget()
         if self.recompute:
             self.recompute.forget()

@@ -28,10 +28,8 @@ from tlt.draft.whitening import Moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOSS_ROWS = 1 << 22  # most logits in a chunk of the loss: entries x vocabulary
 _FC = "fc.weight"
-# With these two, 30 s of CPU from random weights give an accept length of 3.8. Every eighth entry gives 3.6, and twice
-# the weight 3.8.
 _EVERY = 4  # one of so many entries is the root of a chain that is trained beyond its first guess
-_FEATURE_WEIGHT = 4.0  # weight of the distance to the target's hidden states, relative to the loss of the law
+_FEATURE_WEIGHT = 16.0  # of the distance to the target's hidden states, beside the loss of the law (EAGLE has 10)
 _LATELY = 10  # `reach` is a running mean over about so many steps
 
 
