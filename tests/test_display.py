@@ -150,7 +150,7 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
     """Of a step with made-up numbers, as wide as they get."""
     rollout = {
         "strategies": {"mixed d6 b4 n33 p0.05 + ahead 63": 900, "plain": 100},
-        "spot": {"version": 12.0, "accept_length": 3.1},
+        "spot": {"version": 12.0, "accept_length": 3.1, "saves": 123.4},
         "agreement": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
         "alarms": {},
         "seen_ahead": 123_456,
@@ -205,6 +205,22 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
         "2.30 times plain",
     ):
         assert whole in picture, whole
+
+
+@pytest.mark.parametrize(
+    ("spot", "said"),
+    [
+        ({}, ""),
+        ({"version": 3.0}, "learned drafter: version 3; "),
+        ({"version": 3.0, "saves": 0.0}, "learned drafter: version 3, not trained: it would cost more than it saves; "),
+        ({"version": 3.0, "saves": 41.7}, "learned drafter: version 3, trained to save 42 s by the end; "),
+    ],
+)
+def test_it_says_whether_the_drafter_is_trained_and_why(spot: dict[str, float], said: str) -> None:
+    display, step = Display(Console(file=io.StringIO())), step_metrics(0)
+    step.rollout["spot"] = spot
+    display.history.append(step)
+    assert display._drafters().plain.startswith(f"draft   {said}first guess right: eagle 81%")
 
 
 @pytest.mark.parametrize(("key", "said"), [("", "Answer: 42"), ("b", "[red]short[/red]"), ("w", "third"), ("x", "42")])

@@ -23,6 +23,7 @@ from tlt.completions import CompletionsWriter, read_completions
 from tlt.completions_parquet import ParquetCompletions
 from tlt.config import Config, ConfigError
 from tlt.display import Display
+from tlt.draft.horizon import Decision
 from tlt.measure import measure, tokens_of
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.trackers import Place, Trackers, known_id, names_of, remember_id, scalars
@@ -69,6 +70,12 @@ def documented() -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
+def names_in(section: str) -> set[str]:
+    """The first column of the tables in a section of the page."""
+    text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    return {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+
+
 def explains(name: str, metric: str) -> bool:
     return re.fullmatch(re.sub(r"<\w+>", "[^/]+", name), metric) is not None
 
@@ -84,15 +91,22 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
 def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
     """But for what only trouble, or an idle worker, brings."""
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
-    rare = {"outcomes/<outcome>", "rollout/alarms/<drafter>", "rollout/spot/accept_length", "rollout/spot/candidate"}
+    rare = {
+        "outcomes/<outcome>",
+        "rollout/alarms/<drafter>",
+        *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
+    }
     missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
     assert missing <= rare
 
 
 def test_the_page_explains_every_key_of_a_completion(everything: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8").split("## completions.jsonl")[1]
-    named = {key for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
-    assert named == set(read_completions(everything)[0])
+    assert names_in("completions.jsonl") == set(read_completions(everything)[0])
+
+
+def test_the_page_explains_every_number_of_a_decision_to_train() -> None:
+    """But for whether it was to train, which is in the decision's name."""
+    assert names_in("Decisions on training the drafter") == set(Decision._fields) - {"trains"}
 
 
 def test_names_have_no_spaces_and_every_number_has_one() -> None:

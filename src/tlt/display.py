@@ -194,9 +194,9 @@ class Display:
     def _drafters(self) -> Text:
         """How often each one's first guess was right in the last rollout, and what all of them are worth."""
         rollout = self.history[-1].rollout
-        version = rollout["spot"].get("version", 0.0)
+        spot = rollout["spot"]
         right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["agreement"].items())
-        learned = f"learned drafter: version {version:.0f}; " * ("version" in rollout["spot"])
+        learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
         guesses = f"first guess right: {right}; " * bool(right)
         found = against_plain(m.rollout["against_plain"] for m in self.history)
         faster = f"{found['times']:.2f} times plain decoding" if found else ""
@@ -214,6 +214,15 @@ class Display:
             f"seen ahead {_seen_ahead(m):.0%}  "
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
+
+
+def _training(spot: dict[str, float]) -> str:
+    """Whether the drafter is trained, and why."""
+    if "saves" not in spot:
+        return ""
+    if spot["saves"] <= 0:
+        return ", not trained: it would cost more than it saves"
+    return f", trained to save {spot['saves']:.0f} s by the end"
 
 
 def _seen_ahead(m: StepMetrics) -> float:

@@ -92,6 +92,8 @@ class DrafterReport:
     """of the drafter in use, judged on the last finished rollout"""
     candidate: float | None = None
     """accept length of the last candidate, on the same rollout"""
+    saves: float | None = None
+    """seconds that more training is predicted to save in the steps that remain, less its costs; 0: it rests"""
 
     def numbers(self) -> dict[str, float]:
         """The numbers that are known."""
@@ -143,6 +145,8 @@ class Lifecycle:
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
         self.gate.rollout_ended(horizon, costs, self._trained_now)
         self._trained_now = 0.0
+        if decision := self.gate.decision:
+            self.report.saves = decision.saves if decision.trains else 0.0
 
     def held_up(self, seconds: float) -> None:
         """Workers caught up for so many seconds, while nothing was decoded: what they trained took no idle time."""
