@@ -212,8 +212,8 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
     [
         ({}, ""),
         ({"version": 3.0}, "learned drafter: version 3; "),
-        ({"version": 3.0, "saves": 0.0}, "learned drafter: version 3, not trained: it would cost more than it saves; "),
-        ({"version": 3.0, "saves": 41.7}, "learned drafter: version 3, trained to save 42 s by the end; "),
+        ({"version": 3.0, "saves": 0.0}, "learned drafter: version 3, at rest; "),
+        ({"version": 3.0, "saves": 41.7}, "learned drafter: version 3, trained to save 41.7 s by the end; "),
     ],
 )
 def test_it_says_whether_the_drafter_is_trained_and_why(spot: dict[str, float], said: str) -> None:

@@ -217,12 +217,10 @@ class Display:
 
 
 def _training(spot: dict[str, float]) -> str:
-    """Whether the drafter is trained, and why."""
+    """Whether the drafter is trained, and for what."""
     if "saves" not in spot:
         return ""
-    if spot["saves"] <= 0:
-        return ", not trained: it would cost more than it saves"
-    return f", trained to save {spot['saves']:.0f} s by the end"
+    return f", trained to save {spot['saves']:.1f} s by the end" if spot["saves"] > 0 else ", at rest"
 
 
 def _seen_ahead(m: StepMetrics) -> float:

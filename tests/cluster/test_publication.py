@@ -194,6 +194,15 @@ def test_of_a_drafter_that_is_not_trained_nobody_waits_for_more(home: Path, plai
     assert not any(method == "spot" for _, method in pool.log)
 
 
+@pytest.mark.parametrize(("drafter", "trains"), [("adaptive", True), ("suffix", False)])
+def test_what_training_is_to_save_is_said_only_where_there_is_something_to_train(
+    home: Path, drafter: str, trains: bool
+) -> None:
+    train(config_of(home, drafter))
+    lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("saves" in line["rollout"]["spot"] for line in lines) == trains
+
+
 @pytest.mark.parametrize("method", ["fresh", "gained", "should_train", "rollout_ended"])
 def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
     def fails(self: TrainingGate, *arguments: Any) -> Any:

@@ -432,19 +432,24 @@ def test_training_that_leads_to_nothing_ends_with_its_stake() -> None:
     assert gate.should_train(), "it has led further"
 
 
-def test_one_that_is_as_good_as_can_likely_be_reached_has_a_small_stake() -> None:
-    """And one that was better before has a large one until it is back."""
-    gates = [TrainingGate(UNROLL, trained=True) for _ in range(2)]
-    for gate, lengths in zip(gates, ([5.5] * 12, [6.5] * 8 + [5.5] * 4), strict=True):
+def test_one_that_fell_has_a_large_stake_until_it_is_back() -> None:
+    """One that was trained before and did not fall has a small one, although it was better on easier prompts."""
+    decisions, given = [], ([5.5] * 12, [6.5] * 8 + [5.5] * 4, [6.5] * 8 + [5.5] * 4 + [4.0] * 4)
+    for lengths in given:
+        gate = TrainingGate(UNROLL, trained=True)
         for length in lengths:
             gate.fresh(length)
         gate.rollout_ended(RUN, [MEASURED])
-    hopes, was_better = [gate.decision for gate in gates]
-    assert hopes
-    assert was_better
-    assert hopes.reachable == 0.0
-    assert hopes.stake == pytest.approx(0.01 * hopes.perfect)
-    assert was_better.stake > 5 * hopes.stake
+        assert gate.decision
+        assert gate.fell == (lengths is given[2])
+        decisions.append(gate.decision)
+    steady, harder, fell = decisions
+    assert steady.reachable == 0.0
+    assert steady.stake == pytest.approx(0.01 * steady.perfect)
+    assert harder.reachable > 0.0
+    assert harder.stake == pytest.approx(0.01 * harder.perfect)
+    assert fell.stake == pytest.approx(0.5 * fell.reachable + 0.01 * fell.perfect)
+    assert fell.stake > 5 * steady.stake
 
 
 def test_what_training_cost_before_a_fall_takes_nothing_from_its_stake() -> None:

@@ -177,14 +177,18 @@ def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rat
     layer.agreement = 0.9
     spot = make_spot(model, items, layer=layer)
     assert spot.trainer.columns == CONFIG.unroll
+    before = replica_of(spot)
     spot.forget()
+    spot.adopt(before)  # the common start of all workers, from before the change
     spot.enough, spot.trainer.steps = 1, 1000.0
     spot.harvest(items[0])
     for _ in range(2):  # drafters are trained on the rollouts before the last one
         spot.target_moved()
-    assert spot.trainer.columns == 1
     assert spot.train(0).micro_batches == 1
     assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(CONFIG.learning_rate)
+    assert 0.0 < spot.trainer.reach <= 0.1, "of one first guess, in a mean over ten"
+    spot.train(0)
+    assert spot.trainer.reach > 0.0, "it begins anew once"
 
 
 def test_a_random_drafter_begins_with_regression_and_one_that_was_published_does_not(

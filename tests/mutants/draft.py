@@ -334,8 +334,8 @@ MUTANTS = [
     Mutant(
         "after a change of the task it trains guesses that hang on wrong ones, at the lowest rate",
         "draft/spot.py",
-        "        self.trainer.reach = 0.0\n",
-        "",
+        "self.trainer.reach, self._is_afresh = 0.0, False",
+        "self._is_afresh = False",
         "draft/test_spot.py",
     ),
     # -- the harvest
@@ -526,8 +526,15 @@ MUTANTS = [
     Mutant(
         "what can surely be reached has no stake of its own",
         "draft/gate.py",
-        "self.thresholds.likely_stake * made.reachable + ",
-        "",
+        "likely + self.thresholds.stake",
+        "self.thresholds.stake",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "a drafter that did not fall is trained as if it had, where prompts are harder",
+        "draft/gate.py",
+        "made.reachable if self._learns else 0.0",
+        "made.reachable",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -751,8 +758,8 @@ MUTANTS = [
     Mutant(
         "one that was trained before is trained for what no training gave it",
         "draft/gate.py",
-        "learns = self.fell or not self.trained",
-        "learns = True",
+        "if self._learns and self.costs and self.looks else None",
+        "if self.costs and self.looks else None",
         "draft/test_horizon.py",
     ),
     Mutant(

@@ -50,6 +50,7 @@ class Publication:
         self.life = Lifecycle(gate, crew.size, training.micro_batch_tokens)
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
+        self.trains = layer is not None and training.idle
 
     def go_on(self, idle: Sequence[int]) -> None:
         """Do whatever is due, with the idle workers."""
@@ -73,6 +74,8 @@ class Publication:
         speed = against_plain(one.stats.against_plain for one in slices).get("times", 0.0)
         horizon = Horizon(steps, seconds, idle, beside.second_costs, workers, entries, speed)
         self.life.rollout_ends(horizon, [cost for one in slices for cost in one.costs])
+        if not self.trains:
+            self.life.report.saves = None
         mark_decisions(self.life.gate, tracer)
 
     def do(self, actions: Iterable[Action]) -> None:

@@ -40,7 +40,8 @@ class Thresholds:
     """fraction of what a perfect drafter would save in the rollouts to come that training may cost until it has led
     further"""
     likely_stake: float = 0.5
-    """the same, of what a drafter of a level that can most likely be reached would save"""
+    """the same, of what a drafter of a level that can most likely be reached would save, for one that fell or began at
+    random"""
     reachable: float = 0.8
     """agreement that can most likely be reached, beside the best level in this run: 0.79 to 0.81 was reached from
     random weights in two minutes of one core"""
@@ -227,11 +228,16 @@ class TrainingGate:
 
     def _compare(self, speed: float) -> None:
         """Compare what looks say with the speed of a rollout."""
-        learns = self.fell or not self.trained
-        found = miss_at(speed, self.costs, self.unroll) if learns and self.costs and self.looks else None
+        found = miss_at(speed, self.costs, self.unroll) if self._learns and self.costs and self.looks else None
         if found is not None:
             ratio = found / min(-self.thresholds.noise, self._looked())
             self.live += (min(1.0, ratio) - self.live) / self.thresholds.lately
+
+    @property
+    def _learns(self) -> bool:
+        """Whether it is on its way to a level that can most likely be reached. One that was trained before, and did not
+        fall, is where training led: harder prompts do not mean that it was better before."""
+        return self.fell or not self.trained
 
     # -- what is decided -----------------------------------------------------------------------------------------------
 
@@ -267,7 +273,8 @@ class TrainingGate:
         )
         reachable = self.live * min(self.best, math.log(1 - self.thresholds.reachable))
         made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving, reachable)
-        stake = self.thresholds.likely_stake * made.reachable + self.thresholds.stake * made.perfect
+        likely = self.thresholds.likely_stake * made.reachable if self._learns else 0.0
+        stake = likely + self.thresholds.stake * made.perfect
         self.decision = made._replace(trains=made.trains and self.staked < stake, stake=stake, staked=self.staked)
         self.made.append(self.decision)
 

@@ -65,6 +65,7 @@ class SpotTrainer:
         self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
         self.tokens = 0  # entries trained on since the last replica
         self._is_whole = False  # whether the rollout by the present target has ended
+        self._is_afresh = False  # whether nothing was trained on yet since the task changed
         wanted = _ENOUGH * config.micro_batch_tokens
         if not layer.trained:
             wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
@@ -96,8 +97,8 @@ class SpotTrainer:
 
     def forget(self) -> None:
         """The task has changed: train no more on rollouts before the last finished one, and begin again with the first
-        guess of each chain and the highest rate."""
-        self.trainer.reach = 0.0
+        guess of each chain and the highest rate, whichever replica training goes on from."""
+        self._is_afresh = True
         self.buffer.forget()
         if self.recompute:
             self.recompute.forget()
@@ -130,6 +131,8 @@ class SpotTrainer:
         """Train on one micro-batch; returns its number of entries. Raises Interrupted."""
         if self.trainer.steps == 0:
             self._prepare()
+        if self._is_afresh:
+            self.trainer.reach, self._is_afresh = 0.0, False
         self.trainer.rate_scale = max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)
         batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
         self.trainer.step(batch, stop)
