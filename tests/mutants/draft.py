@@ -338,6 +338,27 @@ MUTANTS = [
         "self._is_afresh = False",
         "draft/test_spot.py",
     ),
+    Mutant(
+        "each micro-batch after a change of the task begins anew",
+        "draft/spot.py",
+        "self.trainer.reach, self._is_afresh = 0.0, False",
+        "self.trainer.reach = 0.0",
+        "draft/test_spot.py",
+    ),
+    Mutant(
+        "a drafter at rest is said to be trained",
+        "draft/lifecycle.py",
+        "decision.saves if decision.trains else 0.0",
+        "decision.saves",
+        "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "training is said to save something where no drafter is trained",
+        "cluster/publication.py",
+        "return self.saver is not None",
+        "return True",
+        "cluster/test_publication.py",
+    ),
     # -- the harvest
     Mutant(
         "an entry without a teacher counts as drafted",

@@ -59,7 +59,7 @@ class Budget:
         if self.life.gate.should_train():
             stats.drafter_tokens = self._train(self.share * rollout_seconds, never).tokens
         self._go_on(engine, never)
-        stats.spot = self.life.report.numbers()
+        stats.spot = self.life.numbers()
         stats.seconds["spot"] = time.perf_counter() - began
 
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:

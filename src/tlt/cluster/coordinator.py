@@ -50,7 +50,7 @@ class Coordinator:
         self._rendezvous: tuple[str, object] | None = None
         self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
         self.beside = Beside(THRESHOLDS.second_costs)
-        self.trains_when_idle = config.speculation.training.idle
+        self.trains_when_idle = self.drafter(lambda it: it.trains, False)
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self.idle_time = IdleTime(self.drafter, self.ahead, crew)
@@ -342,7 +342,7 @@ class Coordinator:
         names = {name for one in found for name in one.agreement}
         stats.agreement = {n: fmean(one.agreement[n] for one in found if n in one.agreement) for n in sorted(names)}
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
-        stats.spot = self.drafter(lambda it: it.life.report.numbers(), {})
+        stats.spot = self.drafter(lambda it: it.life.numbers(), {})
         stats.tokens = sum(len(response.token_ids) for response in responses)
         for name in vars(Passes()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))

@@ -50,7 +50,11 @@ class Publication:
         self.life = Lifecycle(gate, crew.size, training.micro_batch_tokens)
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
-        self.trains = layer is not None and training.idle
+
+    @property
+    def trains(self) -> bool:
+        """Whether a drafter is trained at all."""
+        return self.saver is not None
 
     def go_on(self, idle: Sequence[int]) -> None:
         """Do whatever is due, with the idle workers."""
@@ -67,15 +71,15 @@ class Publication:
         tracer: Tracer,
     ) -> None:
         """A rollout by the target of this version has ended; `slices` are the last ones of the workers that decoded.
-        Marks the decisions on training in the trace."""
+        Marks the decisions on training in the trace; where no drafter is trained, there is nothing to decide."""
+        if not self.trains:
+            return
         workers, steps = len(self.crew.present), max(0, self.steps - version - 1)
         idle = beside.idle_seconds(seconds * workers)
         entries = sum(len(response.token_ids) for response in responses)
         speed = against_plain(one.stats.against_plain for one in slices).get("times", 0.0)
         horizon = Horizon(steps, seconds, idle, beside.second_costs, workers, entries, speed)
         self.life.rollout_ends(horizon, [cost for one in slices for cost in one.costs])
-        if not self.trains:
-            self.life.report.saves = None
         mark_decisions(self.life.gate, tracer)
 
     def do(self, actions: Iterable[Action]) -> None:

@@ -85,15 +85,13 @@ Action: TypeAlias = Collect | Combine | Judge | Publish | Take | Adopt | Forget
 
 @dataclass
 class DrafterReport:
-    """What a rollout's metrics say of the drafter."""
+    """What is known of the drafter in a rollout."""
 
     version: int = 0
     accept_length: float | None = None
     """of the drafter in use, judged on the last finished rollout"""
     candidate: float | None = None
     """accept length of the last candidate, on the same rollout"""
-    saves: float | None = None
-    """seconds that more training is predicted to save in the steps that remain, less its costs; 0: it rests"""
 
     def numbers(self) -> dict[str, float]:
         """The numbers that are known."""
@@ -145,8 +143,6 @@ class Lifecycle:
         self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
         self.gate.rollout_ended(horizon, costs, self._trained_now)
         self._trained_now = 0.0
-        if decision := self.gate.decision:
-            self.report.saves = decision.saves if decision.trains else 0.0
 
     def held_up(self, seconds: float) -> None:
         """Workers caught up for so many seconds, while nothing was decoded: what they trained took no idle time."""
@@ -218,6 +214,13 @@ class Lifecycle:
                 return self._weigh(workers)
             case _:
                 return self._begin(workers)
+
+    def numbers(self) -> dict[str, float]:
+        """What a rollout's metrics say of the drafter: the report, and the seconds that more training is predicted to
+        save in the steps that remain, less its costs, or 0 if it rests."""
+        decision = self.gate.decision
+        saves = {"saves": decision.saves if decision.trains else 0.0} if decision else {}
+        return self.report.numbers() | saves
 
     # -- from stage to stage -------------------------------------------------------------------------------------------
 
