@@ -199,8 +199,7 @@ def test_what_training_is_to_save_is_said_only_where_there_is_something_to_train
     home: Path, drafter: str, trains: bool
 ) -> None:
     train(config_of(home, drafter))
-    lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert any("saves" in line["rollout"]["spot"] for line in lines) == trains
+    assert any("saves" in line["rollout"]["spot"] for line in read_metrics(home / "run")) == trains
 
 
 @pytest.mark.parametrize("method", ["fresh", "gained", "should_train", "rollout_ended"])
