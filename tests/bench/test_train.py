@@ -234,18 +234,22 @@ def test_a_run_that_fails_is_named(home: Path) -> None:
 
 
 def test_a_process_takes_turns_and_ends_with_who_gives_them(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, reward=REWARD, train={"steps": 2, "learning_rate": 1e-3})
+    config = tiny_config(tmp_path, reward=REWARD, train={"steps": 2, "learning_rate": 1e-3}, run={"save_every": 1})
     (tmp_path / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
     run = Process(tmp_path / "bench.json", 1, "plain")
     assert run.wait() == {}
+    told = []
     for _ in range(2):
         run.go(0)
         report = run.wait()
         assert report
-        assert report["seconds"] > 0
+        told.append(report["seconds"])
     run.go(0)
     assert run.wait() is None
     assert run.end() == 0
+    lines = [line["seconds"] for line in read_metrics(Path(config.run.folder))]
+    assert all(seconds["save"] > 0 for seconds in lines)
+    assert told == pytest.approx([seconds["total"] - seconds["save"] for seconds in lines], abs=1e-6)
     left = Process(tmp_path / "bench.json", 1, "plain")
     assert left.end() == -9
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from tlt.bench.forks import FILE as RESPONSES
 from tlt.bench.forks import Comparison, compare
 from tlt.bench.rollout import ratio
-from tlt.bench.turns import Process, Run, race
+from tlt.bench.turns import Process, Run, of_the_step, race
 from tlt.build import settled
 from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
@@ -40,7 +40,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """name -> what it changes of the recipe's speculation; `adaptive` is the recipe as `tlt train` runs it"""
 _PROBE = 5  # steps by which the better number of workers for plain decoding is found
-_NOT_A_STEP = ("total", "save", "eval")
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Mode:
     @property
     def step_seconds(self) -> list[float]:
         """Seconds of each step, without saving and evaluation."""
-        return [sum(v for k, v in line["seconds"].items() if k not in _NOT_A_STEP) for line in self.lines]
+        return [sum(of_the_step(line["seconds"]).values()) for line in self.lines]
 
     @property
     def rollout_seconds(self) -> list[float]:
@@ -70,7 +69,7 @@ class Mode:
     def seconds(self) -> dict[str, float]:
         """Seconds of all steps: the driver's phases, which sum to the steps; and the workers' time (summed over
         workers) decoding ahead, training the drafter, and idle. Waiting for the run's turn is not idle time."""
-        phases = {name: spent for name, spent in self.summary["seconds"].items() if name not in _NOT_A_STEP}
+        phases = of_the_step(self.summary["seconds"])
         workers = [worker["seconds"] for worker in self.summary["workers"]]
         busy = sum(sum(seconds[state] for state in (ROLLOUT, AHEAD, SPOT, UPDATE)) for seconds in workers)
         idle = max(0.0, len(workers) * sum(self.step_seconds) - busy)

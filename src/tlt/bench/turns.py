@@ -79,8 +79,15 @@ class TakingTurns(Display):
     def step(self, result: StepResult) -> None:
         super().step(result)
         metrics = result.metrics
-        report = {"seconds": metrics.seconds["total"], "drafter_tokens": metrics.rollout["drafter_tokens"]}
+        seconds = sum(of_the_step(metrics.seconds).values())
+        report = {"seconds": seconds, "drafter_tokens": metrics.rollout["drafter_tokens"]}
         self.given.append(self.turn(report))
+
+
+def of_the_step(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, without their sum, and without saving and evaluation: the reference saves every step, others
+    none."""
+    return {phase: spent for phase, spent in seconds.items() if phase not in ("total", "save", "eval")}
 
 
 class Run(Protocol):
