@@ -17,15 +17,16 @@ from torch import Tensor
 from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig, EngineConfig
-from tlt.draft import trainer
+from tlt.draft import losses
 from tlt.draft.buffer import Harvest
 from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.features import FeatureView, FeatureWindow
 from tlt.draft.learned import EagleDrafter
+from tlt.draft.losses import LOSSES, total_variation
 from tlt.draft.strategy import Strategy
-from tlt.draft.trainer import LOSSES, DrafterTrainer
+from tlt.draft.trainer import DrafterTrainer
 from tlt.draft.tree import Roots, grow
 from tlt.draft.unroll import bundles, pack, packs, unroll
 from tlt.engine.engine import Engine
@@ -154,80 +155,6 @@ def test_positions_beyond_the_targets_last_one_are_drafted_as_they_are_trained(m
         assert torch.allclose(got, law, rtol=1e-8, atol=1e-8)
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-P, Q = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)
-
-
-def logs(*laws: Sequence[float]) -> Tensor:
-    return torch.tensor(laws, dtype=torch.float64).log()
-
-
-def test_losses_are_the_hand_worked_ones() -> None:
-    log_p, log_q = logs(P), logs(Q)
-    cross = -(0.5 * math.log(0.2) + 0.3 * math.log(0.2) + 0.2 * math.log(0.6))
-    entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
-    weight = math.exp(-3 * (1 - 0.4))
-    assert trainer.cross_entropy(log_p, log_q).item() == pytest.approx(cross)
-    assert trainer.total_variation(log_p, log_q).item() == pytest.approx(0.4)
-    assert trainer.hybrid(log_p, log_q).item() == pytest.approx(weight * (cross - entropy) + (1 - weight) * 0.4)
-    # the same winner v: 1 / sum over u of max(p_u / p_v, q_u / q_v)
-    agree = 1 / (1 + 1 + 3) + 1 / (5 / 3 + 1 + 3) + 1 / (5 / 2 + 3 / 2 + 1)
-    assert trainer.agreement(log_p, log_q, 3).item() == pytest.approx(1 - agree)
-
-
-def test_the_gradient_of_the_hybrid_is_that_of_its_parts() -> None:
-    """By each log q: of the KL -p, of the total variation q / 2 with the sign of q - p. The weight has none."""
-    log_p, log_q = logs(P), logs(Q).requires_grad_()
-    (gradient,) = torch.autograd.grad(trainer.hybrid(log_p, log_q).sum(), log_q)
-    weight = math.exp(-3 * (1 - 0.4))
-    expected = [weight * -p + (1 - weight) * math.copysign(q / 2, q - p) for p, q in zip(P, Q, strict=True)]
-    assert gradient[0].tolist() == pytest.approx(expected)
-
-
-def test_two_tokens_agree_as_often_as_their_laws_overlap() -> None:
-    assert trainer.agreement(logs((0.7, 0.3)), logs((0.4, 0.6)), 2).item() == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_least_where_the_laws_are_equal(name: str) -> None:
-    torch.manual_seed(0)
-    log_p = torch.log_softmax(torch.randn(5, 9, dtype=torch.float64), -1)
-    at_p = LOSSES[name](log_p, log_p)
-    for _ in range(20):
-        other = torch.log_softmax(log_p + 0.3 * torch.randn(5, 9, dtype=torch.float64), -1)
-        assert (LOSSES[name](log_p, other) > at_p).all()
-
-
-@pytest.mark.parametrize("sharpness", [0.5, 2.0])
-def test_agreement_is_how_often_shared_noise_picks_the_same(sharpness: float) -> None:
-    torch.manual_seed(1)
-    log_p, log_q = torch.log_softmax(sharpness * torch.randn(2, 4, 9, dtype=torch.float64), -1)
-    draws = 400_000
-    for p, q in zip(log_p, log_q, strict=True):
-        g = -torch.empty(draws, 9, dtype=torch.float64).exponential_().log()
-        seen = ((p + g).argmax(-1) == (q + g).argmax(-1)).double().mean().item()
-        chance = 1 - trainer.agreement(p[None], q[None], likeliest=9).item()
-        assert chance == pytest.approx(seen, abs=5 * math.sqrt(0.25 / draws))
-        overlap = 1 - trainer.total_variation(p, q).item()
-        assert overlap / (2 - overlap) - 1e-9 <= chance <= overlap + 1e-9, "between (1 - TV) / (1 + TV) and 1 - TV"
-
-
-def test_agreement_over_the_likeliest_is_nearly_all_of_it() -> None:
-    torch.manual_seed(2)
-    log_p = torch.log_softmax(4 * torch.randn(6, 40, dtype=torch.float64), -1)
-    log_q = torch.log_softmax(log_p + torch.randn(6, 40, dtype=torch.float64), -1)
-    whole, part = trainer.agreement(log_p, log_q, 40), trainer.agreement(log_p, log_q)
-    assert (part >= whole).all()
-    missed = 1 - log_p.exp().topk(8).values.sum(-1)
-    assert (part - whole <= missed + 1e-12).all()
-
-
-def test_agreement_of_a_vocabulary_smaller_than_the_likeliest() -> None:
-    log_p, log_q = logs(P), logs(Q)
-    assert trainer.agreement(log_p, log_q).item() == pytest.approx(trainer.agreement(log_p, log_q, 3).item())
-
-
 # -- what is counted ---------------------------------------------------------------------------------------------------
 
 MIX = (("eagle3", 0, 13, 6), ("eagle3", 40, 7, 6), ("eagle3", 2, 9, 6), ("eagle3", 0, 3, 9))
@@ -259,10 +186,11 @@ def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name
                 predicted = item.start + i + t + 2
                 if i + t + 1 < len(item.tokens) and predicted >= item.prompt_length:
                     teacher = model.decoder.head @ item.features[i + t + 1, -16:]
-                    log_p, log_q = (
-                        torch.log_softmax(x, -1)[None] for x in (teacher, model.decoder.head @ column[offset + i])
+                    p, log_q = (
+                        torch.softmax(teacher, -1),
+                        torch.log_softmax(model.decoder.head @ column[offset + i], -1),
                     )
-                    each.append((LOSSES[name](log_p, log_q).item(), 1 - trainer.total_variation(log_p, log_q).item()))
+                    each.append((LOSSES[name](p[None], log_q[None]).item(), 1 - total_variation(p, log_q).item()))
                     apart = (column[offset + i] - item.features[i + t + 1, -16:]).abs().tolist()
                     distances += [d * d / 2 if d < 1 else d - 0.5 for d in apart]
             offset += len(item.tokens)
@@ -294,7 +222,7 @@ def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPa
         return loss.item(), overlaps, [p.grad.clone() for p in layer.parameters() if p.grad is not None]
 
     whole = results()
-    monkeypatch.setattr(trainer, "_LOSS_ROWS", 3 * 11)
+    monkeypatch.setattr(losses, "LOGITS", 3 * 11)
     parts = results()
     assert parts[0] == pytest.approx(whole[0], abs=1e-12)
     assert parts[1] == pytest.approx(whole[1], abs=1e-12)
@@ -308,7 +236,7 @@ def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytes
     layers, batch = [make_layer(model.decoder, "eagle3", 8, seed) for seed in (0, 1)], pack(mixed_items(), CPU)
     made = DrafterTrainer(layers[0], model.decoder, DrafterTrainConfig(unroll=3))
     alone = [made.judge([layer], batch) for layer in layers]
-    monkeypatch.setattr(trainer, "_LOSS_ROWS", 3 * 11)
+    monkeypatch.setattr("tlt.draft.trainer.LOGITS", 3 * 11)
     together, entries = made.judge(layers, batch)
     assert [([found], entries) for found in together] == [
         ([pytest.approx(found, rel=1e-9)], count) for [found], count in alone

@@ -138,14 +138,14 @@ MUTANTS = [
     Mutant(
         "the teacher is the entry itself, a position too early",
         "draft/trainer.py",
-        "teacher[ahead[where]]",
-        "teacher[at[where]]",
+        "yield out[where], ahead[where]",
+        "yield out[where], at.expand_as(ahead)[where]",
         "draft/test_trainer.py",
     ),
     Mutant(
         "the teacher of old harvest is the present head",
         "draft/trainer.py",
-        "head, known = self.target.head.to(self.dtype), self.heads[version].to(self.dtype)",
+        "head, known = self.target.head.to(self.dtype), self.heads[batch.version].to(self.dtype)",
         "head, known = self.target.head.to(self.dtype), self.target.head.to(self.dtype)",
         "draft/test_spot.py",
     ),
@@ -180,8 +180,8 @@ MUTANTS = [
     Mutant(
         "later guesses weigh as much as the first",
         "draft/trainer.py",
-        "self.config.decay**t * (loss.mean()",
-        "(loss.mean()",
+        "self.config.decay**t if len(out)",
+        "1.0 if len(out)",
         "draft/test_trainer.py",
     ),
     Mutant(
@@ -242,9 +242,30 @@ MUTANTS = [
     ),
     Mutant(
         "the hybrid's weight has a gradient",
-        "draft/trainer.py",
+        "draft/losses.py",
         "(1 - distance.detach())",
         "(1 - distance)",
+        "draft/test_losses.py",
+    ),
+    Mutant(
+        "guesses of a chunk are trained towards the laws of its first entries",
+        "draft/losses.py",
+        "(teacher[entries], known), dim=-1)[which]",
+        "(teacher[entries], known), dim=-1)[which * 0]",
+        "draft/test_trainer.py",
+    ),
+    Mutant(
+        "the gradient of a chunk goes to the first guesses",
+        "draft/losses.py",
+        "(gradient[part],) =",
+        "(gradient[: len(part)],) =",
+        "draft/test_trainer.py",
+    ),
+    Mutant(
+        "a guess counts as often as its column is long",
+        "draft/trainer.py",
+        "each = [share / max(1, len(out)) /",
+        "each = [share /",
         "draft/test_trainer.py",
     ),
     Mutant(

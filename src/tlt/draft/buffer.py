@@ -79,7 +79,7 @@ class HarvestBuffer:
 
     @property
     def past_tokens(self) -> int:
-        return sum(len(item.tokens) for item in self.past)
+        return self.tokens - sum(len(item.tokens) for item in [*self.latest, *self.now])
 
     @property
     def items(self) -> list[Harvest]:
@@ -134,13 +134,13 @@ class HarvestBuffer:
         """Draw items of `past`, all of one target version, with up to `tokens` entries in sum. The newer an item and
         the later its end, the likelier it is drawn: drafters fail at late positions first. If the first item drawn is
         too long, it is cut and returned alone."""
-        drawn: list[Harvest] = []
+        drawn, room = list[Harvest](), tokens
         for item in _weighted(self.past, rng):
-            room = tokens - sum(len(other.tokens) for other in drawn)
             if not drawn and len(item.tokens) > tokens:
                 return [item.cut(rng.randrange(len(item.tokens) - tokens + 1), tokens)]
             if len(item.tokens) <= room and (not drawn or item.target_version == drawn[0].target_version):
                 drawn.append(item)
+                room -= len(item.tokens)
             elif room < tokens // 8:
                 break
         return drawn

@@ -15,18 +15,17 @@ from operator import mul
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tlt.config import DrafterTrainConfig
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
+from tlt.draft.losses import LOGITS, loss_of_guesses
 from tlt.draft.rounds import expected_rounds
 from tlt.draft.teacher import Teacher
 from tlt.draft.unroll import Pack, packs, unroll
 from tlt.draft.whitening import Moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_LOSS_ROWS = 1 << 22  # most logits in a chunk of the loss: entries x vocabulary
 _FC = "fc.weight"
 _EVERY = 4  # one of so many entries is the root of a chain that is trained beyond its first guess
 _FEATURE_WEIGHT = 16.0  # of the distance to the target's hidden states, beside the loss of the law (EAGLE has 10)
@@ -35,42 +34,6 @@ _LATELY = 10  # `reach` is a running mean over about so many steps
 
 class Interrupted(Exception):
     """A step was asked to stop amid its work; it changed nothing."""
-
-
-# -- losses: log p and log q [M, V] -> [M] -------------------------------------------------------------------------
-
-
-def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return -(log_p.exp() * log_q).sum(-1)
-
-
-def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """TV. With shared noise, a guess is right with a chance of at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-
-
-def hybrid(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL where the laws are far apart, total variation where they are close (the LK loss of speculators)."""
-    distance = total_variation(log_p, log_q)
-    weight = torch.exp(-3.0 * (1 - distance.detach()))
-    return weight * (log_p.exp() * (log_p - log_q)).sum(-1) + (1 - weight) * distance
-
-
-def agreement(log_p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
-    """1 - the chance that argmax(log p + g) = argmax(log q + g). The chance that both are token v is
-    1 / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
-    top_p, ids = log_p.topk(min(likeliest, log_p.shape[-1]), dim=-1)
-    ratio_p = log_p[:, None] - top_p[..., None]
-    ratio_q = log_q[:, None] - log_q.gather(-1, ids)[..., None]
-    return 1 - torch.maximum(ratio_p, ratio_q).logsumexp(-1).neg().exp().sum(-1)
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "total_variation": total_variation,
-    "hybrid": hybrid,
-    "agreement": agreement,
-}
 
 
 class DrafterTrainer:
@@ -129,15 +92,27 @@ class DrafterTrainer:
         """The mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a column
         without entries). Columns after the first have every fourth entry. Where `stop` says so, raises Interrupted at
         the next column, here or in `backward`."""
+        outs, places = zip(*self._guesses(batch, stop), strict=True)
+        shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
+        each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
+        weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
+        out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
+        head, known = self.target.head.to(self.dtype), self.heads[batch.version].to(self.dtype)
+        loss, overlap = loss_of_guesses(self.config.loss, out, weights, teacher, at, head, known)
+        distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
+        overlaps = torch.stack([column.mean() for column in overlap.split([len(one) for one in outs])])
+        return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()
+
+    def _guesses(self, batch: Pack, stop: Callable[[], bool]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each column that is trained: the drafter's inputs of the head [M, D], and the entries whose laws they are
+        to lead to [M]."""
 
         def look(gradient: Tensor | None = None) -> None:
             if stop():
                 raise Interrupted
 
-        total, weight, overlaps = torch.zeros((), dtype=self.dtype, device=batch.tokens.device), 0.0, []
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
-        teacher = self._teacher(batch)
         for t, out in enumerate(self._columns(self.layer, batch, self.columns, roots)):
             look()
             if out.requires_grad:
@@ -146,16 +121,7 @@ class DrafterTrainer:
             ahead = (at + 1 + t).clamp(max=len(batch.tokens) - 1)
             inside = (ahead > at + t) & (batch.segments[ahead] == batch.segments[at])
             where = inside & batch.counted[ahead - 1]
-            out, known = out[where], teacher[ahead[where]]
-            if len(out) == 0:
-                overlaps.append(float("nan"))
-                continue
-            loss, overlap = self._chunked(out, known, batch.version)
-            distance = F.smooth_l1_loss(out, known)
-            total = total + self.config.decay**t * (loss.mean() + _FEATURE_WEIGHT * distance)
-            weight += self.config.decay**t
-            overlaps.append(overlap.mean().item())
-        return total / max(weight, 1e-9), overlaps
+            yield out[where], ahead[where]
 
     @torch.no_grad()
     def judge(
@@ -185,13 +151,13 @@ class DrafterTrainer:
                 at = where + 1 + t - first
                 known = ((at >= 0) & (at < len(law))).nonzero().squeeze(1)
                 guessed = torch.softmax(F.linear(out[known], head), dim=-1)
-                overlaps[number, known, t] = 1 - 0.5 * (law[at[known]] - guessed).abs().sum(-1)
+                overlaps[number, known, t] = torch.minimum(law[at[known]], guessed).sum(-1)
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
     def _laws(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
         """The target's law [M, V] at M consecutive entries, and the number of the first of them, a chunk at a time."""
         known, teacher = self.heads[batch.version].to(self.dtype), self._teacher(batch)
-        rows = max(1, _LOSS_ROWS // len(known))
+        rows = max(1, LOGITS // len(known))
         for first in range(0, len(teacher), rows):
             yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)
 
@@ -203,25 +169,6 @@ class DrafterTrainer:
     def _teacher(self, batch: Pack) -> Tensor:
         """The target's inputs of the head [T, D]."""
         return batch.features[:, -self.layer.options.hidden_size :].to(self.dtype)
-
-    def _chunked(self, out: Tensor, teacher: Tensor, version: int) -> tuple[Tensor, Tensor]:
-        """Loss and 1 - TV of M entries, [M] each, a chunk at a time, so that no [M, V] tensor outlives its chunk."""
-        head, known = self.target.head.to(self.dtype), self.heads[version].to(self.dtype)
-
-        def chunk(out: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-            log_p = torch.log_softmax(F.linear(teacher, known), dim=-1)
-            log_q = torch.log_softmax(F.linear(out, head), dim=-1)
-            return LOSSES[self.config.loss](log_p, log_q), 1 - total_variation(log_p, log_q.detach())
-
-        rows = max(1, _LOSS_ROWS // len(head))
-        if len(out) <= rows:
-            return chunk(out, teacher)
-        parts = [
-            checkpoint(chunk, out[i : i + rows], teacher[i : i + rows], use_reentrant=False)
-            for i in range(0, len(out), rows)
-        ]
-        loss, overlap = (torch.cat(x) for x in zip(*parts, strict=True))
-        return loss, overlap
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
         """Take one optimizer step, or none where the gradient is not finite. Returns the mean of 1 - TV of each column

@@ -1,0 +1,74 @@
+"""The losses of the learned drafter: how far its law q is from the target's law p, and that of many guesses at once.
+
+Shapes: M guesses, T entries, D hidden, V vocabulary. p and log q are [M, V]; a loss is [M].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOGITS = 1 << 22  # most logits in a chunk of guesses
+
+
+def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
+    return -(p * log_q).sum(-1)
+
+
+def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
+    """TV. With shared noise, a guess is right with a chance of at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    return 0.5 * (p - log_q.exp()).abs().sum(-1)
+
+
+def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
+    """KL where the laws are far apart, total variation where they are close (the LK loss of speculators)."""
+    distance = total_variation(p, log_q)
+    weight = torch.exp(-3.0 * (1 - distance.detach()))
+    divergence = torch.xlogy(p, p).sum(-1) + cross_entropy(p, log_q)
+    return weight * divergence + (1 - weight) * distance
+
+
+def agreement(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
+    """1 - the chance that argmax(log p + g) = argmax(log q + g). The chance that both are token v is
+    1 / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
+    log_p = p.log()
+    top_p, ids = log_p.topk(min(likeliest, p.shape[-1]), dim=-1)
+    ratio_p = log_p[:, None] - top_p[..., None]
+    ratio_q = log_q[:, None] - log_q.gather(-1, ids)[..., None]
+    return 1 - torch.maximum(ratio_p, ratio_q).logsumexp(-1).neg().exp().sum(-1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "total_variation": total_variation,
+    "hybrid": hybrid,
+    "agreement": agreement,
+}
+
+
+def loss_of_guesses(
+    name: str, outs: Tensor, weights: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of the losses of M guesses, and 1 - TV of each [M].
+
+    outs: [M, D] what the drafter gives the target's present `head` [V, D]. weights: [M]. teacher: [T, D] what the
+    target gave its head `known` [V, D]. at: [M] the entry whose law each guess is to be.
+
+    Guesses of the same entry share its law, and the gradient by `outs` is computed with the loss. So each logit is
+    computed once, and none outlives its chunk.
+    """
+    total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
+    for part in at.argsort().split(max(1, LOGITS // len(head))):
+        entries, which = at[part].unique_consecutive(return_inverse=True)
+        p = torch.softmax(F.linear(teacher[entries], known), dim=-1)[which]
+        with torch.enable_grad():
+            out = outs[part].detach().requires_grad_()
+            log_q = torch.log_softmax(F.linear(out, head), dim=-1)
+            loss = weights[part] @ LOSSES[name](p, log_q)
+        (gradient[part],) = torch.autograd.grad(loss, out)
+        overlap[part] = 1 - total_variation(p, log_q.detach())
+        total += loss.detach()
+    return total + ((outs - outs.detach()) * gradient).sum(), overlap
