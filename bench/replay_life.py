@@ -41,7 +41,7 @@ from tlt.run import train
 PLAIN = 1.74e-3  # seconds of a plain round at batch 1
 COSTS = [RoundCosts(1.0, PLAIN, {d: PLAIN + 0.61e-3 + 0.29e-3 * d for d in (2, 4, 8, 16)}, fallback=1.05)]
 LONGER = 2.4  # a rollout takes so many times longer than its longest response at batch 1
-PACE, BESIDE = 0.047, 0.1  # seconds of a micro-batch, and what one of them costs those who decode
+PACE, BESIDE = 0.03, 0.1  # seconds of a micro-batch, and what one of them costs those who decode
 SLICE = 0.2  # seconds for which workers catch up before it is decided anew
 
 
@@ -132,7 +132,8 @@ class Replay:
         for item in self.recorded.items[version]:
             self.workers[item.prompt_id % 2].harvest(item)
         entries = sum(len(item.tokens) for item in self.recorded.items[version])
-        self.life.rollout_ends(Horizon(left, seconds, 2 * idle * seconds, BESIDE, 2, entries), COSTS)
+        horizon = Horizon(left, seconds, 2 * idle * seconds, BESIDE, 2, entries, self.speed(ours))
+        self.life.rollout_ends(horizon, COSTS)
         for spot in self.workers:
             spot.rollout_ended()
         held_up, self.spent = 0.0, 1.0

@@ -350,6 +350,18 @@ def test_what_was_looked_at_is_not_looked_at_again() -> None:
     assert life.gate.told == [2.0] * 2  # pyright: ignore
 
 
+@pytest.mark.parametrize("resting", [True, False])
+def test_one_that_is_suddenly_of_little_use_is_looked_at_in_the_next_rollout(resting: bool) -> None:
+    """Whatever looks have taken so far, and whether it is trained or not; but once a rollout."""
+    life = life_of(workers=1, resting=resting)
+    life.rollout_begins()
+    assert life.idle([0]) == []
+    life.gate.surprised = True
+    assert life.idle([0]) == [Judge([0], None)]
+    life.answered(0, NO_BETTER)
+    assert life.idle([0]) == []
+
+
 def test_nobody_looks_at_one_that_is_trained() -> None:
     life = life_of()
     life.rollout_ends(ROLLOUT)

@@ -4,7 +4,7 @@ A look measures the accept length of the drafter in use on a new rollout. Each r
 workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
 the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost
 half of what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can most
-likely be reached. Beyond it, training may cost a hundredth of what a perfect drafter would save. Published drafters
+likely be reached. Beyond it, training may cost a twentieth of what a perfect drafter would save. Published drafters
 that are better renew the stake. So training that leads to nothing ends, and a drafter that fell is trained until it is
 back.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tlt.draft.horizon import Decision, Horizon, Learning, RoundCosts, accept_length, agreement_of, decide, miss_at
+from tlt.draft.slope import FittedSlope
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,18 @@ class Thresholds:
     and a swap costs a pass over the windows of all live rows"""
     looks: float = 0.02
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
+    surprise: float = 0.25
+    """a rollout that gains over plain decoding less than so much of what the drafter in use should gain asks for a look
+    at once"""
     least_saving: float = 0.01
     """fraction of the rollouts to come that training must save beyond its costs"""
     stake: float = 0.01
     """fraction of what a perfect drafter would save in the rollouts to come that training may cost until it has led
-    further"""
+    further, for one that was trained before and did not fall"""
+    learning_stake: float = 0.05
+    """the same for one that fell or began at random"""
     likely_stake: float = 0.5
-    """the same, of what a drafter of a level that can most likely be reached would save, for one that fell or began at
-    random"""
+    """of what a drafter of a level that can most likely be reached would save, such a one may cost this fraction too"""
     reachable: float = 0.8
     """agreement that can most likely be reached, beside the best level in this run: 0.79 to 0.81 was reached from
     random weights in two minutes of one core"""
@@ -50,8 +55,8 @@ class Thresholds:
     by luck"""
     held_up: float = 0.5
     """fraction of the stake up to which workers may catch up; the rest is for idle time"""
-    passes: float = 1.3
-    """workers catch up until so many times the entries harvested since the drafter fell were trained on: more passes
+    passes: float = 2.0
+    """workers catch up until so many times the entries harvested since the drafter fell were trained on: three passes
     bring it back a few steps earlier, and cost more than that saves"""
     sure: float = 1.0
     """standard errors by which looks are shifted against training"""
@@ -68,8 +73,12 @@ class Thresholds:
     """in ln(1 - agreement): it moved away little by little where the mean of the last looks is worse than the best so
     far by so much and by one of their standard deviations"""
     slope: float = 0.75
-    """b of the law of learning: 0.73 was measured over 420 micro-batches after a change of the task, at two new prompts
-    a step"""
+    """b of the law of learning, until it is measured in the run: 0.73 was measured over 420 micro-batches after a
+    change of the task, at two new prompts a step"""
+    slope_known: float = 0.2
+    """weight of that value against what is measured, in ln of seconds of training"""
+    slope_keeps: float = 0.9
+    """a judgement counts so many times as much as the one after it"""
     cold: int = 40
     """micro-batches added to the training of a random drafter, so that the law begins at agreement 0"""
     pace: float = 0.075
@@ -82,7 +91,7 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "live")
+_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "live", "beyond")
 """attributes of a gate that its checkpoint holds as they are"""
 
 
@@ -142,6 +151,12 @@ class TrainingGate:
         """ln(1 - agreement) by the speed of the rollouts, as a multiple of what looks say. They say too much of a
         drafter that learns, as it is worst in the few long responses that take most of the time. What one that was
         trained before lacks in rollouts, training did not give it then, so of that nothing is expected"""
+        self.slope = self._first_slope()
+        """measured on candidates since the drafter fell"""
+        self.surprised = False
+        """whether the last rollout was far slower than it should be with the drafter in use"""
+        self.beyond = 0.0
+        """seconds of training since the drafter in use was published"""
         self.harvested = self.learned = 0
         """entries harvested, and entries trained on, since the drafter fell or the run was resumed"""
         self.looks: deque[float] = deque(maxlen=self.thresholds.looked)
@@ -153,6 +168,9 @@ class TrainingGate:
         self.made: list[Decision] = []
         """decisions that `taken_note` has not returned yet"""
 
+    def _first_slope(self) -> FittedSlope:
+        return FittedSlope(self.thresholds.slope, self.thresholds.slope_known, self.thresholds.slope_keeps)
+
     def _miss(self, accept_length: float) -> float:
         return math.log(1 - agreement_of(accept_length, self.unroll))
 
@@ -161,13 +179,14 @@ class TrainingGate:
     def fresh(self, accept_length: float) -> bool:
         """Note a look: the accept length of the drafter in use, on a rollout that had no look so far. Returns whether
         the target moved away at once, so that earlier harvest is of another task."""
-        miss = self._miss(accept_length)
+        miss, self.surprised = self._miss(accept_length), False
         at_once, slowly = self._has_fallen(miss)
         if at_once or slowly:  # earlier looks no longer hold
             self.best = min(self.best, statistics.fmean(self.looks))
             self.looks.clear()
             self.fell, self.level, self.better, self.staked, self.live = True, 0.0, 1.0, 0.0, 1.0
             self.harvested = self.learned = 0
+            self.slope = self._first_slope()
         self.looks.append(miss)
         if len(self.looks) == self.looks.maxlen:
             self.level = min(self.level, statistics.fmean(self.looks))
@@ -191,6 +210,7 @@ class TrainingGate:
         if report.micro_batches:
             self.pace = report.seconds / report.micro_batches or self.pace
             self.learned += report.tokens
+            self.beyond += report.seconds
             self._pay(report.seconds)
 
     def held_up(self, seconds: float) -> None:
@@ -201,9 +221,11 @@ class TrainingGate:
         """Note the judged accept lengths of the drafter in use and of a candidate, and the worker seconds that the
         judgement took."""
         self._pay(seconds)
+        gain = self._miss(in_use) - self._miss(candidate) if candidate > 0.0 else 0.0
+        self.slope.judged(self.live * gain, math.log1p(self.beyond / self._learning().seconds))
         if published:  # earlier looks would have been as much better: both were judged on the same harvest
-            gain = self._miss(candidate) - self._miss(in_use)
-            self.looks = deque([min(0.0, miss + gain) for miss in self.looks], self.looks.maxlen)
+            self.beyond = 0.0
+            self.looks = deque([min(0.0, miss - gain) for miss in self.looks], self.looks.maxlen)
             self.better *= candidate / in_use
             if self.better >= self.thresholds.renews:
                 self.better, self.staked = 1.0, 0.0
@@ -220,6 +242,8 @@ class TrainingGate:
             self.used += (min(1.0, trained / horizon.idle_seconds) - self.used) / self.thresholds.lately
         else:  # the fraction was measured when it last trained, and may no longer hold
             self.used += (1.0 - self.used) / self.thresholds.looked
+        gain = self.decision.speed - 1 if self.decision else 0.0
+        self.surprised = bool(0.0 < horizon.speed < 1 + self.thresholds.surprise * gain)
         self.horizons.append(horizon)
         self.harvested += horizon.entries
         self.costs = costs or self.costs
@@ -258,9 +282,11 @@ class TrainingGate:
         return self.live * (self._looked() - error)
 
     def _learning(self) -> Learning:
-        """A drafter learns as if it had been trained from random weights to where it is."""
-        miss, slope = self._present(), self.thresholds.slope
-        return Learning(miss, self.thresholds.cold * self.pace * math.exp(-miss / slope), slope)
+        """A drafter learns as if it had been trained from random weights to where it is, and as steeply as lately."""
+        miss = self._present()
+        seconds = self.thresholds.cold * self.pace * math.exp(-miss / self.thresholds.slope)
+        slope = max(self.thresholds.slope, self.slope.value) if self._learns else self.slope.value
+        return Learning(miss, seconds, slope)
 
     def _decide(self) -> None:
         if not self.horizons or (self.trained and not self.looks):
@@ -273,8 +299,9 @@ class TrainingGate:
         )
         reachable = self.live * min(self.best, math.log(1 - self.thresholds.reachable))
         made = decide(self._learning(), horizon, self.costs, self.unroll, self.thresholds.least_saving, reachable)
-        likely = self.thresholds.likely_stake * made.reachable if self._learns else 0.0
-        stake = likely + self.thresholds.stake * made.perfect
+        stake = self.thresholds.stake * made.perfect
+        if self._learns:
+            stake = self.thresholds.likely_stake * made.reachable + self.thresholds.learning_stake * made.perfect
         self.decision = made._replace(trains=made.trains and self.staked < stake, stake=stake, staked=self.staked)
         self.made.append(self.decision)
 
@@ -306,14 +333,16 @@ class TrainingGate:
     def state(self) -> dict[str, Any]:
         """Plain data, for a checkpoint."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        return {**numbers, "looks": list(self.looks), "horizons": [list(horizon) for horizon in self.horizons]}
+        horizons = [list(horizon) for horizon in self.horizons]
+        return {**numbers, "slope": self.slope.state(), "looks": list(self.looks), "horizons": horizons}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        state = {"live": 1.0, **state}
+        state = {"live": 1.0, "beyond": 0.0, "slope": self.slope.state(), **state}
         if not state.keys() >= {*_NUMBERS, "looks", "horizons"}:  # of an older version, which measured other things
             return
         for name in _NUMBERS:
             setattr(self, name, state[name])
+        self.slope.load_state(state["slope"])
         self.looks.extend(state["looks"])
         self.horizons.extend(Horizon(*horizon) for horizon in state["horizons"])
         self._decide()

@@ -229,10 +229,12 @@ class Lifecycle:
         return [action]
 
     def _begin(self, idle: Sequence[int]) -> list[Action]:
-        """Begin a candidate if enough was trained, or a look if training would not pay and a look is due."""
+        """Begin a candidate if enough was trained, or a look: where the last rollout was far slower than it should be,
+        and now and then where training would not pay."""
         if self._micro_batches >= self.gate.thresholds.stretch and self._ahead:
             return self._collect()
-        if not self._looked and self._looking < 0.0 and not self.gate.should_train():
+        is_due = self.gate.surprised or (self._looking < 0.0 and not self.gate.should_train())
+        if is_due and not self._looked:
             self._looked, self._trial = True, Trial()
             return self._judge(idle)
         return []
