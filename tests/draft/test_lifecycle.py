@@ -362,6 +362,15 @@ def test_one_that_is_suddenly_of_little_use_is_looked_at_in_the_next_rollout(res
     assert life.idle([0]) == []
 
 
+def test_what_was_judged_in_this_rollout_is_not_looked_at() -> None:
+    life = life_of()
+    run(life, [*BY_0, (("idle", [0]), [Judge([0], "mean")]), (("answered", 0, NO_BETTER), []), (("idle", [0]), [])])
+    life.gate.surprised = True
+    assert life.idle([0]) == []
+    life.rollout_begins()
+    assert life.idle([0]) == [Judge([0], None)]
+
+
 def test_nobody_looks_at_one_that_is_trained() -> None:
     life = life_of()
     life.rollout_ends(ROLLOUT)

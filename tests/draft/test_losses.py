@@ -81,3 +81,51 @@ def test_agreement_over_the_likeliest_is_nearly_all_of_it() -> None:
 def test_agreement_of_a_vocabulary_smaller_than_the_likeliest() -> None:
     p, log_q = law(*P), law(*Q).log()
     assert losses.agreement(p, log_q).item() == pytest.approx(losses.agreement(p, log_q, 3).item())
+
+
+def test_agreement_where_a_token_is_never_said() -> None:
+    """Among the eight likeliest of a law in float32, some have a chance of exactly 0."""
+    p = torch.softmax(torch.tensor([[200.0, 0.0, -200.0]]), -1)
+    log_q = torch.log_softmax(torch.tensor([[1.0, 0.0, 0.0]]), -1).requires_grad_()
+    loss = losses.agreement(p, log_q)
+    loss.sum().backward()
+    assert log_q.grad is not None
+    assert loss.isfinite().all()
+    assert log_q.grad.isfinite().all()
+
+
+# -- many guesses at once ----------------------------------------------------------------------------------------------
+
+
+def guesses() -> dict[str, Tensor]:
+    """Guesses of several columns: some entries have two, some none, and their weights differ."""
+    torch.manual_seed(3)
+    outs, teacher, head, known = (torch.randn(n, 4, dtype=torch.float64) for n in (9, 6, 11, 11))
+    at = torch.tensor([0, 1, 2, 4, 5, 1, 2, 5, 5])
+    return {"outs": outs, "weights": torch.rand(9).double(), "teacher": teacher, "at": at, "head": head, "known": known}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 100])
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradient_are_those_of_the_plain_sum(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    """The twin computes each guess alone, and leaves the gradient to autograd."""
+    monkeypatch.setattr(losses, "LOGITS", rows * 11)
+    given, of = guesses(), guesses()["outs"].requires_grad_()
+    laws = torch.softmax(given["teacher"] @ given["known"].T, -1)[given["at"]]
+    log_q = torch.log_softmax(of @ given["head"].T, -1)
+    each = [LOSSES[name](p[None], q[None])[0] for p, q in zip(laws, log_q, strict=True)]
+    plain = torch.stack(each) @ given["weights"]
+    (wanted,) = torch.autograd.grad(3.0 * plain, of)
+    outs = given.pop("outs").requires_grad_()
+    value, overlap = losses.loss_of_guesses(name, outs, **given)
+    (found,) = torch.autograd.grad(3.0 * value, outs)
+    assert value.item() == pytest.approx(plain.item())
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(overlap, torch.minimum(laws, log_q.exp()).sum(-1))
+
+
+def test_it_can_be_broken_off_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOGITS", 3 * 11)
+    looks = list[int]()
+    losses.loss_of_guesses("cross_entropy", **guesses(), look=lambda: looks.append(1))
+    assert len(looks) == 3

@@ -26,6 +26,7 @@ def test_it_is_what_was_gained_by_how_far_training_went() -> None:
 def test_older_judgements_count_for_less() -> None:
     slope = fitted(keeps=0.5)
     slope.judged(0.4, 0.2)
+    slope.fade()
     slope.judged(0.1, 0.2)
     assert slope.value == pytest.approx((0.5 + 0.2 + 0.1) / (0.5 + 0.1 + 0.2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,4 +65,4 @@ class SerialRollout(ClusterRollout):
 def _judges_after_every_step(drafter: Publication) -> None:
     """Judge after every step, however little was trained, and never look at a drafter at rest."""
     gate = drafter.life.gate
-    gate.thresholds = replace(gate.thresholds, stretch=1, looks=0.0)
+    gate.thresholds = replace(gate.thresholds, stretch=1, looks=0.0, surprise=-math.inf)

@@ -2,11 +2,11 @@
 
 A look measures the accept length of the drafter in use on a new rollout. Each rollout says how long it took, how long
 workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
-the drafter learns as drafters did elsewhere. Whether it does is not known, so training has a stake. It may cost
-half of what a drafter would save that is as good as this one was before, or as drafters were elsewhere: that can most
-likely be reached. Beyond it, training may cost a twentieth of what a perfect drafter would save. Published drafters
-that are better renew the stake. So training that leads to nothing ends, and a drafter that fell is trained until it is
-back.
+the drafter learns as it lately did, or as drafters did elsewhere. Whether it does is not known, so training has a
+stake. For a drafter that fell or began at random it may cost half of what one would save that is as good as this one
+was before, or as drafters were elsewhere: that can most likely be reached. And it may cost a twentieth of what a
+perfect drafter would save; for a drafter that was trained before and did not fall, a hundredth. Published drafters that
+are better renew the stake. So training that leads to nothing ends, and a drafter that fell is trained until it is back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tlt.draft.horizon import Decision, Horizon, Learning, RoundCosts, accept_length, agreement_of, decide, miss_at
+from tlt.draft.horizon import (
+    Decision,
+    Horizon,
+    Learning,
+    RoundCosts,
+    accept_length,
+    agreement_of,
+    decide,
+    mean_speed,
+    miss_at,
+)
 from tlt.draft.slope import FittedSlope
 
 
@@ -36,8 +46,10 @@ class Thresholds:
     looks: float = 0.02
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
     surprise: float = 0.25
-    """a rollout that gains over plain decoding less than so much of what the drafter in use should gain asks for a look
-    at once"""
+    """where a rollout gains less than so much of what the drafter in use should gain, in multiples of plain decoding,
+    it is looked at at once"""
+    least_gain: float = 0.1
+    """what it should gain at least for that"""
     least_saving: float = 0.01
     """fraction of the rollouts to come that training must save beyond its costs"""
     stake: float = 0.01
@@ -46,7 +58,7 @@ class Thresholds:
     learning_stake: float = 0.05
     """the same for one that fell or began at random"""
     likely_stake: float = 0.5
-    """of what a drafter of a level that can most likely be reached would save, such a one may cost this fraction too"""
+    """and for such a one also this fraction of what a drafter would save whose level can most likely be reached"""
     reachable: float = 0.8
     """agreement that can most likely be reached, beside the best level in this run: 0.79 to 0.81 was reached from
     random weights in two minutes of one core"""
@@ -78,7 +90,7 @@ class Thresholds:
     slope_known: float = 0.2
     """weight of that value against what is measured, in ln of seconds of training"""
     slope_keeps: float = 0.9
-    """a judgement counts so many times as much as the one after it"""
+    """at each look, what was measured of it is multiplied by this"""
     cold: int = 40
     """micro-batches added to the training of a random drafter, so that the law begins at agreement 0"""
     pace: float = 0.075
@@ -91,7 +103,7 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "live", "beyond")
+_NUMBERS = ("trained", "pace", "used", "staked", "better", "fell", "level", "best", "live")
 """attributes of a gate that its checkpoint holds as they are"""
 
 
@@ -154,7 +166,8 @@ class TrainingGate:
         self.slope = self._first_slope()
         """measured on candidates since the drafter fell"""
         self.surprised = False
-        """whether the last rollout was far slower than it should be with the drafter in use"""
+        """whether rollouts became far slower than they should be, and the drafter in use was not looked at since"""
+        self._is_slow = False  # whether the last rollout was
         self.beyond = 0.0
         """seconds of training since the drafter in use was published"""
         self.harvested = self.learned = 0
@@ -180,13 +193,14 @@ class TrainingGate:
         """Note a look: the accept length of the drafter in use, on a rollout that had no look so far. Returns whether
         the target moved away at once, so that earlier harvest is of another task."""
         miss, self.surprised = self._miss(accept_length), False
+        self.slope.fade()  # so that what was measured does not hold for ever where nothing is trained
         at_once, slowly = self._has_fallen(miss)
         if at_once or slowly:  # earlier looks no longer hold
             self.best = min(self.best, statistics.fmean(self.looks))
             self.looks.clear()
             self.fell, self.level, self.better, self.staked, self.live = True, 0.0, 1.0, 0.0, 1.0
             self.harvested = self.learned = 0
-            self.slope = self._first_slope()
+            self.slope, self.beyond = self._first_slope(), 0.0
         self.looks.append(miss)
         if len(self.looks) == self.looks.maxlen:
             self.level = min(self.level, statistics.fmean(self.looks))
@@ -242,13 +256,22 @@ class TrainingGate:
             self.used += (min(1.0, trained / horizon.idle_seconds) - self.used) / self.thresholds.lately
         else:  # the fraction was measured when it last trained, and may no longer hold
             self.used += (1.0 - self.used) / self.thresholds.looked
-        gain = self.decision.speed - 1 if self.decision else 0.0
-        self.surprised = bool(0.0 < horizon.speed < 1 + self.thresholds.surprise * gain)
+        self._notice(horizon.speed)
         self.horizons.append(horizon)
         self.harvested += horizon.entries
         self.costs = costs or self.costs
         self._compare(horizon.speed)
         self._decide()
+
+    def _notice(self, speed: float) -> None:
+        """Notice where rollouts become far slower than the last decision says. A look that finds nothing is enough."""
+        if not self.decision or not self.costs or not speed:
+            return
+        without = mean_speed((one.weight, one.fallback) for one in self.costs)
+        gain = self.decision.speed - without
+        slow = bool(gain > self.thresholds.least_gain and speed < without + self.thresholds.surprise * gain)
+        self.surprised = slow and (self.surprised or not self._is_slow)
+        self._is_slow = slow
 
     def _compare(self, speed: float) -> None:
         """Compare what looks say with the speed of a rollout."""
@@ -282,7 +305,9 @@ class TrainingGate:
         return self.live * (self._looked() - error)
 
     def _learning(self) -> Learning:
-        """A drafter learns as if it had been trained from random weights to where it is, and as steeply as lately."""
+        """A drafter stands on the law as if it had been trained from random weights to where it is. It learns on as
+        steeply as lately; one on its way to a level that can most likely be reached at least as drafters did elsewhere,
+        as the first stretches lead nowhere and say nothing of those to come."""
         miss = self._present()
         seconds = self.thresholds.cold * self.pace * math.exp(-miss / self.thresholds.slope)
         slope = max(self.thresholds.slope, self.slope.value) if self._learns else self.slope.value
@@ -337,7 +362,7 @@ class TrainingGate:
         return {**numbers, "slope": self.slope.state(), "looks": list(self.looks), "horizons": horizons}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        state = {"live": 1.0, "beyond": 0.0, "slope": self.slope.state(), **state}
+        state = {"live": 1.0, "slope": self.slope.state(), **state}
         if not state.keys() >= {*_NUMBERS, "looks", "horizons"}:  # of an older version, which measured other things
             return
         for name in _NUMBERS:

@@ -81,6 +81,8 @@ class Decision(NamedTuple):
     """seconds of training in the plan"""
     agreement: float
     """present agreement"""
+    slope: float
+    """b of the law of learning"""
     speed: float
     """present speed, in multiples of plain decoding"""
     speed_trained: float
@@ -186,6 +188,7 @@ def decide(
         saves=resting - price,
         seconds=seconds_trained,
         agreement=_agreement(learning),
+        slope=learning.slope,
         speed=mean_speed(speeds(_agreement(learning), costs, depth)),
         speed_trained=mean_speed(speeds(_agreement(trained), costs, depth)),
         steps=horizon.steps,

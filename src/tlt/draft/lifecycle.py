@@ -10,8 +10,8 @@ Two replicas that train side by side learn less than one that trains as long as 
 each goes on from where the one before it stopped.
 Workers that decode are hardly disturbed: they take a published drafter between two rounds, and the common start of
 training once they are idle. A judgement that was broken off goes on when a worker is idle again; if a worker is lost
-before its end, the candidate is given up. While nothing is trained, the drafter in use is judged alone now and then (a
-look), as it may go stale.
+before its end, the candidate is given up. While nothing is trained, and where rollouts suddenly are slow, the drafter
+in use is judged alone (a look), as it may go stale.
 
 Nothing here knows of Ray, threads or torch: replicas and candidates are whatever the driver makes of them. The drivers
 are cluster/budget.py (one worker), cluster/publication.py (many) and bench/serial.py (many, between two steps).
@@ -234,7 +234,7 @@ class Lifecycle:
         if self._micro_batches >= self.gate.thresholds.stretch and self._ahead:
             return self._collect()
         is_due = self.gate.surprised or (self._looking < 0.0 and not self.gate.should_train())
-        if is_due and not self._looked:
+        if is_due and not self._looked and self.report.accept_length is None:
             self._looked, self._trial = True, Trial()
             return self._judge(idle)
         return []

@@ -34,7 +34,7 @@ def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
 def agreement(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
     """1 - the chance that argmax(log p + g) = argmax(log q + g). The chance that both are token v is
     1 / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
-    log_p = p.log()
+    log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log()  # p may be 0 among the likeliest
     top_p, ids = log_p.topk(min(likeliest, p.shape[-1]), dim=-1)
     ratio_p = log_p[:, None] - top_p[..., None]
     ratio_q = log_q[:, None] - log_q.gather(-1, ids)[..., None]
@@ -50,18 +50,27 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def loss_of_guesses(
-    name: str, outs: Tensor, weights: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor
+    name: str,
+    outs: Tensor,
+    weights: Tensor,
+    teacher: Tensor,
+    at: Tensor,
+    head: Tensor,
+    known: Tensor,
+    look: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the losses of M guesses, and 1 - TV of each [M].
 
     outs: [M, D] what the drafter gives the target's present `head` [V, D]. weights: [M]. teacher: [T, D] what the
-    target gave its head `known` [V, D]. at: [M] the entry whose law each guess is to be.
+    target gave its head `known` [V, D]. at: [M] the entry whose law each guess is to be. `look` is called for each
+    chunk, and may raise.
 
-    Guesses of the same entry share its law, and the gradient by `outs` is computed with the loss. So each logit is
-    computed once, and none outlives its chunk.
+    Guesses of the same entry share its law, and the gradient by `outs` is computed with the loss. So hardly a logit is
+    computed twice, and none outlives its chunk.
     """
     total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
     for part in at.argsort().split(max(1, LOGITS // len(head))):
+        look()
         entries, which = at[part].unique_consecutive(return_inverse=True)
         p = torch.softmax(F.linear(teacher[entries], known), dim=-1)[which]
         with torch.enable_grad():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass
 class FittedSlope:
     """b of ln(1 - agreement) = c - b ln x: what candidates lately gained by how far their training went in ln x, x
-    being the seconds of training. What is known beforehand counts as `weight` of ln x.
+    being the seconds of training. The `prior` counts as if it had been seen over `weight` in ln x.
 
     A drafter is published where it seems better than the one in use, and in part by luck. So the sum is not of what was
     published alone: every candidate counts, with all of its training since the drafter in use.
@@ -18,7 +18,7 @@ class FittedSlope:
     prior: float
     weight: float
     keeps: float
-    """a judgement counts so many times as much as the one after it"""
+    """what was measured is multiplied by this for each look"""
     gain: float = 0.0
     """sum of what candidates gained over the drafters in use, in -ln(1 - agreement)"""
     log: float = 0.0
@@ -30,8 +30,13 @@ class FittedSlope:
 
     def judged(self, gain: float, log: float) -> None:
         """Note a candidate: its gain over the drafter in use, and how far training went beyond that one."""
-        self.gain = self.keeps * self.gain + gain
-        self.log = self.keeps * self.log + log
+        self.gain += gain
+        self.log += log
+
+    def fade(self) -> None:
+        """What was measured counts for less from now on."""
+        self.gain *= self.keeps
+        self.log *= self.keeps
 
     def state(self) -> dict[str, float]:
         """Plain data, for a checkpoint."""

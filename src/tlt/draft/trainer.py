@@ -91,26 +91,26 @@ class DrafterTrainer:
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
         """The mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a column
         without entries). Columns after the first have every fourth entry. Where `stop` says so, raises Interrupted at
-        the next column, here or in `backward`."""
-        outs, places = zip(*self._guesses(batch, stop), strict=True)
-        shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
-        each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
-        weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
-        out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
-        head, known = self.target.head.to(self.dtype), self.heads[batch.version].to(self.dtype)
-        loss, overlap = loss_of_guesses(self.config.loss, out, weights, teacher, at, head, known)
-        distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
-        overlaps = torch.stack([column.mean() for column in overlap.split([len(one) for one in outs])])
-        return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()
-
-    def _guesses(self, batch: Pack, stop: Callable[[], bool]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each column that is trained: the drafter's inputs of the head [M, D], and the entries whose laws they are
-        to lead to [M]."""
+        the next column or chunk of the loss, here or in `backward`."""
 
         def look(gradient: Tensor | None = None) -> None:
             if stop():
                 raise Interrupted
 
+        outs, places = zip(*self._guesses(batch, look), strict=True)
+        shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
+        each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
+        weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
+        out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
+        head, known = self.target.head.to(self.dtype), self.heads[batch.version].to(self.dtype)
+        loss, overlap = loss_of_guesses(self.config.loss, out, weights, teacher, at, head, known, look)
+        distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
+        overlaps = torch.stack([column.mean() for column in overlap.split([len(one) for one in outs])])
+        return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()
+
+    def _guesses(self, batch: Pack, look: Callable[..., None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each column that is trained: the drafter's inputs of the head [M, D], and the entries whose laws they are
+        to lead to [M]. `look` is called at each column, here and in `backward`."""
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
         for t, out in enumerate(self._columns(self.layer, batch, self.columns, roots)):
@@ -172,7 +172,7 @@ class DrafterTrainer:
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
         """Take one optimizer step, or none where the gradient is not finite. Returns the mean of 1 - TV of each column
-        before the step. Where `stop` says so, raises Interrupted within a column's time."""
+        before the step. Where `stop` says so, raises Interrupted soon."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
