@@ -430,7 +430,7 @@ def test_one_that_learns_faster_than_drafters_elsewhere_is_expected_to_learn_on(
 
 def test_one_that_learns_no_more_is_expected_to_learn_no_more_unless_it_fell() -> None:
     """After a fall the first stretches lead nowhere, and say nothing of those to come; the stake ends it."""
-    assert judged_gate(0.0, fell=False)._learning().slope < 0.4
+    assert judged_gate(0.0, fell=False)._learning().slope < 0.5 * Thresholds().settled_slope
     assert judged_gate(0.0, fell=True)._learning().slope == Thresholds().slope
 
 
@@ -452,6 +452,12 @@ def test_what_was_measured_does_not_hold_for_ever() -> None:
     for _ in range(20):
         gate.fresh(accept_length(0.8, UNROLL))
     assert gate.slope.log == pytest.approx(evidence * 0.9**20)
+
+
+def test_one_that_was_trained_before_is_taken_to_learn_little_until_it_does() -> None:
+    trained, fell, random = TrainingGate(UNROLL, trained=True), fallen_gate(), TrainingGate(UNROLL)
+    assert [gate.slope.value for gate in (trained, fell, random)] == pytest.approx([0.25, 0.75, 0.75])
+    assert judged_gate(0.1, fell=False).slope.value > 0.75
 
 
 # -- looks out of turn -------------------------------------------------------------------------------------------------

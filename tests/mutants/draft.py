@@ -428,8 +428,8 @@ MUTANTS = [
     Mutant(
         "training pays for nobody's time",
         "draft/horizon.py",
-        "price += each * seconds(at.miss) + idle * horizon.second_costs",
-        "price += each * seconds(at.miss)",
+        " + training * idle * horizon.second_costs",
+        "",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -741,6 +741,27 @@ MUTANTS = [
         "draft/test_horizon.py",
     ),
     Mutant(
+        "a plan learns in a step what is trained in the one after it",
+        "draft/horizon.py",
+        "before = np.arange(parts)",
+        "before = 1 + np.arange(parts)",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "a drafter goes on learning where a plan has it rest",
+        "draft/horizon.py",
+        "np.minimum(before, training)",
+        "before",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "one that was trained before is taken to learn as one that fell",
+        "draft/gate.py",
+        "self.thresholds.slope if self._learns else self.thresholds.settled_slope",
+        "self.thresholds.slope",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
         "what was trained before a fall counts after it",
         "draft/gate.py",
         "self.slope, self.beyond = self._first_slope(), 0.0",
@@ -827,8 +848,8 @@ MUTANTS = [
     Mutant(
         "catching up costs nothing",
         "draft/horizon.py",
-        "price, at = catch_up, learning",
-        "price, at = 0.0, learning",
+        "price = catch_up + each",
+        "price = each",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -841,8 +862,8 @@ MUTANTS = [
     Mutant(
         "a perfect drafter is as fast as one that is always right",
         "draft/horizon.py",
-        "horizon.steps * seconds(math.log(1 - MOST_AGREEMENT))",
-        "0.0",
+        "resting - horizon.steps * float(seconds(_MISSES[-1]))",
+        "resting",
         "draft/test_horizon.py",
     ),
     Mutant(

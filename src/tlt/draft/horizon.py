@@ -166,15 +166,15 @@ def decide(
     seconds = _seconds_of_rollouts(learning, horizon, costs, depth)
     parts = min(horizon.steps, _MOST_STEPS)
     each = horizon.steps / max(1, parts)  # steps of a part
+    before = np.arange(parts)  # parts before each
 
     def plan(training: int, catch_up: float = 0.0) -> tuple[float, Learning]:
         """The plan's price in seconds, and where the drafter stands at the end of its training."""
-        price, at = catch_up, learning.trained(catch_up * horizon.workers)
-        for part in range(parts):
-            idle = each * horizon.idle_seconds if part < training else 0.0
-            price += each * seconds(at.miss) + idle * horizon.second_costs
-            at = at.trained(idle)
-        return price, at
+        begun, idle = learning.trained(catch_up * horizon.workers), each * horizon.idle_seconds
+        trained = begun.seconds + idle * np.minimum(before, training)
+        misses = begun.miss - begun.slope * np.log(trained / begun.seconds)
+        price = catch_up + each * float(seconds(misses).sum()) + training * idle * horizon.second_costs
+        return price, begun.trained(training * idle)
 
     resting, _ = plan(0)
     plans = {(k, 0.0): plan(k) for k in _lengths(parts)}
@@ -194,27 +194,20 @@ def decide(
         steps=horizon.steps,
         second_costs=horizon.second_costs,
         catch_up=catch_up,
-        perfect=resting - horizon.steps * seconds(math.log(1 - MOST_AGREEMENT)),
-        reachable=max(0.0, resting - horizon.steps * seconds(reachable)),
+        perfect=resting - horizon.steps * float(seconds(_MISSES[-1])),
+        reachable=max(0.0, resting - horizon.steps * float(seconds(np.float64(reachable)))),
     )
 
 
 def _seconds_of_rollouts(
     learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int
-) -> Callable[[float], float]:
-    """ln(1 - agreement) -> seconds of a rollout with such a drafter. It interpolates a table, as a decision needs a
-    thousand values."""
+) -> Callable[[np.ndarray], np.ndarray]:
+    """ln(1 - agreement) -> seconds of a rollout with such a drafter, interpolated in a table."""
     now = list(speeds(_agreement(learning), costs, depth))
     then = speeds(1 - np.exp(_MISSES), costs, depth)
     share = sum(w * s / t for (w, s), (_, t) in zip(now, then, strict=True)) / sum(weight for weight, _ in now)
-    table, step = np.asarray(horizon.rollout_seconds * share).tolist(), float(_MISSES[1])
-
-    def seconds(miss: float) -> float:
-        at = min(max(0.0, miss / step), len(table) - 1.001)
-        low = int(at)
-        return table[low] + (at - low) * (table[low + 1] - table[low])
-
-    return seconds
+    table = horizon.rollout_seconds * np.asarray(share)
+    return lambda misses: np.interp(-misses, -_MISSES, table)
 
 
 def _agreement(learning: Learning) -> float:
