@@ -52,8 +52,11 @@ class Learning(NamedTuple):
 
     def trained(self, seconds: float) -> Learning:
         """After so many more seconds of training."""
-        now = self.seconds + seconds
-        return self._replace(miss=self.miss - self.slope * math.log(now / self.seconds), seconds=now)
+        return self._replace(miss=float(self.misses(seconds)), seconds=self.seconds + seconds)
+
+    def misses(self, seconds: float | np.ndarray) -> np.ndarray:
+        """ln(1 - agreement) after so many more seconds of training."""
+        return np.asarray(self.miss - self.slope * np.log1p(np.asarray(seconds) / self.seconds))
 
 
 class Horizon(NamedTuple):
@@ -171,9 +174,8 @@ def decide(
     def plan(training: int, catch_up: float = 0.0) -> tuple[float, Learning]:
         """The plan's price in seconds, and where the drafter stands at the end of its training."""
         begun, idle = learning.trained(catch_up * horizon.workers), each * horizon.idle_seconds
-        trained = begun.seconds + idle * np.minimum(before, training)
-        misses = begun.miss - begun.slope * np.log(trained / begun.seconds)
-        price = catch_up + each * float(seconds(misses).sum()) + training * idle * horizon.second_costs
+        rollouts = seconds(begun.misses(idle * np.minimum(before, training)))
+        price = catch_up + each * float(rollouts.sum()) + training * idle * horizon.second_costs
         return price, begun.trained(training * idle)
 
     resting, _ = plan(0)
@@ -195,19 +197,19 @@ def decide(
         second_costs=horizon.second_costs,
         catch_up=catch_up,
         perfect=resting - horizon.steps * float(seconds(_MISSES[-1])),
-        reachable=max(0.0, resting - horizon.steps * float(seconds(np.float64(reachable)))),
+        reachable=max(0.0, resting - horizon.steps * float(seconds(reachable))),
     )
 
 
 def _seconds_of_rollouts(
     learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int
-) -> Callable[[np.ndarray], np.ndarray]:
+) -> Callable[[np.ndarray | float], np.ndarray]:
     """ln(1 - agreement) -> seconds of a rollout with such a drafter, interpolated in a table."""
     now = list(speeds(_agreement(learning), costs, depth))
     then = speeds(1 - np.exp(_MISSES), costs, depth)
     share = sum(w * s / t for (w, s), (_, t) in zip(now, then, strict=True)) / sum(weight for weight, _ in now)
     table = horizon.rollout_seconds * np.asarray(share)
-    return lambda misses: np.interp(-misses, -_MISSES, table)
+    return lambda misses: np.asarray(np.interp(-np.asarray(misses), -_MISSES, table))
 
 
 def _agreement(learning: Learning) -> float:
