@@ -245,7 +245,7 @@ MUTANTS = [
         "draft/losses.py",
         "(1 - distance.detach())",
         "(1 - distance)",
-        "draft/test_losses.py",
+        "draft/test_drafter_losses.py",
     ),
     Mutant(
         "guesses of a chunk are trained towards the laws of its first entries",
@@ -815,14 +815,14 @@ MUTANTS = [
         "draft/losses.py",
         "(outs - outs.detach()) * gradient",
         "(outs - outs.detach()) * 2 * gradient",
-        "draft/test_losses.py",
+        "draft/test_drafter_losses.py",
     ),
     Mutant(
         "a loss under way cannot be broken off",
         "draft/losses.py",
         "        look()\n",
         "",
-        "draft/test_losses.py",
+        "draft/test_drafter_losses.py",
     ),
     Mutant(
         "one that is suddenly of little use waits for its turn to be looked at",
