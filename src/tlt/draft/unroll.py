@@ -96,7 +96,7 @@ def unroll(
     blocks = _blocks(batch, places, o.window)
     g = layer.fuse(batch.features)
     true: tuple[Tensor, Tensor] | None = None  # keys and values of column 0, [K, T, E]
-    own: tuple[Tensor, ...] = ()  # keys and values of the t later columns so far, [K, R, t, E]
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of each later column, [K, R, E]
     for t in range(steps):
         if t == 1 and roots is not None:
             g, places = g[roots], roots
@@ -110,8 +110,7 @@ def unroll(
         if true is None:
             true = written
         else:
-            new = [x[:, :, None] for x in written]
-            own = tuple(torch.cat(pair, dim=2) for pair in zip(own, new, strict=True)) if own else tuple(new)
+            own.append(written)
         query = query.view(-1, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
         mixed = torch.cat([_attend(query, true, own, block) for block in blocks], dim=2)
         g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).flatten(1)))
@@ -164,7 +163,7 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield low, low, end
 
 
-def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: tuple[Tensor, ...], block: _Block) -> Tensor:
+def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
     """Attention of the block's queries, of all [K, H / K, M, E], to the true entries (column 0) and of each query to
     its own chain of guesses (later columns): [K, H / K, high - low, E]."""
     low, high, first, last, bias = block
@@ -172,11 +171,12 @@ def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: tuple[Tensor, ...],
     seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]
     if not own:
         return torch.softmax(seen, dim=-1) @ values
-    own_keys, own_values = (x[:, None, low:high] for x in own)
-    chain = (query[..., None, :] * own_keys).sum(-1)
-    parts = [last - first, chain.shape[-1]]
-    seen, chain = torch.softmax(torch.cat([seen, chain], dim=-1), dim=-1).split(parts, dim=-1)
-    return seen @ values + (chain[..., None] * own_values).sum(-2)
+    chain = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k, _ in own]
+    seen, weights = torch.softmax(torch.cat([seen, *chain], dim=-1), dim=-1).split([last - first, len(own)], dim=-1)
+    mixed = seen @ values
+    for weight, (_, v) in zip(weights.unbind(-1), own, strict=True):
+        mixed = mixed + weight[..., None] * v[:, None, low:high]
+    return mixed
 
 
 def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
