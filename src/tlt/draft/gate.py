@@ -46,10 +46,10 @@ class Thresholds:
     looks: float = 0.02
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
     surprise: float = 0.25
-    """where a rollout gains less than so much of what the drafter in use should gain, in multiples of plain decoding,
-    it is looked at at once"""
+    """the drafter in use is looked at at once where a rollout gains less than so much of what it should gain by it, in
+    multiples of plain decoding"""
     least_gain: float = 0.1
-    """what it should gain at least for that"""
+    """where it should gain less than this, nothing is surprising"""
     least_saving: float = 0.01
     """fraction of the rollouts to come that training must save beyond its costs"""
     stake: float = 0.01
@@ -196,7 +196,8 @@ class TrainingGate:
     def fresh(self, accept_length: float) -> bool:
         """Note a look: the accept length of the drafter in use, on a rollout that had no look so far. Returns whether
         the target moved away at once, so that earlier harvest is of another task."""
-        miss, self.surprised = self._miss(accept_length), False
+        miss = self._miss(accept_length)
+        self.surprised = False
         self.slope.fade()  # so that what was measured does not hold for ever where nothing is trained
         at_once, slowly = self._has_fallen(miss)
         if at_once or slowly:  # earlier looks no longer hold

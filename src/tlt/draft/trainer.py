@@ -172,7 +172,7 @@ class DrafterTrainer:
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
         """Take one optimizer step, or none where the gradient is not finite. Returns the mean of 1 - TV of each column
-        before the step. Where `stop` says so, raises Interrupted soon."""
+        before the step. Where `stop` says so, raises Interrupted at the next column or chunk of the loss."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
