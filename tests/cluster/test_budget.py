@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def test_one_that_rests_is_not_trained(tmp_path: Path, monkeypatch: pytest.Monke
 def test_looks_at_one_that_rests_take_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, looks=1e-9))
+    monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, looks=1e-9, surprise=-math.inf))
     monkeypatch.setattr(TrainingGate, "should_train", lambda self: False)
     rollout, looks = make(config_of(tmp_path)), []
     for step in range(3):
