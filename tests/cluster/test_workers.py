@@ -33,11 +33,12 @@ from tlt.cluster.actor import portable
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.sweeper import marked
 from tlt.cluster.worker import Work
-from tlt.cluster.workers import RayPool, share_of_cores
+from tlt.cluster.workers import RayPool, _own_signals, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.display import Display
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
+from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra")
@@ -260,6 +261,50 @@ def test_sigterm_while_workers_come_up_is_heard(tmp_path: Path, monkeypatch: pyt
     assert run.returncode == 128 + signal.SIGTERM, said
     assert "stopped by SIGTERM before its first step: it changed nothing" in said
     assert "Traceback" not in said
+
+
+class Ignored:
+    """Python ignores what is raised in `__del__`."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("rays", [True, False])
+def test_a_signal_whose_handler_raised_in_vain_is_heard_once(rays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ray's handler, or before Ray has put its own in place. Nothing is printed of what Python ignored."""
+    printed = list[Any]()
+    monkeypatch.setattr("sys.unraisablehook", printed.append)
+
+    def start() -> None:
+        with _own_signals():
+            if rays:
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            Ignored()
+
+    with stop_request(60.0) as request:
+        own = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(GivenUp):
+            start()
+        assert (request.number, signal.getsignal(signal.SIGTERM)) == (signal.SIGTERM, own)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert printed == []
+
+
+@pytest.mark.parametrize("rays", [True, False])
+def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
+    """As while a run ends; whether Ray's handler hears it or the run's."""
+    noted = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        with _own_signals():
+            if rays:
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [signal.SIGTERM]
 
 
 DRIVER = """

@@ -373,7 +373,7 @@ MUTANTS = [
     Mutant(
         "a signal while Ray starts ends the run in Ray's way",
         "cluster/workers.py",
-        "    except SystemExit:\n",
+        "    except SystemExit:  # of Ray's handler\n",
         "    except ZeroDivisionError:\n",
         "cluster/test_workers.py",
     ),
@@ -474,5 +474,33 @@ MUTANTS = [
         "if rows := [*lost.rows.values(), *lost.promised]:",
         "if rows := [*lost.rows.values()]:",
         "cluster/test_publication.py",
+    ),
+    Mutant(
+        "a signal that Ray's handler heard in vain is lost",
+        "cluster/workers.py",
+        "if number in came - heard.keys():",
+        "if False:",
+        "cluster/test_workers.py",
+    ),
+    Mutant(
+        "a signal that was heard already is heard again after Ray's start",
+        "cluster/workers.py",
+        "if number in came - heard.keys():",
+        "if number in came:",
+        "cluster/test_workers.py",
+    ),
+    Mutant(
+        "what the run's own handler raised in vain is lost",
+        "cluster/workers.py",
+        "if error := heard.get(number):",
+        "if error := None:",
+        "cluster/test_workers.py",
+    ),
+    Mutant(
+        "what a signal raised in vain is printed as an error",
+        "cluster/workers.py",
+        "if not isinstance(ignored.exc_value, SystemExit | GivenUp):",
+        "if ignored.exc_value:",
+        "cluster/test_workers.py",
     ),
 ]

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tlt.cluster.actor import Actor, Place, last_words
@@ -273,20 +274,70 @@ def _given_up() -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the run's signal handlers afterwards, as Ray puts its own in their place. A SIGTERM that Ray's handler
-    has heard meanwhile is then heard by the run's."""
+    """Restore the run's signal handlers afterwards, as Ray puts its own in their place, and let the run's handler hear
+    what came meanwhile. What a handler raises is lost where Python ignores exceptions, such as in a `__del__` and in
+    what is called around a fork; so it is raised again here."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    heard = False
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    heard: dict[int, BaseException | None] = {}
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard[number] = None
+        try:
+            handlers[signal.Signals(number)](number, frame)
+        except BaseException as error:
+            heard[number] = error
+            raise
+
+    came: set[int] = set()
     try:
-        with _given_up():
+        with _given_up(), _silently_ignored(), _noted(came):
+            for number in handlers:
+                signal.signal(number, hear)
             yield
-    except SystemExit:
-        heard = True
+    except SystemExit:  # of Ray's handler
+        came.add(signal.SIGTERM)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if heard:
-        signal.raise_signal(signal.SIGTERM)
+    for number in SIGNALS:
+        if error := heard.get(number):
+            raise error
+        if number in came - heard.keys():
+            signal.raise_signal(number)
+
+
+@contextmanager
+def _silently_ignored() -> Iterator[None]:
+    """What handlers raise in vain is not printed, as it is raised again."""
+    before = sys.unraisablehook
+
+    def report(ignored: sys.UnraisableHookArgs) -> None:
+        if not isinstance(ignored.exc_value, SystemExit | GivenUp):
+            before(ignored)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@contextmanager
+def _noted(came: set[int]) -> Iterator[None]:
+    """Note the signals that came in the block, whoever handled them."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    outer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(outer)
+        with suppress(BlockingIOError):
+            came.update(os.read(reader, 4096))
+        os.close(reader)
+        os.close(writer)
