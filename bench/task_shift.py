@@ -65,7 +65,7 @@ def race(config: Config, bound: str, steps: int, modes: Sequence[str], console: 
     """Run all modes with one seed, in turn, step by step."""
     best = config.model_copy(update={"speculation": config.speculation.model_copy(update={"path": bound})})
     configs = {
-        name: mode_config(best if name == "bound" else config, "frozen" if name == "bound" else name, 2, steps, 1, name)
+        name: mode_config(best if name == "bound" else config, "frozen" if name == "bound" else name, 2, steps, 0, name)
         for name in modes
     }
     return {NAMES.get(name, name): mode for name, mode in run_in_turn(console, configs).items()}

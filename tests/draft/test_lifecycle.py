@@ -27,8 +27,9 @@ HALF = Judgement(ENTRIES // 2, ENTRIES / 4.0, ENTRIES / 5.0, 0.5 * ENTRIES / 5.0
 class Gate(TrainingGate):
     """What it was told; it trains unless it is at rest."""
 
-    def __init__(self, resting: bool = False) -> None:
-        super().__init__(unroll=2, thresholds=Thresholds(stretch=4, judged=4, looks=0.02))
+    def __init__(self, resting: bool = False, trained: bool = False) -> None:
+        thresholds = Thresholds(stretch=4, judged=4, looks=0.02, settled_looks=0.01)
+        super().__init__(unroll=2, trained=trained, thresholds=thresholds)
         self.rests, self.told = resting, list[Any]()
 
     def should_train(self) -> bool:
@@ -42,8 +43,8 @@ class Gate(TrainingGate):
         self.told.append((in_use, candidate, seconds, published))
 
 
-def life_of(workers: int = 3, resting: bool = False) -> Lifecycle:
-    return Lifecycle(Gate(resting), workers, micro_batch_tokens=10)
+def life_of(workers: int = 3, resting: bool = False, trained: bool = False) -> Lifecycle:
+    return Lifecycle(Gate(resting, trained), workers, micro_batch_tokens=10)
 
 
 Line = tuple[Any, list[Any]]
@@ -305,10 +306,11 @@ def test_the_metrics_say_what_training_is_to_save(trains: bool, saves: float) ->
     assert life.numbers() == {"version": 0.0, "saves": saves}
 
 
-def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
-    """A look takes 4 s of the workers here, and a rollout 100 s: one rollout in two has one, and no more than that
-    after some in which nobody was idle."""
-    life, looks = life_of(workers=1, resting=True), []
+@pytest.mark.parametrize(("trained", "every"), [(False, 2), (True, 4)])
+def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most(trained: bool, every: int) -> None:
+    """A look takes 4 s of the workers here, and a rollout 100 s: one rollout in two has one, or one in four where the
+    drafter was trained before, and no more than that after some in which nobody was idle."""
+    life, looks = life_of(workers=1, resting=True, trained=trained), []
     for _ in range(5):
         life.rollout_ends(ROLLOUT)
     for _ in range(9):
@@ -318,8 +320,8 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most() -> None:
         if looks[-1]:
             life.answered(0, Judgement(10, 5.0, seconds=4.0))
             assert life.idle([0]) == []
-    assert looks == [True, False] * 4 + [True]
-    assert life.gate.told == [2.0] * 5  # pyright: ignore
+    assert looks == [number % every == 0 for number in range(9)]
+    assert life.gate.told == [2.0] * sum(looks)  # pyright: ignore
     assert life.version == 0
 
 

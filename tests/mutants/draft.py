@@ -1355,4 +1355,11 @@ MUTANTS = [
         "        if length:\n",
         "rl/test_teacher.py",
     ),
+    Mutant(
+        "a drafter that did not fall is looked at as often as one that learns",
+        "draft/gate.py",
+        "return self.thresholds.looks if self._learns else self.thresholds.settled_looks",
+        "return self.thresholds.looks",
+        "draft/test_lifecycle.py",
+    ),
 ]

@@ -150,16 +150,16 @@ def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def mode_config(config: Config, name: str, workers: int, steps: int, keep: int = 1, folder: str = "") -> Config:
+def mode_config(config: Config, name: str, workers: int, steps: int, keep: int = 0, folder: str = "") -> Config:
     """The recipe of a mode. `keep`: checkpoints to keep; the reference keeps every step's, as forks are explained by
-    its policies."""
+    its policies. Then all save every step, so that each run takes its turn after one that has saved."""
     tree = config.model_dump(mode="json")
     changed = MODES[name]
     training = tree["speculation"]["training"] | changed.get("training", {})
     tree["speculation"] |= changed | {"training": training}
     tree["cluster"]["workers"] = workers
     tree["train"] |= {"steps": steps, "shard": config.train.shard and workers > 1}
-    save = {"save_every": 1 if keep > 1 else 0, "keep": keep, "overwrite": True, "compare_every": 0}
+    save = {"save_every": min(keep, 1), "keep": max(keep, 1), "overwrite": True, "compare_every": 0}
     tree["run"] |= {"folder": str(Path(config.run.folder) / "bench" / (folder or name)), **save}
     return parse_config(tree)
 

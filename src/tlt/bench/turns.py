@@ -85,8 +85,7 @@ class TakingTurns(Display):
 
 
 def of_the_step(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, without their sum, and without saving and evaluation: the reference saves every step, others
-    none."""
+    """Seconds by phase, without their sum, evaluation, and saving, which no run but a bench's does every step."""
     return {phase: spent for phase, spent in seconds.items() if phase not in ("total", "save", "eval")}
 
 

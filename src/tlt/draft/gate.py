@@ -45,6 +45,8 @@ class Thresholds:
     and a swap costs a pass over the windows of all live rows"""
     looks: float = 0.02
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
+    settled_looks: float = 0.005
+    """the same for one that was trained before and did not fall: a sudden fall shows in the speed of rollouts"""
     surprise: float = 0.25
     """the drafter in use is looked at at once where a rollout gains less than so much of what it should gain by it, in
     multiples of plain decoding"""
@@ -336,6 +338,10 @@ class TrainingGate:
         self.made.append(self.decision)
 
     # -- what is asked of it -------------------------------------------------------------------------------------------
+
+    def looks_may_take(self) -> float:
+        """Fraction of the workers' time in rollouts."""
+        return self.thresholds.looks if self._learns else self.thresholds.settled_looks
 
     def should_train(self) -> bool:
         return self.decision.trains if self.decision else not self.trained

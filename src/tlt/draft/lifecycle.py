@@ -140,7 +140,7 @@ class Lifecycle:
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """A rollout has ended; `costs` are those of its rounds, as far as the tuner knows them."""
         worker_seconds = horizon.rollout_seconds * len(self.workers)
-        self._looking = max(0.0, self._looking) - self.gate.thresholds.looks * worker_seconds
+        self._looking = max(0.0, self._looking) - self.gate.looks_may_take() * worker_seconds
         self.gate.rollout_ended(horizon, costs, self._trained_now)
         self._trained_now = 0.0
 
