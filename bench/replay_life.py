@@ -117,7 +117,8 @@ class Replay:
         return sum(entries for _, entries in sums) / sum(rounds for [(rounds, _)], _ in sums)
 
     def speed(self, accept_length: float) -> float:
-        return mean_speed(speeds(agreement_of(accept_length, self.training.unroll), COSTS, self.training.unroll))
+        agreement = agreement_of(accept_length, self.training.unroll)
+        return mean_speed(speeds(agreement, COSTS, self.training.unroll), COSTS)
 
     def step(self, number: int, version: int, left: int, idle: float) -> dict[str, Any]:
         for target, spot in zip(self.targets, [*self.workers, self.judge], strict=True):

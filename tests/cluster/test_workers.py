@@ -270,9 +270,13 @@ class Ignored:
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("rays", [True, False])
-def test_a_signal_whose_handler_raised_in_vain_is_heard_once(rays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ray's handler, or before Ray has put its own in place. Nothing is printed of what Python ignored."""
+def test_a_signal_whose_handler_raised_in_vain_is_heard_once(
+    rays: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ray's handler, or before Ray has put its own in place; whether Ray then starts or not. Nothing is printed of
+    what Python ignored."""
     printed = list[Any]()
     monkeypatch.setattr("sys.unraisablehook", printed.append)
 
@@ -281,6 +285,8 @@ def test_a_signal_whose_handler_raised_in_vain_is_heard_once(rays: bool, monkeyp
             if rays:
                 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
             Ignored()
+            if fails:
+                raise ConnectionError
 
     with stop_request(60.0) as request:
         own = signal.getsignal(signal.SIGTERM)
@@ -290,6 +296,11 @@ def test_a_signal_whose_handler_raised_in_vain_is_heard_once(rays: bool, monkeyp
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     assert printed == []
+
+
+def test_what_fails_without_a_signal_fails() -> None:
+    with pytest.raises(ConnectionError), _own_signals():
+        raise ConnectionError
 
 
 @pytest.mark.parametrize("rays", [True, False])
@@ -305,6 +316,24 @@ def test_a_signal_that_is_noted_alone_is_noted_once(rays: bool) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert noted == [signal.SIGTERM]
+
+
+def test_who_notes_signals_by_a_pipe_notes_these_too() -> None:
+    """As asyncio does, whose handler in Python does nothing."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    outer, before = signal.set_wakeup_fd(writer), signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with _own_signals():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.set_wakeup_fd(outer) == writer
+        assert os.read(reader, 10) == bytes([signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(reader)
+        os.close(writer)
 
 
 DRIVER = """

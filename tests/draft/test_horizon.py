@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from tlt.draft.gate import SpotReport, Thresholds, TrainingGate
@@ -21,7 +22,6 @@ from tlt.draft.horizon import (
     decide,
     mean_speed,
     miss_at,
-    speed,
     speeds,
 )
 
@@ -36,14 +36,30 @@ def miss(agreement: float) -> float:
     return math.log(1 - agreement)
 
 
+def speed(agreement: float, costs: RoundCosts) -> float:
+    """By the formula, for one size of rounds."""
+    tokens = {d: sum(agreement**k for k in range(d + 1)) for d in costs.drafted}
+    return max(costs.fallback, *(tokens[d] * costs.plain / seconds for d, seconds in costs.drafted.items()))
+
+
+def test_speeds_are_those_of_each_size_of_rounds() -> None:
+    """Whatever depths the chains of each have."""
+    costs = [MEASURED, FREE._replace(fallback=1.3), RoundCosts(2.0, 1.0, {3: 2.0, 5: 2.5}, fallback=0.5)]
+    agreements = [0.0, 0.3, 0.66, 0.9, 0.99]
+    expected = [[speed(agreement, one) for agreement in agreements] for one in costs]
+    assert speeds(np.array(agreements), costs, UNROLL) == pytest.approx(np.array(expected))
+    for number, agreement in enumerate(agreements):
+        assert speeds(agreement, costs, UNROLL) == pytest.approx(np.array(expected)[:, number])
+    assert speeds(0.5, [], 2) == pytest.approx(np.array([1.75])), "the accept length, where no costs are known"
+
+
 def test_speed_by_hand() -> None:
     """Two guesses at 0.5: 1.75 tokens in 2 seconds, where plain decoding commits 2; at 0.9 four of them 4.0951 in 3."""
-    costs = RoundCosts(1.0, 1.0, {2: 2.0, 4: 3.0})
-    assert speed(0.5, costs) == 1.0
-    assert speed(0.9, costs) == pytest.approx(4.0951 / 3)
-    assert speed(0.6, MEASURED) == 1.0
-    assert speed(0.66, MEASURED) == 1.0
-    assert speed(0.75, MEASURED) > 1.03
+    costs = [RoundCosts(1.0, 1.0, {2: 2.0, 4: 3.0})]
+    assert speeds(0.5, costs, UNROLL) == 1.0
+    assert speeds(0.9, costs, UNROLL) == pytest.approx(4.0951 / 3)
+    assert speeds(0.66, [MEASURED], UNROLL) == 1.0
+    assert speeds(0.75, [MEASURED], UNROLL) > 1.03
 
 
 def test_what_drafts_without_it_is_what_it_must_beat() -> None:
@@ -59,7 +75,7 @@ def test_what_drafts_without_it_is_what_it_must_beat() -> None:
 def test_several_sizes_of_rounds_count_by_their_seconds() -> None:
     """10 s of rounds that get twice as fast, and 10 s of rounds that do not: 20 s become 15."""
     costs = [RoundCosts(10.0, 1.0, {1: 0.75}), RoundCosts(10.0, 1.0, {1: 9.0})]
-    assert mean_speed(speeds(0.5, costs, UNROLL)) == pytest.approx(20 / 15)
+    assert mean_speed(speeds(0.5, costs, UNROLL), costs) == pytest.approx(20 / 15)
 
 
 @pytest.mark.parametrize("agreement", [0.0, 0.3, 0.7, 0.9])
@@ -517,6 +533,23 @@ def test_without_costs_of_rounds_nothing_is_too_slow() -> None:
     assert not gate.surprised
 
 
+def test_looks_are_fewer_where_a_sudden_fall_would_show_otherwise() -> None:
+    """With eight looks and known costs of rounds, until rollouts are slow; not of one that fell."""
+    often, seldom = Thresholds().looks, Thresholds().settled_looks
+    gate = looked_at_gate(6.0)
+    for number in range(1, 10):
+        assert gate.looks_may_take() == (often if number < 8 else seldom), f"{number} looks"
+        gate.fresh(6.0)
+    gate.rollout_ended(RUN._replace(speed=1.1), [MEASURED])
+    assert gate.looks_may_take() == often
+    gate.rollout_ended(RUN._replace(speed=1.7), [MEASURED])
+    assert gate.looks_may_take() == seldom
+    gate.costs = ()
+    assert gate.looks_may_take() == often
+    gate.costs, gate.fell = [MEASURED], True
+    assert gate.looks_may_take() == often
+
+
 # -- the stake -------------------------------------------------------------------------------------------------------
 
 
@@ -651,7 +684,7 @@ class World:
             self.gate.trained_for(SpotReport(round(idle / Thresholds().pace), 1, idle))
             after = self.seen(luck + self.rng.gauss(0, self.noise / 5))  # both were judged on the same harvest
             self.gate.gained(before, after, 0.1 * idle, after > 1.02 * before)
-        seconds = 6.0 / mean_speed(speeds(self.agreement, [MEASURED], UNROLL))
+        seconds = 6.0 / speed(self.agreement, MEASURED)
         self.costs.append(trains * 0.12 * 1.1 * idle / seconds)
         self.gate.rollout_ended(Horizon(left, seconds, idle, 0.12), [MEASURED])
 

@@ -9,7 +9,7 @@ import pytest
 
 from tlt.draft.gate import Judgement, SpotReport, Thresholds, TrainingGate
 from tlt.draft.guard import Guard
-from tlt.draft.horizon import Horizon
+from tlt.draft.horizon import Horizon, RoundCosts
 from tlt.draft.lifecycle import Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Stage, Take
 
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
@@ -306,11 +306,13 @@ def test_the_metrics_say_what_training_is_to_save(trains: bool, saves: float) ->
     assert life.numbers() == {"version": 0.0, "saves": saves}
 
 
-@pytest.mark.parametrize(("trained", "every"), [(False, 2), (True, 4)])
-def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most(trained: bool, every: int) -> None:
-    """A look takes 4 s of the workers here, and a rollout 100 s: one rollout in two has one, or one in four where the
-    drafter was trained before, and no more than that after some in which nobody was idle."""
-    life, looks = life_of(workers=1, resting=True, trained=trained), []
+@pytest.mark.parametrize(("settled", "every"), [(False, 2), (True, 4)])
+def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most(settled: bool, every: int) -> None:
+    """A look takes 4 s of the workers here, and a rollout 100 s: one rollout in two has one, or one in four where a
+    fall would show otherwise, and no more than that after some in which nobody was idle."""
+    life, looks = life_of(workers=1, resting=True, trained=settled), []
+    life.gate.looks.extend([-1.5] * 8)
+    life.gate.costs = [RoundCosts(1.0, 1.0, {2: 1.5})]
     for _ in range(5):
         life.rollout_ends(ROLLOUT)
     for _ in range(9):

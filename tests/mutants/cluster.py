@@ -503,4 +503,18 @@ MUTANTS = [
         "if ignored.exc_value:",
         "cluster/test_workers.py",
     ),
+    Mutant(
+        "that Ray did not start hides a signal whose handler raised in vain",
+        "cluster/workers.py",
+        "    except Exception as error:\n        failed = error\n",
+        "",
+        "cluster/test_workers.py",
+    ),
+    Mutant(
+        "signals while Ray starts are kept from asyncio",
+        "cluster/workers.py",
+        "if outer >= 0:",
+        "if False:",
+        "cluster/test_workers.py",
+    ),
 ]

@@ -435,8 +435,8 @@ MUTANTS = [
     Mutant(
         "plain decoding is no way out of slow rounds",
         "draft/horizon.py",
-        "reduce(np.maximum, drafted, 0 * agreement + costs.fallback)",
-        "reduce(np.maximum, drafted, 0 * agreement)",
+        "np.multiply.outer([one.fallback for one in costs]",
+        "np.multiply.outer([0.0 for _ in costs]",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -792,7 +792,7 @@ MUTANTS = [
     Mutant(
         "what decodes without the drafter counts as its gain",
         "draft/gate.py",
-        "without = mean_speed((one.weight, one.fallback) for one in self.costs)",
+        "without = mean_speed(np.array([one.fallback for one in self.costs]), self.costs)",
         "without = 1.0",
         "draft/test_horizon.py",
     ),
@@ -940,8 +940,8 @@ MUTANTS = [
     Mutant(
         "seconds of rounds count as if they were plain ones",
         "draft/horizon.py",
-        "sum(weight * fast for weight, fast in pairs) / sum(weight for weight, _ in pairs)",
-        "sum(weight for weight, _ in pairs) / sum(weight / fast for weight, fast in pairs)",
+        "table = weights(costs) @ speeds(1 - np.exp(_MISSES), costs, depth)",
+        "table = 1 / (weights(costs) @ (1 / speeds(1 - np.exp(_MISSES), costs, depth)))",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -1358,8 +1358,15 @@ MUTANTS = [
     Mutant(
         "a drafter that did not fall is looked at as often as one that learns",
         "draft/gate.py",
-        "return self.thresholds.looks if self._learns else self.thresholds.settled_looks",
+        "return self.thresholds.settled_looks if shows and not self._learns else self.thresholds.looks",
         "return self.thresholds.looks",
         "draft/test_lifecycle.py",
+    ),
+    Mutant(
+        "a drafter of which little is known is seldom looked at",
+        "draft/gate.py",
+        "shows = self.costs and not self._is_slow and len(self.looks) == self.looks.maxlen",
+        "shows = True",
+        "draft/test_horizon.py",
     ),
 ]

@@ -292,22 +292,26 @@ def _own_signals() -> Iterator[None]:
             heard[number] = error
             raise
 
-    came: set[int] = set()
+    came, failed = set[int](), None
     try:
+        for number in handlers:
+            signal.signal(number, hear)
         with _given_up(), _silently_ignored(), _noted(came):
-            for number in handlers:
-                signal.signal(number, hear)
             yield
     except SystemExit:  # of Ray's handler
         came.add(signal.SIGTERM)
+    except Exception as error:
+        failed = error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in SIGNALS:
+    for number, handler in before.items():
         if error := heard.get(number):
             raise error
         if number in came - heard.keys():
-            signal.raise_signal(number)
+            handler(number, None) if callable(handler) else signal.raise_signal(number)
+    if failed:
+        raise failed
 
 
 @contextmanager
@@ -328,7 +332,8 @@ def _silently_ignored() -> Iterator[None]:
 
 @contextmanager
 def _noted(came: set[int]) -> Iterator[None]:
-    """Note the signals that came in the block, whoever handled them."""
+    """Note the signals that came in the block, whoever handled them, and tell whoever noted them before, such as
+    asyncio."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -338,6 +343,9 @@ def _noted(came: set[int]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(outer)
         with suppress(BlockingIOError):
-            came.update(os.read(reader, 4096))
+            numbers = os.read(reader, 4096)
+            came.update(numbers)
+            if outer >= 0:
+                os.write(outer, numbers)
         os.close(reader)
         os.close(writer)

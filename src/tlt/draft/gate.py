@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tlt.draft.horizon import (
     Decision,
     Horizon,
@@ -46,7 +48,8 @@ class Thresholds:
     looks: float = 0.02
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
     settled_looks: float = 0.005
-    """the same for one that was trained before and did not fall: a sudden fall shows in the speed of rollouts"""
+    """the same for one that was trained before and did not fall, once `looked` looks are known: a sudden fall shows in
+    the speed of rollouts"""
     surprise: float = 0.25
     """the drafter in use is looked at at once where a rollout gains less than so much of what it should gain by it, in
     multiples of plain decoding"""
@@ -274,7 +277,7 @@ class TrainingGate:
         """Notice where rollouts become far slower than the last decision says. A look that finds nothing is enough."""
         if not self.decision or not self.costs or not speed:
             return
-        without = mean_speed((one.weight, one.fallback) for one in self.costs)
+        without = mean_speed(np.array([one.fallback for one in self.costs]), self.costs)
         gain = self.decision.speed - without
         slow = bool(gain > self.thresholds.least_gain and speed < without + self.thresholds.surprise * gain)
         self.surprised = slow and (self.surprised or not self._is_slow)
@@ -340,8 +343,10 @@ class TrainingGate:
     # -- what is asked of it -------------------------------------------------------------------------------------------
 
     def looks_may_take(self) -> float:
-        """Fraction of the workers' time in rollouts."""
-        return self.thresholds.looks if self._learns else self.thresholds.settled_looks
+        """Fraction of the workers' time in rollouts: less where a sudden fall would show in their speed, and looks of
+        before say what one is."""
+        shows = self.costs and not self._is_slow and len(self.looks) == self.looks.maxlen
+        return self.thresholds.settled_looks if shows and not self._learns else self.thresholds.looks
 
     def should_train(self) -> bool:
         return self.decision.trains if self.decision else not self.trained

@@ -13,8 +13,7 @@ is far behind may catch up first: all workers train it while nothing is decoded,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -129,32 +128,35 @@ def agreement_of(length: float, depth: int) -> float:
     return high
 
 
-def speed(agreement: Number, costs: RoundCosts) -> Number:
-    """S(a): the speed in such rounds, in multiples of plain decoding."""
-    drafted = (accept_length(agreement, d) * costs.plain / t for d, t in costs.drafted.items())
-    return reduce(np.maximum, drafted, 0 * agreement + costs.fallback)
-
-
-def speeds(agreement: Number, costs: Sequence[RoundCosts], depth: int) -> Iterator[tuple[float, Number]]:
-    """(weight, S(a)) for each size of rounds. Where no costs are known, S(a) is the accept length."""
+def speeds(agreement: float | np.ndarray, costs: Sequence[RoundCosts], depth: int) -> np.ndarray:
+    """S(a) in rounds of each size [C, ...], in multiples of plain decoding. Where no costs are known, it is the accept
+    length [1, ...]."""
+    agreement = np.asarray(agreement, dtype=float)
     if not costs:
-        yield 1.0, accept_length(agreement, depth)
-    for one in costs:
-        yield one.weight, speed(agreement, one)
+        return np.asarray(accept_length(agreement, depth))[None]
+    found = np.multiply.outer([one.fallback for one in costs], np.ones_like(agreement))
+    for d in {d for one in costs for d in one.drafted}:
+        rounds = [one.plain / one.drafted.get(d, math.inf) for one in costs]
+        found = np.maximum(found, np.multiply.outer(rounds, accept_length(agreement, d)))
+    return found
 
 
-def mean_speed(found: Iterable[tuple[float, float]]) -> float:
-    """The harmonic mean of (weight, speed) over all sizes of rounds."""
-    pairs = list(found)
-    return sum(w for w, _ in pairs) / max(1e-9, sum(w / s for w, s in pairs))
+def weights(costs: Sequence[RoundCosts]) -> np.ndarray:
+    """The weight of each size of rounds [C], which sum to 1."""
+    found = np.array([one.weight for one in costs] or [1.0])
+    return found / max(1e-9, found.sum())
+
+
+def mean_speed(found: np.ndarray, costs: Sequence[RoundCosts]) -> float:
+    """The harmonic mean of the speeds [C] in rounds of each size."""
+    return float(1 / (weights(costs) / found).sum())
 
 
 def miss_at(measured: float, costs: Sequence[RoundCosts], depth: int) -> float | None:
     """ln(1 - agreement) at which decoding is so many times as fast as plain decoding, over all sizes of rounds: these
     would have taken `weight` times their speed plainly. None if it is hardly faster than without the drafter, or could
     not be, as that tells nothing of the drafter."""
-    pairs = list(speeds(1 - np.exp(_MISSES), costs, depth))
-    table = np.asarray(sum(weight * fast for weight, fast in pairs) / sum(weight for weight, _ in pairs))
+    table = weights(costs) @ speeds(1 - np.exp(_MISSES), costs, depth)
     if not _LEAST_SPEEDUP * table[0] <= min(measured, table[-1]):
         return None
     return float(np.interp(measured, table, _MISSES))
@@ -191,8 +193,8 @@ def decide(
         seconds=seconds_trained,
         agreement=_agreement(learning),
         slope=learning.slope,
-        speed=mean_speed(speeds(_agreement(learning), costs, depth)),
-        speed_trained=mean_speed(speeds(_agreement(trained), costs, depth)),
+        speed=mean_speed(speeds(_agreement(learning), costs, depth), costs),
+        speed_trained=mean_speed(speeds(_agreement(trained), costs, depth), costs),
         steps=horizon.steps,
         second_costs=horizon.second_costs,
         catch_up=catch_up,
@@ -205,10 +207,8 @@ def _seconds_of_rollouts(
     learning: Learning, horizon: Horizon, costs: Sequence[RoundCosts], depth: int
 ) -> Callable[[np.ndarray | float], np.ndarray]:
     """ln(1 - agreement) -> seconds of a rollout with such a drafter, interpolated in a table."""
-    now = list(speeds(_agreement(learning), costs, depth))
-    then = speeds(1 - np.exp(_MISSES), costs, depth)
-    share = sum(w * s / t for (w, s), (_, t) in zip(now, then, strict=True)) / sum(weight for weight, _ in now)
-    table = horizon.rollout_seconds * np.asarray(share)
+    now, then = speeds(_agreement(learning), costs, depth), speeds(1 - np.exp(_MISSES), costs, depth)
+    table = horizon.rollout_seconds * ((weights(costs) * now) @ (1 / then))
     return lambda misses: np.asarray(np.interp(-np.asarray(misses), -_MISSES, table))
 
 
