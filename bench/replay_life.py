@@ -30,7 +30,7 @@ from tlt.draft.average import average
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.gate import Judgement, Thresholds, TrainingGate
-from tlt.draft.horizon import Horizon, RoundCosts, agreement_of, mean_speed, speeds
+from tlt.draft.horizon import Horizon, RoundCosts, agreement_of, mean_speed, speeds, weights
 from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.unroll import bundles, pack
@@ -118,7 +118,7 @@ class Replay:
 
     def speed(self, accept_length: float) -> float:
         agreement = agreement_of(accept_length, self.training.unroll)
-        return mean_speed(speeds(agreement, COSTS, self.training.unroll), COSTS)
+        return mean_speed(speeds(agreement, COSTS, self.training.unroll), weights(COSTS))
 
     def step(self, number: int, version: int, left: int, idle: float) -> dict[str, Any]:
         for target, spot in zip(self.targets, [*self.workers, self.judge], strict=True):

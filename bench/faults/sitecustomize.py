@@ -174,7 +174,7 @@ class _Loader(importlib.abc.Loader):
         if module.__name__ == "tlt.draft.gate":
             module.TrainingGate.should_train = lambda gate: True
             object.__setattr__(module.THRESHOLDS, "stretch", 4)
-            module.Judgement.is_better = property(lambda judgement: judgement.entries > 0)
+            module.Judgement.is_better = lambda judgement, times=1.0: judgement.entries > 0
         if module.__name__ == "tlt.cluster.idle":
             turns = itertools.cycle((True, False))
             module.IdleTime.training_saves_more = lambda idle_time: next(turns)

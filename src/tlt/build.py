@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tlt.checkpoint import policy_in
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
-from tlt.config.registry import DRAFTERS, learned, maker
+from tlt.config.registry import DRAFTERS, learned, maker, may_be_learned
 from tlt.data import encoder, load_prompts, refuse_foreign_tokens
 from tlt.draft.ahead import AheadStore
 from tlt.draft.buffer import Harvest, Transcript
@@ -135,7 +135,7 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     cannot."""
     speculation = config.speculation
     trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.budget > 0
-    if speculation.drafter in ("off", "suffix") or not trains:
+    if not may_be_learned(speculation.drafter) or not trains:
         return None
     if config.engine.backend == "vllm" and (speculation.drafter != "eagle" or config.train.shard):
         return None

@@ -120,6 +120,27 @@ def test_looks_at_one_that_rests_take_a_small_share_of_the_time(
     assert looks == [True, False, False], "the first one took what many rollouts may"
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_follows_a_run_whose_training_failed_goes_on_from_its_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, stretch=1))
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: True)
+    first, second = (make(config_of(tmp_path, budget=1.0)) for _ in range(2))
+    for step in range(3):
+        decode(first, step)
+        first.sync(first.policy, step + 1)  # pyright: ignore
+    assert first.budget.inside
+    assert second.budget.inside
+    first.budget.inside.saver.wait()
+    version, first.budget.inside = first.budget.inside.life.version, None
+    for file in (tmp_path / "run" / "drafter").glob("*/model.safetensors") if damaged else ():
+        file.write_bytes(b"")
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert second.budget.inside.life.version == version > 0
+    assert (second.budget.inside.life.in_use is None) == damaged
+
+
 def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "THRESHOLDS", replace(gate.THRESHOLDS, stretch=1))
     monkeypatch.setattr(TrainingGate, "should_train", lambda self: True)

@@ -122,6 +122,22 @@ def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
         assert drafter.agreement > 0  # it was 0; the very last publication may not be everywhere yet
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_follows_a_run_whose_training_failed_goes_on_from_its_drafter(home: Path, damaged: bool) -> None:
+    """There is nothing of the drafter in its checkpoint. Where no drafter can be read, later ones have higher numbers:
+    the saver keeps those."""
+    config = config_of(home, "adaptive")
+    _, before, pool = train(config)
+    for file in before.folder.glob("*/model.safetensors") if damaged else ():
+        file.write_bytes(b"")
+    after = Publication(pool.coordinator.crew, config)  # pyright: ignore
+    with patch.object(Publication, "do") as do:
+        after.load_state({})
+    assert after.life.version == before.life.version > 0
+    assert do.called != damaged
+    assert (after.life.in_use is None) == damaged
+
+
 def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plain: str) -> None:
     """Although it is by far too little for a candidate."""
     ends: dict[int, float] = {}  # by trainer: micro-batches behind its weights
@@ -202,7 +218,9 @@ def test_what_training_is_to_save_is_said_only_where_there_is_something_to_train
     assert any("saves" in line["rollout"]["spot"] for line in read_metrics(home / "run")) == trains
 
 
-@pytest.mark.parametrize("method", ["fresh", "gained", "should_train", "rollout_ended"])
+@pytest.mark.parametrize(
+    "method", ["fresh", "gained", "should_train", "rollout_ended", "catch_up", "taken_note", "state"]
+)
 def test_a_gate_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
     def fails(self: TrainingGate, *arguments: Any) -> Any:
         raise ZeroDivisionError("at the gate")

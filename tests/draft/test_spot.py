@@ -398,12 +398,12 @@ def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Mode
     spot = make_spot(model, items)
     first = spot.judge(replica_of(spot).tensors)
     assert first.candidate == first.in_use
-    assert not first.is_better, "not the very same one"
+    assert not first.is_better(), "not the very same one"
     while spot.trainer.steps < 60:
         spot.train(0)
     candidate = replica_of(spot).tensors
     judged = spot.judge(candidate)
-    assert judged.is_better
+    assert judged.is_better()
     assert 0 < judged.first < judged.candidate < judged.entries
     assert judged.candidate + judged.first < judged.entries
     assert spot.judge(None).in_use == first.in_use, "to judge is not to publish"
@@ -421,12 +421,12 @@ def test_candidates_that_never_pass(model: Model, items: list[Harvest]) -> None:
     judged = spot.judge(candidate)
     assert judged.entries > 0
     assert math.isnan(judged.candidate)
-    assert not judged.is_better
-    assert not Judgement(10, math.nan, 5.0).is_better
-    assert not Judgement(10, 10.0).is_better, "nothing was judged"
-    assert not Judgement().is_better
-    assert not Judgement(10, 5.0, 4.95).is_better, "within the error of a judgement"
-    assert Judgement(10, 5.0, 4.8).is_better
+    assert not judged.is_better()
+    assert not Judgement(10, math.nan, 5.0).is_better()
+    assert not Judgement(10, 10.0).is_better(), "nothing was judged"
+    assert not Judgement().is_better()
+    assert not Judgement(10, 5.0, 4.95).is_better(), "within the error of a judgement"
+    assert Judgement(10, 5.0, 4.8).is_better()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -708,8 +708,8 @@ MUTANTS = [
     Mutant(
         "state of a gate is not saved: how steeply it learns",
         "draft/gate.py",
-        '"slope": self.slope.state(), "looks"',
-        '"slope": self._first_slope().state(), "looks"',
+        'self.slope.load_state(state["slope"])',
+        "pass",
         "draft/test_horizon.py",
     ),
     Mutant(
@@ -792,7 +792,7 @@ MUTANTS = [
     Mutant(
         "what decodes without the drafter counts as its gain",
         "draft/gate.py",
-        "without = mean_speed(np.array([one.fallback for one in self.costs]), self.costs)",
+        "without = mean_speed(np.array([one.fallback for one in self.costs]), plain)",
         "without = 1.0",
         "draft/test_horizon.py",
     ),
@@ -1039,8 +1039,8 @@ MUTANTS = [
     Mutant(
         "a candidate within the error of a judgement goes live",
         "draft/gate.py",
-        "self.in_use > THRESHOLDS.better * self.candidate > 0.0",
-        "self.in_use > self.candidate > 0.0",
+        "return self.in_use > times * self.candidate > 0.0",
+        "return self.in_use > self.candidate > 0.0",
         "draft/test_spot.py",
     ),
     Mutant(
@@ -1367,6 +1367,42 @@ MUTANTS = [
         "draft/gate.py",
         "shows = self.costs and not self._is_slow and len(self.looks) == self.looks.maxlen",
         "shows = True",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "drafters are numbered from 0 again where none can be read",
+        "cluster/publication.py",
+        "        self.life.version = newest_number(self.folder)\n",
+        "",
+        "cluster/test_publication.py",
+    ),
+    Mutant(
+        "drafters are numbered from 0 again where none can be read, one worker",
+        "cluster/budget.py",
+        "        self.number_on()\n",
+        "",
+        "cluster/test_budget.py",
+    ),
+    Mutant(
+        "what rounds cost is lost with a run",
+        "draft/gate.py",
+        'for weight, plain, chains, rest in state["costs"]]',
+        "for weight, plain, chains, rest in []]",
+        "draft/test_horizon.py",
+    ),
+    Mutant(
+        "the drafter of a run whose training failed is forgotten",
+        "cluster/local.py",
+        '        self.budget.tell(lambda budget: budget.load_state(state.get("drafter", {}), self.engine))\n',
+        '        if state["drafter"]:\n'
+        '            self.budget.tell(lambda budget: budget.load_state(state["drafter"], self.engine))\n',
+        "cluster/test_budget.py",
+    ),
+    Mutant(
+        "speeds of several sizes of rounds are added up by their seconds with the drafter",
+        "draft/horizon.py",
+        "speed=mean_speed(now, weights(costs) * now)",
+        "speed=mean_speed(now, weights(costs))",
         "draft/test_horizon.py",
     ),
 ]

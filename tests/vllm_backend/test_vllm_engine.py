@@ -326,7 +326,7 @@ def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
     monkeypatch.setattr("tlt.draft.gate.THRESHOLDS", replace(THRESHOLDS, stretch=1))
     monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
     monkeypatch.setattr("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
-    monkeypatch.setattr("tlt.draft.gate.Judgement.is_better", property(lambda judgement: judgement.entries > 0))
+    monkeypatch.setattr("tlt.draft.gate.Judgement.is_better", lambda judgement, times: judgement.entries > 0)
     digest, learned_from, pool = train(longer(run_of(tmp_path, "eagle")), random.Random(5).randrange)
     assert (digest, learned_from) == plain
     log = [method for _, method in pool.log]

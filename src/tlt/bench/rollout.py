@@ -25,6 +25,7 @@ from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
 from tlt.build import make_drafters, make_tuner, open_workplace, settled
 from tlt.config import Config
+from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.calibration import Calibration
@@ -167,7 +168,8 @@ class _Bench:
         drafters, _ = make_drafters(speculation, self.target)
         found = [_Contender("plain", Fixed(PLAIN)), _Contender("plain, harvest", Fixed(PLAIN), harvest=True)]
         for drafter in drafters:
-            for shape in _SHAPES[drafter.name]:
+            entry = DRAFTERS[drafter.name]
+            for shape in _SHAPES.get(drafter.name, entry.chains + entry.trees):
                 strategy = Strategy(drafter.name, *shape)
                 found.append(_Contender(strategy.name, Fixed(strategy)))
         for width in _AHEAD if self.older else ():

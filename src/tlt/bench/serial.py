@@ -65,4 +65,5 @@ class SerialRollout(ClusterRollout):
 def _judges_after_every_step(drafter: Publication) -> None:
     """Judge after every step, however little was trained, and never look at a drafter at rest."""
     gate = drafter.life.gate
-    gate.thresholds = replace(gate.thresholds, stretch=1, looks=0.0, surprise=-math.inf)
+    at_rest = {"looks": 0.0, "settled_looks": 0.0, "surprise": -math.inf}
+    gate.thresholds = replace(gate.thresholds, stretch=1, **at_rest)

@@ -64,13 +64,14 @@ class Budget:
 
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
         """Train and judge until the idle time is over, and add what was done to the engine's stats."""
-        began, stats, report = time.perf_counter(), engine.stats, SpotReport(1)
+        began, stats, can_train = time.perf_counter(), engine.stats, True
         if self.trainer.target.version != self._version:  # until the target moves, there is no new harvest
             self._version = self.trainer.target.version
             self.life.rollout_begins()
         self._go_on(engine, is_over)
-        while self.life.gate.should_train() and report.micro_batches and not is_over():
+        while self.life.gate.should_train() and can_train and not is_over():
             report = self._train(_SLICE, is_over)
+            can_train = report.micro_batches > 0
             stats.drafter_tokens += report.tokens
             self._go_on(engine, is_over)
         spent = time.perf_counter() - began
@@ -129,8 +130,9 @@ class Budget:
 
     def load_state(self, state: Mapping[str, Any], engine: RolloutEngine) -> None:
         """Restore the state, and give the drafter that was published last to the engine and to training."""
-        self.life.load_state(state)
+        self.number_on()
         self.take_published(engine)
+        self.life.load_state(state)
 
     def take_published(self, engine: RolloutEngine) -> None:
         """Load the drafter that was published last, for the engine and for training."""

@@ -1,7 +1,7 @@
-"""Decides what each worker does next; its states are ROLLOUT, IDLE, AHEAD, SPOT, UPDATE.
+"""Decides what each worker does next; its states are those of `tlt.trace`.
 
-It is one loop over the calls that come back. No token depends on it: design rule 1 lets any worker decode any request,
-again from its start or from where another worker stopped.
+It is one loop over the calls that come back. No token depends on it: any worker may decode any request, again from its
+start or from where another worker stopped.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Coordinator:
         """Use a worker that has nothing left to decode: it helps another worker, or if that would not pay, trains the
         drafter or decodes ahead. A helper decodes ahead until it is given rows, as it is back within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if self._asks_for_work(index):
+        if self._asks_for_rows(index):
             self._decode_ahead(index)
             return
         if self.trains_when_idle and self._goes_on_with_the_drafter(index):
@@ -259,10 +259,10 @@ class Coordinator:
     def _may_train(self, index: int) -> bool:
         return self.trains_when_idle and self.shares[index].trains and self.idle_time.may_train()
 
-    def _asks_for_work(self, index: int) -> bool:
-        """Whether the idle worker is to help the one with most rows, as that is predicted to end the rollout earlier.
-        What decoding ahead would save does not count against that: it can be done later, and little of it may be of
-        the responses that a step waits for."""
+    def _asks_for_rows(self, index: int) -> bool:
+        """Ask the worker with most rows to give some to the idle one, where that is predicted to end the rollout
+        earlier. Returns whether this one waits for rows. What decoding ahead would save does not count against that: it
+        can be done later, and little of it may be of the responses that a step waits for."""
         if any(share.helper == index for share in self.shares):
             return True
         most = max(self.shares, key=lambda share: len(share.rows))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-_OF_A_ROLLOUT = ("decode", "look_ahead", "spot", "judge", "replica", "adopt", "take_drafter", "rollout_ended")
-_SHORT = {*_OF_A_ROLLOUT, "forget", "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"}
+_SHORT = {
+    *("decode", "look_ahead", "spot", "judge", "replica", "adopt", "take_drafter", "rollout_ended", "forget"),
+    *("sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
+}
 """calls that take a slice, or move little; the time of all others grows with the model"""
 _LATELY = 5  # number of last calls that set the deadline of a long call
 _TIMES = 10.0  # a long call may take so many times the longest of these

@@ -82,8 +82,7 @@ class LocalRollout:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
-        if drafter := state.get("drafter"):
-            self.budget.tell(lambda budget: budget.load_state(drafter, self.engine))
+        self.budget.tell(lambda budget: budget.load_state(state.get("drafter", {}), self.engine))
 
     def now(self) -> list[WorkerNow]:
         return [WorkerNow(self.tracer.state, self._live)]

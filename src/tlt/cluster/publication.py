@@ -16,7 +16,7 @@ from tlt.draft.average import Replica, average
 from tlt.draft.gate import TrainingGate
 from tlt.draft.horizon import Horizon
 from tlt.draft.lifecycle import Action, Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Take
-from tlt.draft.saving import DrafterSaver, load_latest
+from tlt.draft.saving import DrafterSaver, load_latest, newest_number
 from tlt.metrics import against_plain
 from tlt.models.families import decoder_options, read_config
 from tlt.trace import Tracer
@@ -122,11 +122,13 @@ class Publication:
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, and go on with the drafter that was published last."""
-        self.life.load_state(state)
+        """Restore the state, and go on with the drafter that was published last. Where none can be read, later ones
+        are numbered after those in the folder, as the saver keeps those with the highest numbers."""
+        self.life.version = newest_number(self.folder)
         if saved := load_latest(self.folder, self.options) if self.saver else None:
             shared = Shared(saved.replica, self.crew.pool.put(saved.replica))
             self.do(self.life.restored(saved.number, shared, saved.layer.agreement))
+        self.life.load_state(state)
 
     def close(self) -> None:
         if self.saver:

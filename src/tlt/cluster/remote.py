@@ -46,8 +46,7 @@ class ClusterRollout:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.crew.everyone("load_tuner_state", state["tuner"])
-        if drafter := state.get("drafter"):
-            self.coordinator.drafter.tell(lambda it: it.load_state(drafter))
+        self.coordinator.drafter.tell(lambda it: it.load_state(state.get("drafter", {})))
 
     def release(self) -> None:
         """There is nothing to do: each worker releases its memory before its part of the update."""

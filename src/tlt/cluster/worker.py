@@ -153,7 +153,8 @@ class Worker:
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         waiting = [row.request.seed for row in engine.waiting]
         seconds = time.perf_counter() - began
-        costs = engine.tuner.costs(LEARNED) if not work.plain and not engine.busy else []
+        is_last = not work.plain and not engine.busy
+        costs = self.trainer(lambda _: engine.tuner.costs(LEARNED), []) if is_last else []
         return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine), costs)
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
@@ -188,7 +189,8 @@ class Worker:
     # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
 
     def spot(self, seconds: float, number: float = math.inf) -> SpotReport | None:
-        """Train the drafter for so many seconds, to the end of the micro-batch under way then. None if it cannot train.
+        """Train the drafter until so many seconds are over and the micro-batch then under way is done. None if it
+        cannot train.
         A call that may be broken off has a `number` above 0 and above all earlier ones."""
         if not self.trainer(lambda trainer: trainer.ready, False):
             return None

@@ -66,6 +66,11 @@ def learned(drafter: str) -> bool:
     return drafter in DRAFTERS and DRAFTERS[drafter].learned
 
 
+def may_be_learned(drafter: str) -> bool:
+    """Of speculation.drafter, which may be adaptive."""
+    return drafter == "adaptive" or learned(drafter)
+
+
 def maker(entry: DrafterEntry | RewardEntry | TrackerEntry) -> Any:
     module, _, name = entry.make.partition(":")
     return getattr(import_module(module), name)

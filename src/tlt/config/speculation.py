@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tlt.config.registry import DRAFTERS, learned
+from tlt.config.registry import DRAFTERS, learned, may_be_learned
 from tlt.config.section import Section
 from tlt.types import MOST_GUESSES
 
@@ -39,8 +39,8 @@ class DrafterTrainConfig(Section):
     """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
     long as that pays back; from a random one if speculation.path names none. 0: not at all"""
     buffer_tokens: int = Field(default=200_000, gt=0)
-    """entries of harvest kept in host memory: of the rollout under way, and up to half of them of those before it, the
-    longest first"""
+    """entries of harvest kept in host memory: of the rollout under way, and up to half of them of those before it,
+    what ends latest first"""
 
 
 class SpeculationConfig(Section):
@@ -90,7 +90,7 @@ class SpeculationConfig(Section):
                 f"speculation.drafter = '{self.drafter}' needs speculation.path, the folder of a learned drafter: "
                 "make one with tlt draft train"
             )
-        if self.path is not None and self.drafter in ("off", "suffix"):
+        if self.path is not None and not may_be_learned(self.drafter):
             raise ValueError(
                 f"speculation.drafter = '{self.drafter}' does not use the learned drafter in speculation.path: set "
                 "speculation.drafter = 'adaptive', or take the path away by --speculation.path ''"

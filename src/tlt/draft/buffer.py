@@ -58,8 +58,8 @@ class Transcript(NamedTuple):
 
 
 class HarvestBuffer:
-    """Keeps up to `max_tokens` entries: the newest items of the current rollout, and the longest items of the last
-    finished rollout and of up to `steps` before it. Newer rollouts get room first."""
+    """Keeps up to `max_tokens` entries: the newest items of the current rollout, and of the last finished rollout and
+    of up to `steps` before it those that end latest in their sequences. Newer rollouts get room first."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
@@ -111,20 +111,20 @@ class HarvestBuffer:
             self.tokens -= len(next(step for step in self.whole if step).pop(0).tokens)
 
     def rollout_ended(self) -> None:
-        """The current rollout becomes the last finished one. Each finished rollout keeps its longest items."""
+        """The current rollout becomes the last finished one. Each finished rollout keeps what ends latest."""
         self.whole.append(list(self.now))
         self.now.clear()
         self.tokens = 0
         for step in reversed(self.whole):
             room = _WHOLE if step is not self.latest else _WHOLE / 2
-            step[:] = self._longest(step, room * self.max_tokens)
+            step[:] = self._latest_ends(step, room * self.max_tokens)
 
     def forget(self) -> None:
         """Drop the rollouts before the last finished one: they are of another task."""
         while len(self.whole) > 1:
             self.tokens -= sum(len(item.tokens) for item in self.whole.popleft())
 
-    def _longest(self, items: Iterable[Harvest], most: float) -> Iterator[Harvest]:
+    def _latest_ends(self, items: Iterable[Harvest], most: float) -> Iterator[Harvest]:
         for item in sorted(items, key=lambda item: item.end, reverse=True):
             if not self.tokens or self.tokens + len(item.tokens) <= most:
                 self.tokens += len(item.tokens)

@@ -1,12 +1,13 @@
 """Decides whether training the drafter pays: `horizon.decide` on what was measured in this run, within a stake.
 
-A look measures the accept length of the drafter in use on a new rollout. Each rollout says how long it took, how long
-workers were idle in it, and what its rounds cost. From that follows what training would save before the run is over, if
-the drafter learns as it lately did, or as drafters did elsewhere. Whether it does is not known, so training has a
-stake. For a drafter that fell or began at random it may cost half of what one would save that is as good as this one
-was before, or as drafters were elsewhere: that can most likely be reached. And it may cost a twentieth of what a
-perfect drafter would save; for a drafter that was trained before and did not fall, a hundredth. Published drafters that
-are better renew the stake. So training that leads to nothing ends, and a drafter that fell is trained until it is back.
+A look measures the accept length of the drafter in use on a new rollout, alone or beside a candidate. Each rollout says
+how long it took, how long workers were idle in it, and what its rounds cost. From that follows what training would save
+before the run is over, if the drafter learns as it lately did, or as drafters did elsewhere. Whether it does is not
+known, so training has a stake. For a drafter that fell or began at random it may cost half of what one would save that
+is as good as this one was before, or as drafters were elsewhere: that can most likely be reached. And it may cost a
+twentieth of what a perfect drafter would save; for a drafter that was trained before and did not fall, a hundredth.
+Published drafters that are better renew the stake. So training that leads to nothing ends, and a drafter that fell is
+trained until it is back.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from tlt.draft.horizon import (
     decide,
     mean_speed,
     miss_at,
+    speeds,
+    weights,
 )
 from tlt.draft.slope import FittedSlope
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """All constants that decide the drafter's life, and first values for what is measured in the run."""
+    """The constants that decide the drafter's life, and first values for what is measured in the run. How much harvest
+    training needs is in spot.py."""
 
     stretch: int = 16
     """micro-batches, over all workers, that a candidate consists of: judging it takes as long as three to five"""
@@ -51,8 +55,8 @@ class Thresholds:
     """the same for one that was trained before and did not fall, once `looked` looks are known: a sudden fall shows in
     the speed of rollouts"""
     surprise: float = 0.25
-    """the drafter in use is looked at at once where a rollout gains less than so much of what it should gain by it, in
-    multiples of plain decoding"""
+    """there is a look at once where a rollout gains less than this fraction of the speed, in multiples of plain
+    decoding, that it should gain by the drafter in use"""
     least_gain: float = 0.1
     """where it should gain less than this, nothing is surprising"""
     least_saving: float = 0.01
@@ -138,10 +142,10 @@ class Judgement(NamedTuple):
     seconds: float = 0.0
     """worker seconds that it took"""
 
-    @property
-    def is_better(self) -> bool:
-        """Whether the candidate is to go live. One that is NaN, or was not judged, is not."""
-        return self.in_use > THRESHOLDS.better * self.candidate > 0.0
+    def is_better(self, times: float = THRESHOLDS.better) -> bool:
+        """Whether the candidate is to go live, as its accept length is more than so many times that of the drafter in
+        use. One that is NaN, or was not judged, is not."""
+        return self.in_use > times * self.candidate > 0.0
 
 
 def summed(judgements: Iterable[Judgement]) -> Judgement:
@@ -168,14 +172,14 @@ class TrainingGate:
         self.level = self.best = 0.0
         """best mean of `looks` since the drafter fell, and in this run"""
         self.live = 1.0
-        """ln(1 - agreement) by the speed of the rollouts, as a multiple of what looks say. They say too much of a
-        drafter that learns, as it is worst in the few long responses that take most of the time. What one that was
-        trained before lacks in rollouts, training did not give it then, so of that nothing is expected"""
+        """ln(1 - agreement) by the speed of rollouts, as a multiple of what looks say; at most 1. Looks flatter a
+        drafter that learns, as it is worst in the few long responses that take most of the time. It stays 1 for one
+        that was trained before and did not fall: what that lacks in rollouts, training did not give it"""
         self.slope = self._first_slope()
         """measured on candidates since the drafter fell"""
         self.surprised = False
         """whether rollouts became far slower than they should be, and the drafter in use was not looked at since"""
-        self._is_slow = False  # whether the last rollout was
+        self._is_slow = False  # whether the last rollout was far slower than it should be
         self.beyond = 0.0
         """seconds of training since the drafter in use was published"""
         self.harvested = self.learned = 0
@@ -256,7 +260,7 @@ class TrainingGate:
         self._decide()
 
     def _pay(self, worker_seconds: float) -> None:
-        """Work beside decoding, or instead of it."""
+        """Add to `staked` what so many worker seconds of training or judging cost those who decode."""
         beside = self.horizons[-1].second_costs if self.horizons else self.thresholds.second_costs
         self.staked += beside * worker_seconds
 
@@ -274,10 +278,12 @@ class TrainingGate:
         self._decide()
 
     def _notice(self, speed: float) -> None:
-        """Notice where rollouts become far slower than the last decision says. A look that finds nothing is enough."""
+        """Ask for a look where a rollout is far slower than the last decision says, but for no other one while rollouts
+        stay as slow."""
         if not self.decision or not self.costs or not speed:
             return
-        without = mean_speed(np.array([one.fallback for one in self.costs]), self.costs)
+        plain = weights(self.costs) * speeds(self.decision.agreement, self.costs, self.unroll)
+        without = mean_speed(np.array([one.fallback for one in self.costs]), plain)
         gain = self.decision.speed - without
         slow = bool(gain > self.thresholds.least_gain and speed < without + self.thresholds.surprise * gain)
         self.surprised = slow and (self.surprised or not self._is_slow)
@@ -308,7 +314,7 @@ class TrainingGate:
         return self._miss(statistics.harmonic_mean(lengths))
 
     def _present(self) -> float:
-        """The same in rollouts, less a standard error: it may already be better."""
+        """ln(1 - agreement) by looks and rollouts, less a standard error, as it may already be better."""
         lately = self._lately()
         spread = statistics.stdev(lately) if len(lately) > 1 else 0.0
         error = self.thresholds.sure * max(self.thresholds.noise, spread) / math.sqrt(len(lately))
@@ -343,8 +349,8 @@ class TrainingGate:
     # -- what is asked of it -------------------------------------------------------------------------------------------
 
     def looks_may_take(self) -> float:
-        """Fraction of the workers' time in rollouts: less where a sudden fall would show in their speed, and looks of
-        before say what one is."""
+        """Fraction of the workers' time in rollouts. It is smaller for a drafter that was trained before and did not
+        fall, where a fall would show in the speed of rollouts, and enough looks are known to tell one."""
         shows = self.costs and not self._is_slow and len(self.looks) == self.looks.maxlen
         return self.thresholds.settled_looks if shows and not self._learns else self.thresholds.looks
 
@@ -375,10 +381,12 @@ class TrainingGate:
         """Plain data, for a checkpoint."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         horizons = [list(horizon) for horizon in self.horizons]
-        return {**numbers, "slope": self.slope.state(), "looks": list(self.looks), "horizons": horizons}
+        costs = [[one.weight, one.plain, list(one.drafted.items()), one.fallback] for one in self.costs]
+        slope, looks = self.slope.state(), list(self.looks)
+        return {**numbers, "slope": slope, "looks": looks, "horizons": horizons, "costs": costs}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        state = {"live": 1.0, "slope": self.slope.state(), **state}
+        state = {"live": 1.0, "slope": self.slope.state(), "costs": [], **state}
         if not state.keys() >= {*_NUMBERS, "looks", "horizons"}:  # of an older version, which measured other things
             return
         for name in _NUMBERS:
@@ -387,4 +395,5 @@ class TrainingGate:
         self.slope.load_state(state["slope"])
         self.looks.extend(state["looks"])
         self.horizons.extend(Horizon(*horizon) for horizon in state["horizons"])
+        self.costs = [RoundCosts(weight, plain, dict(chains), rest) for weight, plain, chains, rest in state["costs"]]
         self._decide()

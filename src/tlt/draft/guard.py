@@ -1,4 +1,4 @@
-"""Guards what is done beside the training of a policy: an error there costs speed alone (design rule 4)."""
+"""Guards what is done beside the training of a policy: an error there costs speed alone."""
 
 from __future__ import annotations
 

@@ -142,20 +142,20 @@ def speeds(agreement: float | np.ndarray, costs: Sequence[RoundCosts], depth: in
 
 
 def weights(costs: Sequence[RoundCosts]) -> np.ndarray:
-    """The weight of each size of rounds [C], which sum to 1."""
+    """The fraction of all rounds' seconds that each size of rounds took [C]."""
     found = np.array([one.weight for one in costs] or [1.0])
     return found / max(1e-9, found.sum())
 
 
-def mean_speed(found: np.ndarray, costs: Sequence[RoundCosts]) -> float:
-    """The harmonic mean of the speeds [C] in rounds of each size."""
-    return float(1 / (weights(costs) / found).sum())
+def mean_speed(found: np.ndarray, plain: np.ndarray) -> float:
+    """The speed over rounds of all sizes: these have speeds `found` [C], and take `plain` [C] seconds plainly."""
+    return float(plain.sum() / (plain / found).sum())
 
 
 def miss_at(measured: float, costs: Sequence[RoundCosts], depth: int) -> float | None:
-    """ln(1 - agreement) at which decoding is so many times as fast as plain decoding, over all sizes of rounds: these
-    would have taken `weight` times their speed plainly. None if it is hardly faster than without the drafter, or could
-    not be, as that tells nothing of the drafter."""
+    """ln(1 - agreement) at which decoding is `measured` times as fast as plain decoding, over all sizes of rounds.
+    Rounds of `weight` seconds at speed S take weight * S seconds plainly. None if decoding is hardly faster than
+    without the drafter, or could not be so fast, as that tells nothing of the drafter."""
     table = weights(costs) @ speeds(1 - np.exp(_MISSES), costs, depth)
     if not _LEAST_SPEEDUP * table[0] <= min(measured, table[-1]):
         return None
@@ -186,6 +186,7 @@ def decide(
     plans |= {(k, c): plan(k, c) for k in (best, parts) for c in _catch_ups(horizon, resting)}
     length, catch_up = min(plans, key=lambda one: plans[one][0] + (least * resting if one[1] else 0.0))
     price, trained = plans[length, catch_up]
+    now = speeds(_agreement(learning), costs, depth)
     seconds_trained = length * each * horizon.idle_seconds + catch_up * horizon.workers
     return Decision(
         trains=seconds_trained > 0 and resting - price > least * resting,
@@ -193,8 +194,8 @@ def decide(
         seconds=seconds_trained,
         agreement=_agreement(learning),
         slope=learning.slope,
-        speed=mean_speed(speeds(_agreement(learning), costs, depth), costs),
-        speed_trained=mean_speed(speeds(_agreement(trained), costs, depth), costs),
+        speed=mean_speed(now, weights(costs) * now),
+        speed_trained=mean_speed(speeds(_agreement(trained), costs, depth), weights(costs) * now),
         steps=horizon.steps,
         second_costs=horizon.second_costs,
         catch_up=catch_up,

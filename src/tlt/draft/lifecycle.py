@@ -14,7 +14,7 @@ before its end, the candidate is given up. While nothing is trained, and where r
 in use is judged alone (a look), as it may go stale.
 
 Nothing here knows of Ray, threads or torch: replicas and candidates are whatever the driver makes of them. The drivers
-are cluster/budget.py (one worker), cluster/publication.py (many) and bench/serial.py (many, between two steps).
+are cluster/budget.py (one worker), cluster/publication.py (many) and tlt/bench/serial.py (many, between two steps).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Lifecycle:
     # -- what happened -------------------------------------------------------------------------------------------------
 
     def rollout_begins(self) -> None:
-        """A rollout begins: the harvest of the one before is whole, and no drafter was judged on it yet."""
+        """There is a new whole harvest, of the last finished rollout, and no drafter was judged on it yet."""
         self.report, self._looked = DrafterReport(self.version), False
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
@@ -277,9 +277,10 @@ class Lifecycle:
         self.report.accept_length = in_use
         if trial.candidate is None:
             return actions
-        self.report.candidate = judged.entries / judged.candidate
-        self.gate.gained(in_use, self.report.candidate, judged.seconds, judged.is_better)
-        if not judged.is_better:
+        candidate, is_better = judged.entries / judged.candidate, judged.is_better(self.gate.thresholds.better)
+        self.report.candidate = candidate if candidate > 0.0 else None  # it may not be finite
+        self.gate.gained(in_use, candidate, judged.seconds, is_better)
+        if not is_better:
             return actions
         self.version += 1
         self.report.version, self.in_use = self.version, (trial.candidate, judged.first / judged.candidate)
@@ -294,7 +295,8 @@ class Lifecycle:
 
     def state(self) -> dict[str, Any]:
         """Plain data. The driver saves the drafter itself, and gives it back with `restored`."""
-        return {"gate": self.gate.state(), "version": self.version}
+        return {"gate": self.gate.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.gate.load_state(state["gate"])
+        """The state of a run that had no drafter to train may be empty."""
+        self.gate.load_state(state.get("gate", {}))

@@ -31,7 +31,7 @@ def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
     return weight * divergence + (1 - weight) * distance
 
 
-def agreement(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
+def disagreement(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
     """1 - the chance that argmax(log p + g) = argmax(log q + g). The chance that both are token v is
     1 / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
     log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log()  # p may be 0 among the likeliest
@@ -45,7 +45,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": cross_entropy,
     "total_variation": total_variation,
     "hybrid": hybrid,
-    "agreement": agreement,
+    "agreement": disagreement,
 }
 
 

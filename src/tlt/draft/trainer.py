@@ -33,7 +33,7 @@ _LATELY = 10  # `reach` is a running mean over about so many steps
 
 
 class Interrupted(Exception):
-    """A step was asked to stop amid its work; it changed nothing."""
+    """A step, a judgement or the computation of harvest was asked to stop amid its work; it changed nothing."""
 
 
 class DrafterTrainer:
@@ -132,7 +132,7 @@ class DrafterTrainer:
         entries. Only entries whose whole chain is within their sequence count. Where `stop` says so, raises Interrupted
         at the next column.
 
-        1 - TV stands for the chance that a guess is right (section 2 of the design: 0.90 where it is 0.88).
+        1 - TV stands for the chance that a guess is right (0.90 where that was measured to be 0.88).
         """
         deepest, head = self.config.unroll, self.target.head.to(self.dtype)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]

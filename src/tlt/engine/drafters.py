@@ -1,4 +1,4 @@
-"""The engine's drafters behind a wall (design rule 4): one that fails costs speed, never a token."""
+"""The engine's drafters behind a wall: one that fails costs speed, never a token."""
 
 from __future__ import annotations
 
