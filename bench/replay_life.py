@@ -124,7 +124,7 @@ class Replay:
         for target, spot in zip(self.targets, [*self.workers, self.judge], strict=True):
             target.version = version
             spot.target_moved()
-        self.life.rollout_begins()
+        self.life.rollout_begins(version)
         ours, theirs = (self.accept_length(layer, version) for layer in (self.in_use, self.frozen))
         longest = max(item.end - item.prompt_length for item in self.recorded.items[version])
         seconds, frozen = (LONGER * PLAIN * longest / self.speed(length) for length in (ours, theirs))

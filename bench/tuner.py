@@ -74,7 +74,13 @@ class Recorder(Fixed):
         self.rounds: list[tuple[int, float]] = []
 
     def record(
-        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+        self,
+        strategy: Strategy,
+        seconds: float,
+        tokens: Sequence[int],
+        scored: bool,
+        ahead: Sequence[int] = (),
+        own: bool = True,
     ) -> None:
         if scored:
             self.rounds.append((len(tokens), seconds))

@@ -108,6 +108,13 @@ def test_what_training_takes_from_those_who_decode_beside_it() -> None:
     assert beside.idle_seconds(7.0) == 7.0
 
 
+def test_a_worker_that_prefills_is_not_idle() -> None:
+    beside = Beside(0.5)
+    beside.decoded([ROLLOUT, IDLE], 6.0, 6.0, prefill=4.0)
+    assert beside.idle_seconds(20.0) == pytest.approx(10.0)
+    assert beside.second_costs == 0.5
+
+
 def test_a_second_of_measurement_does_not_outweigh_what_was_known() -> None:
     beside = Beside(0.1)
     beside.decoded([ROLLOUT, IDLE], 1.0, 1.0)

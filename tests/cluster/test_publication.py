@@ -138,6 +138,14 @@ def test_what_follows_a_run_whose_training_failed_goes_on_from_its_drafter(home:
     assert (after.life.in_use is None) == damaged
 
 
+def test_a_run_that_trains_none_says_nothing_of_the_drafter_of_one_that_goes_on_from_it(home: Path) -> None:
+    """That one may be trained: it is not random because there was none before."""
+    config, crew = config_of(home, "off"), SimpleNamespace(size=2, present=[0, 1])
+    trains_none = Publication(crew, config)  # pyright: ignore
+    assert not trains_none.trains
+    assert trains_none.state() == {}
+
+
 def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plain: str) -> None:
     """Although it is by far too little for a candidate."""
     ends: dict[int, float] = {}  # by trainer: micro-batches behind its weights
@@ -189,7 +197,7 @@ def test_a_drafter_that_is_far_behind_holds_up_a_step(home: Path, plain: str, lo
     paid: list[float] = []
     with (
         patch.object(TrainingGate, "catch_up", catch_up),
-        patch.object(TrainingGate, "held_up", lambda gate, seconds: paid.append(seconds)),
+        patch.object(TrainingGate, "held_up", lambda gate, seconds, trained: paid.append(seconds)),
         patch.object(ThreadWorker, "judge", judged),
     ):
         digest, published, _ = train(config_of(home, "adaptive"), loses_one)
@@ -419,7 +427,7 @@ def test_what_is_idle_is_what_no_worker_decoded_in(home: Path) -> None:
     stats = [RolloutStats(against_plain={"seconds": s, "plain_seconds": 9.0, "plain_rounds": 1.0}) for s in (2.0, 4.0)]
     slices: list[Any] = [SimpleNamespace(stats=one, costs=[]) for one in stats]
     publication.rollout_ends(1, 10.0, responses, beside, slices, Tracer())
-    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3, entries=700, speed=3.0)
+    assert publication.life.gate.horizons[-1] == Horizon(6, 10.0, 25.0, 0.1, 3, entries=700, speed=3.0, version=1)
 
 
 def test_rows_that_were_promised_to_one_that_trained_and_is_lost_are_given_to_others(home: Path) -> None:

@@ -4,6 +4,7 @@ formats."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "more positions than the target": (config_with(max_positions=100_000), "max_positions"),
     "a tensor missing": (tensors_with(lambda t: t.pop("fc.weight")), "fc.weight"),
     "a tensor too many": (tensors_with(lambda t: t.update({"lm_head.weight": torch.zeros(1)})), "lm_head.weight"),
+    "a tensor that is not finite": (tensors_with(lambda t: t["fc.weight"].fill_(math.nan)), "finite, see fc.weight"),
     "a tensor of another shape": (tensors_with(lambda t: t.update({"fc.weight": torch.zeros(2, 3)})), "fc"),
     "the other kind's tensors": (config_with(kind="eagle1", taps=[]), "model.safetensors"),
 }

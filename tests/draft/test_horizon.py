@@ -278,6 +278,31 @@ def test_an_evaluation_lets_nobody_catch_up_for_longer() -> None:
     assert gate.catch_up(1.0) <= 3.0
 
 
+def test_what_is_trained_while_nothing_is_decoded_costs_its_seconds_once() -> None:
+    """Two workers train for 1 s. By hand: 1 s, and not 2 * 0.12 s more for those who would decode beside them."""
+    gate = fallen_gate()
+    before = gate.staked
+    gate.trained_for(SpotReport(20, 5000, 2.0))
+    gate.held_up(1.0, 2.0)
+    assert gate.staked == pytest.approx(before + 1.0)
+
+
+def test_the_rollouts_of_a_step_count_as_one() -> None:
+    """Dynamic sampling decodes a step in several: the steps to come take all of their seconds."""
+    decisions = []
+    for waves, versions in ((1, (0, 1)), (4, (0, 0, 0, 0, 1, 1, 1, 1)), (4, (None,) * 8)):
+        gate = looked_at_gate(2.5)
+        part = RUN._replace(rollout_seconds=RUN.rollout_seconds / waves, idle_seconds=RUN.idle_seconds / waves)
+        for version in versions:
+            gate.rollout_ended(part._replace(entries=60 // waves, version=version), [MEASURED])
+        assert gate.harvested == 120
+        assert gate.decision
+        decisions.append((gate.decision.perfect, gate.decision.stake))
+    once, waves, apart = decisions
+    assert waves == pytest.approx(once)
+    assert apart[0] < 0.5 * once[0], "rollouts of unknown targets are steps of their own"
+
+
 # -- what is measured ------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +486,15 @@ def test_a_fall_begins_a_new_slope() -> None:
     gate.trained_for(SpotReport(16, 4000, 1.2))
     gate.gained(1.1, 2.0, 0.1, published=True)
     assert gate.slope.value > 1.0
+
+
+def test_what_was_gained_by_training_before_a_fall_says_nothing_of_the_slope() -> None:
+    """The candidate's judgement shows the fall, so nothing was trained since."""
+    gate = judged_gate(0.1, fell=False)
+    gate.trained_for(SpotReport(16, 4000, 1.2))
+    assert gate.fresh(1.1)
+    gate.gained(1.1, 2.0, 0.1, published=True)
+    assert gate.slope.value == pytest.approx(Thresholds().slope)
 
 
 def test_what_was_measured_does_not_hold_for_ever() -> None:

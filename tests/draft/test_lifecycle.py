@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from tlt.draft.guard import Guard
 from tlt.draft.horizon import Horizon, RoundCosts
 from tlt.draft.lifecycle import Adopt, Collect, Combine, Forget, Judge, Lifecycle, Publish, Stage, Take
 
+TARGETS = itertools.count()  # versions, each of another rollout
 ENTRIES = 40  # of a judgement: 4 micro-batches of 10
 BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.5, 0.5 * ENTRIES / 2.5, seconds=4.0)
 NO_BETTER = Judgement(ENTRIES, ENTRIES / 2.0, ENTRIES / 2.02, 0.5 * ENTRIES / 2.02, seconds=4.0)
@@ -273,7 +275,7 @@ def test_idle_time_is_what_was_trained_in_it_up_to_the_next_rollout() -> None:
     life.trained(0, SpotReport(1, 10, 9.0))
     life.held_up(9.0)
     life.trained(0, SpotReport(1, 10, 2.0))
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     life.trained(0, SpotReport(1, 10, 3.0))
     life.rollout_ends(ROLLOUT)
     assert shares == [4.0, 5.0]
@@ -285,20 +287,20 @@ def test_a_worker_alone_has_nobody_to_hand_its_training_to() -> None:
 
 def test_what_the_gate_is_told() -> None:
     life = life_of()
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     run(life, TABLES["what is better is published"])
     run(life, [*by_0("mean"), *TABLES["what is not better is not"][len(BY_0) :]])
     assert life.gate.told == [2.0, (2.0, 2.5, 4.0, True), (2.0, 2.02, 4.0, False)]  # pyright: ignore
     assert life.report.numbers() == {"version": 1.0, "accept_length": 2.0, "candidate": 2.02}
     assert life.tokens == 80
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     assert life.report.numbers() == {"version": 1.0}
 
 
 @pytest.mark.parametrize(("trains", "saves"), [(True, 12.5), (False, 0.0)])
 def test_the_metrics_say_what_training_is_to_save(trains: bool, saves: float) -> None:
     life = life_of()
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     assert life.numbers() == {"version": 0.0}, "before the first decision"
     life.rollout_ends(ROLLOUT)
     assert life.gate.decision
@@ -317,7 +319,7 @@ def test_a_drafter_at_rest_is_looked_at_once_a_rollout_at_most(settled: bool, ev
         life.rollout_ends(ROLLOUT)
     for _ in range(9):
         life.rollout_ends(ROLLOUT)
-        life.rollout_begins()
+        life.rollout_begins(next(TARGETS))
         looks.append(life.idle([0]) == [Judge([0], None)])
         if looks[-1]:
             life.answered(0, Judgement(10, 5.0, seconds=4.0))
@@ -334,7 +336,7 @@ def test_what_judging_candidates_took_is_not_owed_by_looks() -> None:
     run(life, [(("answered", 0, NO_BETTER._replace(seconds=1000.0)), []), (("idle", [0]), [])])
     life.gate.rests = True  # pyright: ignore
     life.rollout_ends(ROLLOUT)
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     assert life.idle([0]) == [Judge([0], None)]
 
 
@@ -342,10 +344,9 @@ def test_what_was_looked_at_is_not_looked_at_again() -> None:
     """Idle time that comes again and again while the target stays has the same harvest: copies would say nothing."""
     life = life_of(workers=1, resting=True)
     asked = []
-    for has_harvest in (True, False, False, True):
+    for target in (0, 0, 0, 1):
         life.rollout_ends(ROLLOUT)
-        if has_harvest:
-            life.rollout_begins()
+        life.rollout_begins(target)
         asked.append(life.idle([0]))
         if asked[-1]:
             life.answered(0, BETTER)
@@ -358,7 +359,7 @@ def test_what_was_looked_at_is_not_looked_at_again() -> None:
 def test_one_that_is_suddenly_of_little_use_is_looked_at_in_the_next_rollout(resting: bool) -> None:
     """Whatever looks have taken so far, and whether it is trained or not; but once a rollout."""
     life = life_of(workers=1, resting=resting)
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     assert life.idle([0]) == []
     life.gate.surprised = True
     assert life.idle([0]) == [Judge([0], None)]
@@ -371,14 +372,58 @@ def test_what_was_judged_in_this_rollout_is_not_looked_at() -> None:
     run(life, [*BY_0, (("idle", [0]), [Judge([0], "mean")]), (("answered", 0, NO_BETTER), []), (("idle", [0]), [])])
     life.gate.surprised = True
     assert life.idle([0]) == []
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     assert life.idle([0]) == [Judge([0], None)]
+
+
+def test_a_look_that_the_next_rollout_overtakes_is_none() -> None:
+    """It would be of the rollout before. What worker 0 says of it then is of no use, and the next look is asked for."""
+    life = life_of(resting=True)
+    life.rollout_ends(ROLLOUT)
+    life.rollout_begins(0)
+    assert life.idle([0]) == [Judge([0], None)]
+    life.rollout_ends(ROLLOUT)
+    life.rollout_begins(1)
+    assert life.idle([1]) == []
+    life.answered(0, FELL)
+    assert life.idle([1]) == [Judge([1], None)]
+    life.answered(1, NO_BETTER)
+    assert life.idle([1]) == []
+    assert life.gate.told == [2.0]  # pyright: ignore
+
+
+def test_a_candidate_judged_too_late_may_go_live_but_is_no_look() -> None:
+    life = life_of()
+    life.rollout_begins(0)
+    run(life, [*BY_0, (("idle", [0]), [Judge([0], "mean")])])
+    life.rollout_begins(1)
+    life.answered(0, BETTER)
+    assert life.idle([0]) == [Publish(1, "mean", 0.5)]
+    assert life.gate.told == [(2.0, 2.5, 4.0, True)]  # pyright: ignore
+    assert life.report.accept_length is None, "of this rollout"
+    life.gate.surprised = True
+    assert life.idle([0]) == [Judge([0], None)]
+
+
+def test_training_that_is_not_finite_begins_again_for_all_where_the_drafter_in_use_stands() -> None:
+    """Its replicas are trained from there: the average of those before is the start of none."""
+    life = life_of()
+    life.restored(3, "in use", 0.5)
+    for worker in (0, 1, 2):
+        assert life.about_to_train(worker) == [Adopt(worker, "in use")]
+    run(life, [*by_0("in use"), (("idle", [0]), [Judge([0], "mean")]), (("answered", 0, NO_BETTER), [])])
+    assert life.idle([0]) == []
+    run(life, [(("trained", 0, SpotReport(4, 40, 1.0)), []), (("idle", [0]), [Collect([0])])])
+    run(life, [(("answered", 0, None), []), (("idle", [0]), [])])
+    assert life.about_to_train(1) == [Adopt(1, "in use")]
+    run(life, [(("trained", 1, SpotReport(4, 40, 1.0)), []), (("idle", [1]), [Collect([1])])])
+    run(life, [(("answered", 1, "b"), []), (("idle", [1]), [Combine(["b"], "in use")])])
 
 
 def test_nobody_looks_at_one_that_is_trained() -> None:
     life = life_of()
     life.rollout_ends(ROLLOUT)
-    life.rollout_begins()
+    life.rollout_begins(next(TARGETS))
     assert life.idle([0]) == []
 
 
@@ -415,7 +460,7 @@ def test_whatever_happens_it_ends_at_rest_and_asks_only_those_who_are_idle(seed:
             carry_out(life.replaced(worker), idle)
         elif event == "rollout" and not busy:
             life.rollout_ends(ROLLOUT)
-            life.rollout_begins()
+            life.rollout_begins(next(TARGETS))
         elif event == "update" and not busy:
             carry_out(life.update_begins(), idle)
         elif event == "about_to_train" and worker not in busy:

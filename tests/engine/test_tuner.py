@@ -120,6 +120,24 @@ def test_what_rounds_cost_and_what_is_had_without_a_drafter() -> None:
     assert [one.fallback for one in alone.costs("eagle")] == [1.0]
 
 
+def test_rounds_weigh_by_their_seconds_in_the_last_rollouts() -> None:
+    """What is decoded ahead is of no rollout yet, and rollouts of long ago say little of those to come. By hand: 10 s
+    in rounds of one row count as 0.8^2 of that after two more rollouts have begun."""
+    bandit = Bandit(ARMS, World(right={"eagle": 0.5}).profile())
+
+    def decode(rows: int, seconds: float, own: bool = True) -> None:
+        strategy = bandit.choose(rows, 10.0, ())
+        bandit.record(strategy, seconds, [1] * rows, scored=True, own=own)
+
+    decode(1, 10.0)
+    decode(4, 99.0, own=False)
+    assert [one.weight for one in bandit.costs("eagle")] == [10.0]
+    for _ in range(2):
+        bandit.rollout_begins()
+    decode(4, 3.0)
+    assert [one.weight for one in bandit.costs("eagle")] == pytest.approx([6.4, 3.0])
+
+
 # -- what it finds -----------------------------------------------------------------------------------------------------
 
 

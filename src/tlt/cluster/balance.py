@@ -88,9 +88,10 @@ class Beside:
         self._seconds = {True: 0.0, False: 0.0}  # seconds of slices, by whether a worker trained meanwhile
         self._expected = {True: 0.0, False: 0.0}
 
-    def decoded(self, states: Sequence[str], seconds: float, expected: float) -> None:
-        """A slice took `seconds`, where `expected` is the mean for such rounds. `states` are those of all workers."""
-        self._decoding += seconds
+    def decoded(self, states: Sequence[str], seconds: float, expected: float, prefill: float = 0.0) -> None:
+        """A slice took `seconds` beside those of its `prefill`, where `expected` is the mean for such rounds. `states`
+        are those of all workers."""
+        self._decoding += seconds + prefill
         training = SPOT in states
         if training or IDLE in states or AHEAD in states:
             for kept, new in ((self._seconds, seconds), (self._expected, expected)):

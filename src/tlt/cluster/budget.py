@@ -43,7 +43,6 @@ class Budget:
         """`steps`: number of steps of the run, if that is known."""
         training, layer = config.speculation.training, trainer.in_use
         self.steps, self.idle = steps, 1.0
-        self._version = -1  # target version when idle time was last spent
         self.trainer, self.share = trainer, training.budget
         self.life = Lifecycle(TrainingGate(training.unroll, layer.trained), 1, training.micro_batch_tokens)
         self.folder = Path(config.run.folder) / "drafter"
@@ -54,8 +53,9 @@ class Budget:
         began, stats = time.perf_counter(), engine.stats
         self.trainer.rollout_ended()
         rollout_seconds = sum(stats.seconds.values())
-        self.life.rollout_begins()
-        self._rollout_ends(engine, rollout_seconds, self.share * rollout_seconds, second_costs=1.0)
+        self.life.rollout_begins(self.trainer.target.version)
+        of = self.trainer.target.version
+        self._rollout_ends(engine, rollout_seconds, self.share * rollout_seconds, second_costs=1.0, version=of)
         if self.life.gate.should_train():
             stats.drafter_tokens = self._train(self.share * rollout_seconds, never).tokens
         self._go_on(engine, never)
@@ -65,9 +65,7 @@ class Budget:
     def spend_idle(self, engine: RolloutEngine, is_over: Callable[[], bool]) -> None:
         """Train and judge until the idle time is over, and add what was done to the engine's stats."""
         began, stats, can_train = time.perf_counter(), engine.stats, True
-        if self.trainer.target.version != self._version:  # until the target moves, there is no new harvest
-            self._version = self.trainer.target.version
-            self.life.rollout_begins()
+        self.life.rollout_begins(self.trainer.target.version)
         self._go_on(engine, is_over)
         while self.life.gate.should_train() and can_train and not is_over():
             report = self._train(_SLICE, is_over)
@@ -79,11 +77,13 @@ class Budget:
         self._rollout_ends(engine, sum(stats.seconds.values()) + self.idle, self.idle, THRESHOLDS.second_costs)
         stats.seconds["spot"] = spent
 
-    def _rollout_ends(self, engine: RolloutEngine, seconds: float, idle: float, second_costs: float) -> None:
+    def _rollout_ends(
+        self, engine: RolloutEngine, seconds: float, idle: float, second_costs: float, version: int | None = None
+    ) -> None:
         end = self.steps
         steps = THRESHOLDS.unknown_steps if end is None else max(0, end - self.trainer.target.version - 1)
         speed = against_plain([engine.stats.against_plain]).get("times", 0.0)
-        horizon = Horizon(steps, seconds, idle, second_costs, speed=speed)
+        horizon = Horizon(steps, seconds, idle, second_costs, speed=speed, version=version)
         self.life.rollout_ends(horizon, engine.tuner.costs(LEARNED))
         if engine.tracer:
             mark_decisions(self.life.gate, engine.tracer)

@@ -81,7 +81,7 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self.drafter.tell(lambda it: it.life.rollout_begins())
+        self.drafter.tell(lambda it: it.life.rollout_begins(self._version))
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
         self.queue = self.ahead.deal([Row(request) for request in requests], len(self.crew.present))
@@ -317,7 +317,7 @@ class Coordinator:
         if rounds:
             rows = (has.row_passes - had.row_passes) / rounds
             states = [tracer.state for tracer in self.tracers]
-            self.beside.decoded(states, now.seconds - prefill, rounds * self.forecast.round_time(rows))
+            self.beside.decoded(states, now.seconds - prefill, rounds * self.forecast.round_time(rows), prefill)
             self.forecast.round_time.add(rows, (now.seconds - prefill) / rounds)
         if has.prefill_tokens > had.prefill_tokens:
             self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)

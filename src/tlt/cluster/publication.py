@@ -78,7 +78,7 @@ class Publication:
         idle = beside.idle_seconds(seconds * workers)
         entries = sum(len(response.token_ids) for response in responses)
         speed = against_plain(one.stats.against_plain for one in slices).get("times", 0.0)
-        horizon = Horizon(steps, seconds, idle, beside.second_costs, workers, entries, speed)
+        horizon = Horizon(steps, seconds, idle, beside.second_costs, workers, entries, speed, version)
         self.life.rollout_ends(horizon, [cost for one in slices for cost in one.costs])
         mark_decisions(self.life.gate, tracer)
 
@@ -120,6 +120,10 @@ class Publication:
             self.crew.call(worker, method, *arguments)
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Plain data; of a run that trains no drafter there is none, as one that goes on from it may train one."""
+        return self.life.state() if self.trains else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state, and go on with the drafter that was published last. Where none can be read, later ones

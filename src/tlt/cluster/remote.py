@@ -41,7 +41,7 @@ class ClusterRollout:
         return self.coordinator.plainly(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        drafter: dict[str, Any] = self.coordinator.drafter(lambda it: it.life.state(), {})
+        drafter: dict[str, Any] = self.coordinator.drafter(lambda it: it.state(), {})
         return {"tuner": self.crew.someone("tuner_state"), "drafter": drafter}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

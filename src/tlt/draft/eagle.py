@@ -191,5 +191,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     except RuntimeError as error:
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {error}") from None
+    if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
+        raise DrafterError(f"{path / 'model.safetensors'} is not finite, see {odd[0]}: make one with tlt draft train")
     layer.agreement = agreement
     return layer

@@ -241,16 +241,19 @@ class TrainingGate:
             self.beyond += report.seconds
             self._pay(report.seconds)
 
-    def held_up(self, seconds: float) -> None:
-        """Note that workers caught up for so many seconds, while nothing was decoded."""
-        self.staked += seconds
+    def held_up(self, seconds: float, trained: float = 0.0) -> None:
+        """Note that workers caught up for so many seconds, while nothing was decoded: what they `trained` in these, in
+        worker seconds, cost nobody who decodes."""
+        self._pay(-trained)
+        self.staked = max(0.0, self.staked) + seconds
 
     def gained(self, in_use: float, candidate: float, seconds: float, published: bool = False) -> None:
         """Note the judged accept lengths of the drafter in use and of a candidate, and the worker seconds that the
         judgement took."""
         self._pay(seconds)
         gain = self._miss(in_use) - self._miss(candidate) if candidate > 0.0 else 0.0
-        self.slope.judged(self.live * gain, math.log1p(self.beyond / self._learning().seconds))
+        if self.beyond:  # else it was trained before the fall that its judgement showed
+            self.slope.judged(self.live * gain, math.log1p(self.beyond / self._learning().seconds))
         if published:  # earlier looks would have been as much better: both were judged on the same harvest
             self.beyond = 0.0
             self.looks = deque([min(0.0, miss - gain) for miss in self.looks], self.looks.maxlen)
@@ -271,8 +274,10 @@ class TrainingGate:
         else:  # the fraction was measured when it last trained, and may no longer hold
             self.used += (1.0 - self.used) / self.thresholds.looked
         self._notice(horizon.speed)
-        self.horizons.append(horizon)
         self.harvested += horizon.entries
+        if self.horizons and horizon.version is not None and horizon.version == self.horizons[-1].version:
+            horizon = self.horizons.pop().followed_by(horizon)
+        self.horizons.append(horizon)
         self.costs = costs or self.costs
         self._compare(horizon.speed)
         self._decide()

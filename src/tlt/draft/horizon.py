@@ -62,7 +62,7 @@ class Horizon(NamedTuple):
     steps: int
     """steps that remain in the run"""
     rollout_seconds: float
-    """seconds of a rollout with the present drafter"""
+    """seconds of a step's rollouts with the present drafter"""
     idle_seconds: float
     """seconds of a step, summed over workers, that training may take"""
     second_costs: float
@@ -73,6 +73,16 @@ class Horizon(NamedTuple):
     """tokens of its responses, which are nearly all of its harvest"""
     speed: float = 0.0
     """of its rounds, in multiples of plain decoding; 0: not known"""
+    version: int | None = None
+    """of the target that decoded it; rollouts by the same one are of one step. None: this one is a step"""
+
+    def followed_by(self, other: Horizon) -> Horizon:
+        """Both rollouts are of one step."""
+        return other._replace(
+            rollout_seconds=self.rollout_seconds + other.rollout_seconds,
+            idle_seconds=self.idle_seconds + other.idle_seconds,
+            entries=self.entries + other.entries,
+        )
 
 
 class Decision(NamedTuple):

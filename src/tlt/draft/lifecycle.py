@@ -106,6 +106,8 @@ class Trial:
     """workers whose replicas it is made of"""
     candidate: Any = None
     judged: Judgement = field(default_factory=Judgement)
+    is_late: bool = False
+    """whether the target has moved since its judgement began"""
 
 
 class Lifecycle:
@@ -127,15 +129,24 @@ class Lifecycle:
         self._start: Any = None  # common start of training; None: the state that the run began with
         self._behind: set[int] = set()  # workers that have not adopted it
         self._ahead: set[int] = set()  # workers that have trained since
+        self._target: int | None = None  # target version of this rollout
         self._looked = False  # whether there was a look in this rollout
         self._trained_now = 0.0  # seconds of training in this rollout
         self._looking = 0.0  # seconds of looks less those that they may take: below 0, another one may begin
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
-    def rollout_begins(self) -> None:
-        """There is a new whole harvest, of the last finished rollout, and no drafter was judged on it yet."""
-        self.report, self._looked = DrafterReport(self.version), False
+    def rollout_begins(self, target: int) -> None:
+        """If this is the first rollout by this version of the target, there is a new whole harvest, and no drafter was
+        judged on it yet. A look at the one before, or what is left of it, comes too late to say anything of this one;
+        a candidate's judgement goes on, as it compares."""
+        if target == self._target:
+            return
+        self._target, self.report, self._looked = target, DrafterReport(self.version), False
+        if self.stage is Stage.JUDGING:
+            self._trial.is_late = True
+            if self._trial.candidate is None:
+                self.stage = Stage.TRAINING
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """A rollout has ended; `costs` are those of its rounds, as far as the tuner knows them."""
@@ -146,7 +157,7 @@ class Lifecycle:
 
     def held_up(self, seconds: float) -> None:
         """Workers caught up for so many seconds, while nothing was decoded: what they trained took no idle time."""
-        self.gate.held_up(seconds)
+        self.gate.held_up(seconds, self._trained_now)
         self._trained_now = 0.0
 
     def update_begins(self) -> list[Action]:
@@ -248,6 +259,7 @@ class Lifecycle:
         self.stage = Stage.TRAINING
         if not self._answers:  # no replica is finite: workers train again from the drafter in use
             self._micro_batches = 0
+            self._train_on_from(self.in_use[0] if self.in_use else None, self._trial.of)
             return []
         if self._micro_batches >= self.gate.thresholds.stretch:
             self.stage, self._micro_batches = Stage.WAITING, 0
@@ -272,9 +284,9 @@ class Lifecycle:
         if not judged.entries:
             return []
         in_use = judged.entries / judged.in_use
-        fell = self.report.accept_length is None and self.gate.fresh(in_use)
-        actions: list[Action] = [Forget(self.workers)] if fell else []
-        self.report.accept_length = in_use
+        is_fresh = self.report.accept_length is None and not trial.is_late
+        actions: list[Action] = [Forget(self.workers)] if is_fresh and self.gate.fresh(in_use) else []
+        self.report.accept_length = in_use if is_fresh else self.report.accept_length
         if trial.candidate is None:
             return actions
         candidate, is_better = judged.entries / judged.candidate, judged.is_better(self.gate.thresholds.better)
@@ -287,9 +299,10 @@ class Lifecycle:
         return [*actions, Publish(self.version, *self.in_use)]
 
     def _train_on_from(self, start: Any, of: Sequence[int]) -> None:
-        """All workers go on training from `start`, except one that trained it alone: it is there, or further on."""
+        """All workers go on training from `start`, except one that trained it alone: it is there, or further on. None:
+        from the state that the run began with, as far as they have not trained."""
         self._start, self._ahead = start, set()
-        self._behind = set(self.workers) - (set(of) if len(of) == 1 else set())
+        self._behind = set(self.workers) - (set(of) if len(of) == 1 else set()) if start is not None else set()
 
     # -- the checkpoint's part -----------------------------------------------------------------------------------------
 

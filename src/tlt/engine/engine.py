@@ -124,6 +124,7 @@ class Engine(Generates):
                 self.rollout.scheduler.put_off_ahead()
             self.rollout = self._new_rollout()
             self._amid_round = False
+        self.tuner.rollout_begins()
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
@@ -209,7 +210,8 @@ class Engine(Generates):
         assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         self._amid_round = True
-        clock = Clock(for_coming_steps=not self.busy)
+        own = self.busy
+        clock = Clock(for_coming_steps=not own)
         with clock.phase("prefill"):
             prefilled = self._admit()
         if prefilled:
@@ -231,7 +233,7 @@ class Engine(Generates):
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored, took = not prefilled and not preempted, time.perf_counter() - start
         told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
-        self.tuner.record(strategy, took, [n for n, _ in told], scored, [ahead for _, ahead in told])
+        self.tuner.record(strategy, took, [n for n, _ in told], scored, [ahead for _, ahead in told], own)
         if scored:
             self.stats.against_plain = self.yardstick.record(strategy, took, tokens, [row.ahead for row in now.rows])
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))

@@ -39,6 +39,7 @@ _ROWS_OF_PREDECESSOR = 8.0  # weight, in rows, of what was seen of a drafter, fo
 _FREE_ROWS_SLOWDOWN = 0.03  # a round may take longer by this fraction for rows that nobody waits for
 _BRIEF_ROUND_SLOWDOWN = 1.8  # a round that is to be over soon may take so many times the round of one row
 _SWITCH_MARGIN = 0.02  # an arm gives way only to one that is faster by this fraction
+_KEPT_OF_SPENT = 0.8  # of the seconds spent in rounds, from one rollout to the next
 _LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
 _AGREEMENT_AHEAD = 0.97  # how often a look-ahead's tokens are expected to be right before any was seen
 
@@ -54,11 +55,22 @@ class Tuner(Protocol):
         drafters that still work; `offers`: number of tokens that each row's look-ahead could propose."""
         ...
 
+    def rollout_begins(self) -> None:
+        """What rounds cost is asked of the last rollouts: those before count for less from now on."""
+        ...
+
     def record(
-        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+        self,
+        strategy: Strategy,
+        seconds: float,
+        tokens: Sequence[int],
+        scored: bool,
+        ahead: Sequence[int] = (),
+        own: bool = True,
     ) -> None:
         """Learn from the round just chosen: its seconds, the tokens that each row committed, and how many tokens
-        `ahead` its look-ahead had proposed. Not `scored`: the seconds do not count, as with a prefill."""
+        `ahead` its look-ahead had proposed. Not `scored`: the seconds do not count, as with a prefill. Not `own`: all
+        of its rows are of coming steps."""
         ...
 
     def free_rows(self, rows: int) -> int:
@@ -96,8 +108,16 @@ class Fixed:
         strategy = self.strategies[0]
         return strategy if strategy.drafter in usable else PLAIN._replace(ahead=strategy.ahead)
 
+    def rollout_begins(self) -> None: ...
+
     def record(
-        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+        self,
+        strategy: Strategy,
+        seconds: float,
+        tokens: Sequence[int],
+        scored: bool,
+        ahead: Sequence[int] = (),
+        own: bool = True,
     ) -> None: ...
 
     def free_rows(self, rows: int) -> int:
@@ -147,7 +167,7 @@ class Bandit:
         self.stay = 50.0  # number of rounds for which the best arm stays the best, on average
         self._rounds = self._turned = 0
         self._used: dict[str, int] = {}  # round in which a drafter was last used
-        self._spent: dict[Bucket, float] = {}  # seconds spent in rounds
+        self._spent: dict[Bucket, float] = {}  # seconds spent in rounds of the last rollouts
         self._now = Bucket(0, 0)
         self._each = 1.0  # tokens that a row commits in a round with `current`
         self._ahead = self._expected_ahead(self._now)  # and in one with a look-ahead chain of 0, 1, 2, ... tokens
@@ -292,11 +312,21 @@ class Bandit:
 
     # -- what a round taught -------------------------------------------------------------------------------------------
 
+    def rollout_begins(self) -> None:
+        self._spent = {bucket: _KEPT_OF_SPENT * seconds for bucket, seconds in self._spent.items()}
+
     def record(
-        self, strategy: Strategy, seconds: float, tokens: Sequence[int], scored: bool, ahead: Sequence[int] = ()
+        self,
+        strategy: Strategy,
+        seconds: float,
+        tokens: Sequence[int],
+        scored: bool,
+        ahead: Sequence[int] = (),
+        own: bool = True,
     ) -> None:
         bucket = self._now
-        self._spent[bucket] = self._spent.get(bucket, 0.0) + seconds
+        if own:
+            self._spent[bucket] = self._spent.get(bucket, 0.0) + seconds
         if strategy not in self._known:
             return
         ahead = ahead or [0] * len(tokens)
