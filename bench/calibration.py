@@ -112,7 +112,7 @@ def main() -> None:
     watched = Watched()
     layout = layer.options.layout
     engine = Engine(bench.target, rows, [drafter], Fixed(TREE), layout=layout)
-    engine.calibration = watched
+    engine.drafters.calibrations[drafter.name] = watched
     for _ in engine.generate(bench.held_out):
         pass
     points = reliability(watched.seen_pairs)

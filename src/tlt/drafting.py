@@ -190,7 +190,7 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy) -> dict[st
     return {
         "strategy": strategy.name,
         "accept_length": engine.stats.accept_length,
-        "agreement": engine.calibration.agreement(strategy.depth, strategy.branching),
+        "agreement": engine.drafters.calibrations[drafter.name].agreement(strategy.depth, strategy.branching),
         "tokens_per_second": engine.stats.tokens / seconds,
         "tokens": engine.stats.tokens,
     }

@@ -16,7 +16,7 @@ from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft import gate
-from tlt.draft.gate import TrainingGate
+from tlt.draft.gate import SpotReport, TrainingGate
 from tlt.draft.spot import SpotTrainer
 from tlt.parts import make_parts
 from tlt.types import Request, RolloutStats
@@ -173,3 +173,22 @@ def test_what_has_no_learned_drafter_has_no_trainer(tmp_path: Path) -> None:
     assert make(tiny_config(tmp_path, speculation={"training": TRAINED})).budget.inside is None, (
         "speculation.drafter = 'suffix'"
     )
+
+
+def test_idle_time_is_told_of_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slices in it; the next one, over at once, is of the same harvest."""
+    monkeypatch.setattr(TrainingGate, "should_train", lambda self: True)
+    rollout = make(config_of(tmp_path))
+    decode(rollout, 0)
+    budget, engine = rollout.budget.inside, rollout.engine
+    assert budget
+    begun, slices = list[int](), iter([SpotReport(1, 10, 0.1), SpotReport(1, 10, 0.1), SpotReport()])
+    monkeypatch.setattr(budget.life, "rollout_begins", begun.append)
+    monkeypatch.setattr(budget, "_train", lambda seconds, is_over: next(slices))
+    engine.stats.drafter_tokens, budget.idle = 0, 1000.0
+    budget.spend_idle(engine, lambda: False)
+    assert engine.stats.drafter_tokens == 20
+    assert budget.idle == 1000.0, "it returned early"
+    budget.spend_idle(engine, lambda: True)
+    assert budget.idle < 1000.0
+    assert begun == [budget.trainer.target.version] * 2

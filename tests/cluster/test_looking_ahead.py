@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from tiny import tiny_config
 from tlt.cluster.ahead import LookingAhead, Value, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
+from tlt.cluster.idle import IdleTime
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadSlice, AheadWork, Slice, Work
 from tlt.draft.ahead import Ahead
+from tlt.draft.guard import Guard
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -423,3 +426,19 @@ def test_a_pass_that_ends_a_response_gives_no_token_beside_the_look_aheads() -> 
     value.learn(RolloutStats(tokens=9, row_passes=2, ahead_passes=1, ahead_committed=8, seen_ahead=8), 8, 1.0)
     assert (value.accept_length, value.accept_length_ahead) == (1.0, 8.0)
     assert value.saves(1.0, workers=2) > 0.0
+
+
+def test_as_long_as_the_worth_of_one_is_not_known_they_take_turns() -> None:
+    ahead: Any = SimpleNamespace(value=SimpleNamespace(is_known=False))
+    crew: Any = None
+    idle = IdleTime(Guard(None), ahead, crew)
+    assert [idle.rather_trains() for _ in range(4)] == [True, False, True, False]
+
+
+def test_what_decoding_ahead_saves_is_shared_by_the_workers_that_are_left() -> None:
+    """One of three is gone."""
+    asked = list[tuple[float, int]]()
+    ahead: Any = SimpleNamespace(value=SimpleNamespace(saves=lambda *given: asked.append(given) or 0.5))
+    crew: Any = SimpleNamespace(size=3, present=[0, 2])
+    assert not IdleTime(Guard(None), ahead, crew).training_saves_more()
+    assert asked == [(1.0, 2)]

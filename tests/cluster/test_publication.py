@@ -31,7 +31,7 @@ from tlt.display import Display
 from tlt.draft import gate as gates
 from tlt.draft.average import Replica
 from tlt.draft.gate import Judgement, TrainingGate, summed
-from tlt.draft.horizon import Horizon
+from tlt.draft.horizon import Horizon, RoundCosts
 from tlt.draft.lifecycle import Collect, Combine, Stage
 from tlt.draft.saving import load_latest
 from tlt.draft.spot import SpotTrainer
@@ -136,6 +136,10 @@ def test_what_follows_a_run_whose_training_failed_goes_on_from_its_drafter(home:
     assert after.life.version == before.life.version > 0
     assert do.called != damaged
     assert (after.life.in_use is None) == damaged
+    if after.life.in_use and before.life.in_use:
+        assert after.life.in_use[1] == before.life.in_use[1], "its agreement"
+    if after.life.in_use and before.life.in_use:
+        assert after.life.in_use[1] == before.life.in_use[1], "its agreement"
 
 
 def test_a_run_that_trains_none_says_nothing_of_the_drafter_of_one_that_goes_on_from_it(home: Path) -> None:
@@ -440,3 +444,15 @@ def test_rows_that_were_promised_to_one_that_trained_and_is_lost_are_given_to_ot
     coordinator._reclaim(1)
     assert list(coordinator.queue) == [[given, promised]]
     assert not coordinator.shares[1].promised
+
+
+def test_the_horizon_is_of_who_is_left_and_costs_are_of_all_who_decoded(home: Path) -> None:
+    """Of three workers one is gone: two have ten idle seconds each."""
+    crew: Any = SimpleNamespace(size=3, present=[0, 2])
+    publication = Publication(crew, config_of(home, "adaptive"))
+    costs = [RoundCosts(weight, 1.0, {2: 1.5}) for weight in (1.0, 2.0)]
+    slices: list[Any] = [SimpleNamespace(stats=RolloutStats(), costs=[one]) for one in costs]
+    publication.rollout_ends(1, 10.0, [], Beside(0.1), slices, Tracer())
+    horizon = publication.life.gate.horizons[-1]
+    assert (horizon.workers, horizon.idle_seconds) == (2, pytest.approx(20.0))
+    assert publication.life.gate.costs == costs

@@ -54,3 +54,8 @@ def test_the_more_replicas_the_farther_from_the_start(count: int, farther: float
         if name.startswith(("weight.", "mean.")):
             want = start.tensors[name].numpy() + farther * (want - start.tensors[name].numpy())
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-12)
+
+
+def test_the_only_one_that_trained_is_taken() -> None:
+    trained = replica(1, 10)
+    assert average([replica(0, 0), trained]) is trained

@@ -888,3 +888,56 @@ def test_the_state_comes_back_through_json() -> None:
     ):
         gate.load_state(older)  # nothing of it fits
         assert gate.state() == TrainingGate(UNROLL).state()
+
+
+def test_what_a_candidate_gains_counts_for_less_where_rollouts_are_slower_than_judged() -> None:
+    """The law of learning is of what rollouts show."""
+    gains = []
+    for live in (1.0, 0.5):
+        gate = TrainingGate(UNROLL)
+        gate.live = live
+        gate.trained_for(SpotReport(16, 4000, 1.2))
+        gate.gained(3.0, 3.3, 0.0)
+        gains.append(gate.slope.gain)
+    assert 0.0 < gains[1] == pytest.approx(0.5 * gains[0])
+
+
+def test_one_long_rollout_does_not_decide_alone() -> None:
+    """The mean of the last four does."""
+    decisions = []
+    for lengths in ((9.0, 3.0, 3.0, 3.0, 7.0), (4.0,) * 4):
+        gate = TrainingGate(UNROLL)
+        gate.fresh(2.0)
+        for seconds in lengths:
+            gate.rollout_ended(RUN._replace(rollout_seconds=seconds), [MEASURED])
+        decisions.append(gate.decision)
+    assert decisions[0] == decisions[1]
+
+
+def test_what_rounds_cost_is_known_after_a_rollout_that_does_not_tell() -> None:
+    gate = looked_at_gate(6.0)
+    gate.rollout_ended(RUN)
+    assert gate.decision
+    assert gate.decision.speed == pytest.approx(1.81, abs=0.01)
+
+
+def test_more_than_all_of_the_idle_time_is_never_used() -> None:
+    gate = TrainingGate(UNROLL)
+    gate.rollout_ended(RUN, [MEASURED], 5 * RUN.idle_seconds)
+    assert gate.used == 1.0
+
+
+def test_a_candidate_has_all_of_its_training_since_the_drafter_in_use() -> None:
+    logs = []
+    for calls in (1, 4):
+        gate = TrainingGate(UNROLL)
+        for _ in range(calls):
+            gate.trained_for(SpotReport(16 // calls, 4000, 1.2 / calls))
+        gate.gained(3.0, 3.3, 0.0)
+        logs.append(gate.slope.log)
+    assert logs[1] == pytest.approx(logs[0])
+
+
+def test_a_step_is_held_up_only_for_what_is_sure_to_be_worth_it() -> None:
+    caught_up = [decide(FAR_BEHIND, BEHIND, [MEASURED], UNROLL, least).catch_up for least in (0.01, 0.5)]
+    assert caught_up[0] > caught_up[1] == 0.0

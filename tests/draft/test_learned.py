@@ -117,7 +117,7 @@ class Life:
             layout=layout,
             kv_tokens=self.bound_tokens,
         )
-        self.engine.calibration = Still()
+        self.engine.drafters.calibrations = {drafter.name: Still() for drafter in drafters}
         drafters[0].engine = self.engine  # type: ignore[union-attr]
         draft = self.engine.draft
 

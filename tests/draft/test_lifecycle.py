@@ -495,3 +495,28 @@ def test_the_state_comes_back() -> None:
     assert other.gate.state() == life.gate.state()
     other.load_state({})
     assert other.gate.state() == life.gate.state(), "of a run whose training had failed"
+
+
+def test_looks_may_take_their_share_of_all_workers_seconds() -> None:
+    """2 % of three times 100 s a rollout, and a look takes 10."""
+    life, looks = life_of(workers=3, resting=True), []
+    for _ in range(4):
+        life.rollout_ends(ROLLOUT)
+        life.rollout_begins(next(TARGETS))
+        looks.append(life.idle([0]) == [Judge([0], None)])
+        if looks[-1]:
+            life.answered(0, Judgement(10, 5.0, seconds=10.0))
+            assert life.idle([0]) == []
+    assert looks == [True, True, False, True]
+
+
+def test_a_new_worker_takes_the_common_start_although_nothing_was_published() -> None:
+    table = [*BY_0, (("about_to_train", 1), [Adopt(1, "mean")]), (("lost", 1), []), (("replaced", 1), [])]
+    run(life_of(), [*table, (("about_to_train", 1), [Adopt(1, "mean")])])
+
+
+def test_a_candidate_that_is_not_finite_is_not_reported() -> None:
+    life = life_of()
+    life.rollout_begins(next(TARGETS))
+    run(life, TABLES["nor what is not finite"])
+    assert life.report.numbers() == {"version": 0.0, "accept_length": 2.0}

@@ -182,3 +182,14 @@ def test_a_disk_that_fails_costs_the_save_alone(
     saver.wait()
     assert "No space left" in caplog.text
     assert loaded(model, tmp_path).number == 2
+
+
+def test_one_that_is_damaged_is_written_anew(model: Model, tmp_path: Path) -> None:
+    """A run that goes on from the one before it gives the next one the same number."""
+    for number in (1, 2):
+        write(tmp_path, options(model), number, replica(model), None)
+    (tmp_path / "drafter_00000002" / "model.safetensors").write_bytes(b"")
+    assert loaded(model, tmp_path).number == 1
+    want = replica(model, seed=1)
+    write(tmp_path, options(model), 2, want, None)
+    assert same(loaded(model, tmp_path).replica, want)

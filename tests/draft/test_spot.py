@@ -505,3 +505,35 @@ def test_a_pack_is_of_one_version(items: list[Harvest], model: Model) -> None:
         spot.buffer.add(item._replace(target_version=1))
     for _ in range(20):
         assert len({item.target_version for item in spot.buffer.sample(200, random.Random(3))}) == 1
+
+
+class Waiting:
+    """Responses whose harvest is computed late, one at a time."""
+
+    def __init__(self, items: list[Harvest]) -> None:
+        self.items = items
+
+    def tokens(self, past: bool) -> int:
+        return sum(len(item.tokens) for item in self.items)
+
+    def take(self, past: bool, stop: object) -> list[Harvest]:
+        return [self.items.pop()] if self.items else []
+
+    def rollout_ended(self) -> None: ...
+
+
+def test_what_is_computed_and_not_yet_trained_on_is_no_micro_batch(model: Model, items: list[Harvest]) -> None:
+    spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
+    for _ in range(2):  # a rollout before the last one, both without harvest so far
+        spot.target_moved()
+    report = spot.train(1e-9)
+    assert spot.buffer.past_tokens > 0
+    assert (report.micro_batches, report.tokens) == (0, 0)
+
+
+def test_what_is_computed_to_judge_on_is_not_trained_on(model: Model, items: list[Harvest]) -> None:
+    spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
+    for _ in range(2):
+        spot.target_moved()
+    assert spot.judge(None).entries > 0
+    assert spot.buffer.past_tokens == 0

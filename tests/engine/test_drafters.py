@@ -17,6 +17,7 @@ from tlt.draft.drafter import Candidates, Level, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
+from tlt.draft.tree import DraftTree
 from tlt.engine.drafters import Agreement, Drafters
 from tlt.sampling import Law
 from tlt.types import Prompt, Request, SamplingParams
@@ -80,6 +81,21 @@ def test_a_swap_starts_the_count_anew() -> None:
     drafters.swap(Nothing(0.2), None, [])
     assert drafters.agreement["nothing"].published == 0.2
     assert not drafters.agreement["nothing"].alarming
+
+
+def test_each_drafter_is_calibrated_by_its_own_guesses_and_a_swap_renews_its_own_alone() -> None:
+    first, second = Nothing(0.9), Nothing(0.9)
+    second.name = "other"
+    drafters = Drafters([first, second])
+    known, other = drafters.calibrations["nothing"], drafters.calibrations["other"]
+    tree = DraftTree([0, 1], [0, 0], [-1, 0], [1.0, 0.5], [-1, 0])
+    for _ in range(9):
+        drafters.learn("nothing", tree, [0])
+        drafters.learn("nothing", tree, [0])
+        drafters.learn("other", tree, [0, 1])
+    assert (known.seen.sum(), known.agreed.sum(), other.seen.sum(), other.agreed.sum()) == (18, 0, 9, 9)
+    drafters.swap(Nothing(0.2), None, [])
+    assert (known.seen.sum(), other.seen.sum()) == (2, 9)
 
 
 @pytest.mark.parametrize("corrupt", [False, True])

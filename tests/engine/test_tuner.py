@@ -581,3 +581,12 @@ def test_free_rows_take_no_longer_than_those_there_are() -> None:
     """At 1 % a row, three more are within 3 % of one."""
     bandit = Bandit([PLAIN], {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
     assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]
+
+
+def test_what_is_had_without_a_drafter_is_plain_decoding_at_least() -> None:
+    """Suffixes were tried, and are never right."""
+    world = World(right={"eagle": 0.8, "suffix": 0.0}, noise=0.0)
+    bandit = Bandit(ARMS, world.profile())
+    play(bandit, world, 4, 600)
+    assert "suffix" in bandit._used
+    assert [one.fallback for one in bandit.costs("eagle")] == [1.0]

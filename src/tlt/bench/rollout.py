@@ -101,7 +101,7 @@ class _Contender:
     tuner: Tuner
     harvest: bool = False
     looks_ahead: bool = False
-    calibration: Calibration = field(default_factory=Calibration)
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
     stats: RolloutStats = field(default_factory=RolloutStats)
 
@@ -255,7 +255,8 @@ class _Bench:
             on_harvest=buffer.add if contender.harvest else None,
             store=store,
         )
-        engine.calibration = contender.calibration  # with what it learned in earlier repeats
+        engine.drafters.calibrations |= contender.calibrations  # with what it learned in earlier repeats
+        contender.calibrations = engine.drafters.calibrations
         return engine
 
     def _settled(self, contenders: Sequence[_Contender]) -> bool:

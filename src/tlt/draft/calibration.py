@@ -1,8 +1,8 @@
 """Counts online how often the target takes a drafted token. This decides which nodes are worth verifying.
 
 Given the noise, a drafted token's place among its siblings and its lead over the next noisy score tell how likely it
-is the target's token; log q itself adds almost nothing. So the counts are kept per cell: (class of guess, depth,
-place, lead).
+is the target's token; log q itself adds almost nothing. So a drafter's counts are kept per cell: (class of guess,
+depth, place, lead).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CLASSES = 8  # number of classes of guess, over all drafters
+CLASSES = 4  # number of classes of guess that a drafter may tell apart
 _EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings fall into the last cell
 _OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
@@ -20,10 +20,13 @@ _SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
 # rounds after which all counts are halved: drafters and targets change, and what looked bad is tried again
 _HALF_LIFE = 256
+_PREDECESSOR_WEIGHT = 2.0  # of what was seen of a drafter in a cell, for its successor
 _REFRESH = 8  # rounds between two updates of the table of chances
 
 
 class Calibration:
+    """Of one drafter."""
+
     def __init__(self) -> None:
         self.seen, self.agreed = np.zeros(math.prod(_SHAPE)), np.zeros(math.prod(_SHAPE))
         self.rounds = 0
@@ -55,13 +58,21 @@ class Calibration:
 
     def agreement(self, depth: int, branching: int) -> list[float | None]:
         """For each depth, how often one of the `branching` best children was taken where their parent was reached, for
-        guesses of class 0 (the learned drafter's). None where nothing was counted."""
+        guesses of class 0. None where nothing was counted."""
         seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
         places = min(branching, _PLACES)
         return [
             float(agreed[d, :places].sum() / seen[d, 0].sum()) if seen[d, 0].sum() else None
             for d in range(min(depth, _DEPTHS))
         ]
+
+    def renew(self) -> None:
+        """Another drafter has this name from now on. What was seen of the one before counts as little: else what never
+        was right would never be tried again."""
+        less = np.minimum(1.0, _PREDECESSOR_WEIGHT / np.maximum(self.seen, 1.0))
+        self.seen *= less
+        self.agreed *= less
+        self._refresh()
 
     def next_round(self) -> None:
         self.rounds += 1

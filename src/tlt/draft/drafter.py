@@ -47,7 +47,8 @@ class Candidates(NamedTuple):
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B, W] class of guess, below calibration.CLASSES; each class is calibrated separately (e.g. by match length)"""
+    """[B, W] class of guess, below calibration.CLASSES; each of the drafter's classes is calibrated separately (e.g. by
+    match length)"""
 
 
 class Drafter(Protocol):
@@ -105,8 +106,8 @@ class Node:
 
 
 class Offer(NamedTuple):
-    """`Candidates` for a list of M nodes: `ids` and `log_q` are [M, K]. `states[m][k]` becomes the state of the child
-    of node m that takes candidate k."""
+    """`Candidates` for a list of M nodes: `ids` and `log_q` are [M, K]. Where the drafter has no guess, log q is -inf.
+    `states[m][k]` becomes the state of the child of node m that takes candidate k."""
 
     ids: Tensor | None
     log_q: Tensor

@@ -20,7 +20,7 @@ from tlt.types import Request
 
 _ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
 _ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of "something not seen after this context"
-_CLASSES = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess; 0 is the learned drafter's
+_CLASSES = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess, by the length of the match; 0 is none
 _MATCHES = 16  # occurrences looked at, the newest first
 
 

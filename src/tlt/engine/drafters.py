@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
 from tlt.draft.features import FeatureView
+from tlt.draft.tree import DraftTree
 from tlt.types import Row
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class Drafters:
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.usable = {drafter.name: drafter for drafter in drafters}
         self.agreement = {name: Agreement(drafter.agreement) for name, drafter in self.usable.items()}
+        self.calibrations = {name: Calibration() for name in self.usable}
         self.failures = 0
 
     def begin(self, view: FeatureView | None) -> None:
@@ -70,6 +73,7 @@ class Drafters:
         """Put a drafter in the place of the one of its name, between two rounds."""
         self.usable[drafter.name] = drafter
         self.agreement[drafter.name] = Agreement(drafter.agreement)
+        self.calibrations.setdefault(drafter.name, Calibration()).renew()
 
         def enter() -> None:
             drafter.begin(view)
@@ -77,6 +81,15 @@ class Drafters:
                 _open(drafter, row)
 
         self.guard(drafter.name, enter, "enter")
+
+    def next_round(self) -> None:
+        for calibration in self.calibrations.values():
+            calibration.next_round()
+
+    def learn(self, name: str, tree: DraftTree, path: Sequence[int]) -> None:
+        """How good the drafter's guesses in the tree were: the target took those of the path."""
+        self.calibrations[name].observe(tree.cells, tree.parents, path)
+        self.agreement[name].add(1 in path)
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
         """The call's result; None if it failed, and then the drafter is gone."""

@@ -17,7 +17,6 @@ from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.draft.buffer import Harvest
-from tlt.draft.calibration import Calibration
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
@@ -72,7 +71,6 @@ class Engine(Generates):
         self.drafters = Drafters(drafters)
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
-        self.calibration = Calibration()
         self.yardstick = yardstick or Yardstick(every=0)
         self.stops = Stops(detokenize)
         o = target.options
@@ -296,7 +294,7 @@ class Engine(Generates):
             vocab_size = self.target.options.vocab_size
             trees = self.drafters.guard(
                 strategy.drafter,
-                lambda: grow(drafter, roots, strategy, noise, vocab_size, self.calibration),
+                lambda: grow(drafter, roots, strategy, noise, vocab_size, self.drafters.calibrations[strategy.drafter]),
                 "propose",
             )
         return trees or now.roots()
@@ -332,7 +330,7 @@ class Engine(Generates):
 
     def _commit(self, now: Round, trees: Sequence[DraftTree], sampled: Sampled) -> list[Response]:
         rollout = self.rollout
-        self.calibration.next_round()
+        self.drafters.next_round()
         moves: list[tuple[int, int, int]] = []
         entries: list[tuple[int, int, int, int]] = []  # place, node, position, the token that follows
         finished: dict[int, str] = {}
@@ -362,8 +360,7 @@ class Engine(Generates):
     def _learn(self, strategy: Strategy, tree: DraftTree, path: Sequence[int]) -> None:
         """How good the drafter's guesses were."""
         if len(tree.tokens) > 1 and not tree.ahead:
-            self.calibration.observe(tree.cells, tree.parents, path)
-            self.drafters.agreement[strategy.drafter].add(1 in path)
+            self.drafters.learn(strategy.drafter, tree, path)
 
     def _response(self, row: Row, reason: str) -> Response:
         text = self.detokenize(row.tokens) if self.detokenize else ""
