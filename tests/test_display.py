@@ -329,6 +329,7 @@ SUMMARY = {
     "compared": {},
     "responses": 3840,
     "without_reward": {},
+    "workers": [{"idle_seconds_trained": 0.0}] * 2,
 }
 
 
@@ -345,6 +346,13 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)
     assert "plain decoding" not in failed[0].plain
+
+
+@pytest.mark.parametrize(("version", "said"), [(3, "the last one that was better is number 3"), (0, "none was better")])
+def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said: str) -> None:
+    workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
+    lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
+    assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
 
 
 def test_the_line_of_a_step_says_what_was_seen_ahead(tmp_path: Path) -> None:

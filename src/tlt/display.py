@@ -211,9 +211,14 @@ class Display:
             f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest "
             f"{m.lengths['truncated']:.0%} cut off  "
             f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
-            f"seen ahead {_seen_ahead(m):.0%}  "
+            f"seen ahead {_seen_ahead(m):.0%}  {_version(m)}"
             f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
         )
+
+
+def _version(m: StepMetrics) -> str:
+    """Of the learned drafter, where one may be trained."""
+    return f"drafter {m.rollout['spot']['version']:.0f}  " if "version" in m.rollout["spot"] else ""
 
 
 def _training(spot: dict[str, float]) -> str:
@@ -252,6 +257,10 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     ]
     if summary["compared"]:
         lines.append(Text(_compared(summary)))
+    if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
+        last = summary["by_step"]["drafter_version"][-1]
+        better = f"the last one that was better is number {last:.0f}" if last else "none was better"
+        lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
     if missing:
         share = sum(missing.values()) / summary["responses"]
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())

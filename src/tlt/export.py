@@ -54,6 +54,8 @@ def _export(source: Path, out: Path, to: To, dtype: str, model: Path | None) -> 
     said, drafter = [f"the model is in {out}"], None if to == "hf" else _published_drafter(source, out) or named
     if drafter:
         said.append(_drafter(drafter, out, out / "drafter", to, getattr(torch, dtype), served=out))
+    elif to != "hf" and newest_number(source / "drafter"):
+        said.append(f"no drafter in {source / 'drafter'} is whole: the model is served without")
     (out / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
     return said
 

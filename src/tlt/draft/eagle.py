@@ -159,10 +159,12 @@ def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
 def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     """Load a drafter. Raises DrafterError if the folder does not hold one that fits the target."""
     path = Path(folder)
+    if not path.is_dir():
+        raise DrafterError(f"{path} is no folder: make a drafter with tlt draft train")
     try:
         config = read_json(path / "config.json")
         if "tlt_drafter" not in config:
-            raise ValueError("its config.json is of something else")
+            raise ValueError("its config.json is of something else; those of a run are in drafter/ in its folder")
         raw, agreement = config["tlt_drafter"], config.get("agreement")
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
@@ -187,10 +189,11 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     if wanted.keys() != tensors.keys():
         odd = sorted(wanted.keys() ^ tensors.keys())[0]
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: see {odd}")
-    try:
-        layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
-    except RuntimeError as error:
-        raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {error}") from None
+    shapes = {name: layer.state_dict()[wanted[name]].shape for name in sorted(tensors)}
+    if odd := [name for name, shape in shapes.items() if tensors[name].shape != shape]:
+        has, wants = list(tensors[odd[0]].shape), list(shapes[odd[0]])
+        raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {odd[0]} is {has}, not {wants}")
+    layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
         raise DrafterError(f"{path / 'model.safetensors'} is not finite, see {odd[0]}: make one with tlt draft train")
     layer.agreement = agreement

@@ -88,6 +88,7 @@ class DrafterReport:
     """What is known of the drafter in a rollout."""
 
     version: int = 0
+    """of the drafter in use; 0: the one that the run began with"""
     accept_length: float | None = None
     """of the drafter in use, judged on the last finished rollout"""
     candidate: float | None = None
@@ -142,7 +143,8 @@ class Lifecycle:
         a candidate's judgement goes on, as it compares."""
         if target == self._target:
             return
-        self._target, self.report, self._looked = target, DrafterReport(self.version), False
+        self._target, self._looked = target, False
+        self.report = DrafterReport(self.version if self.in_use else 0)
         if self.stage is Stage.JUDGING:
             self._trial.is_late = True
             if self._trial.candidate is None:

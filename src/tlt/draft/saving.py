@@ -95,15 +95,18 @@ def write(folder: Path, options: EagleOptions, number: int, replica: Replica, ag
 
 def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
     """The newest save that is whole; None if there is none."""
-    for path in reversed(_folders(folder)):
+    found = _folders(folder)
+    for path in reversed(found):
         try:
             layer = load_drafter(path, target)
             rest = load_file(path / "training.safetensors")
         except (DrafterError, OSError, SafetensorError) as error:
-            log.warning("the drafter in %s is damaged (%s); looking for an older one", path, error)
+            log.warning("the drafter in %s is damaged, and passed over (%s)", path, error)
             continue
         tensors = {f"mean.{name}": tensor.detach() for name, tensor in layer.named_parameters()}
         return Saved(int(path.name.removeprefix("drafter_")), layer, Replica(tensors | rest, 0))
+    if found:
+        log.warning("no drafter in %s is whole: the one that the run began with is left", folder)
     return None
 
 
