@@ -24,7 +24,10 @@ from unittest.mock import patch
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.arms import strategies
-from tlt.engine.tuner import Bandit, Bucket, Fixed, bucket_of, interpolate
+from tlt.engine.bandit import Bandit
+from tlt.engine.buckets import Bucket, bucket_of
+from tlt.engine.interpolate import interpolate
+from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 
 _ENOUGH = 5  # least number of rounds with a number of rows, for a median

@@ -16,7 +16,7 @@ from tlt import run as run_module
 from tlt.config import Config
 from tlt.display import Display
 from tlt.draft.ahead import Ahead
-from tlt.engine.tuner import Bandit
+from tlt.engine.bandit import Bandit
 from tlt.journal import Journal
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics

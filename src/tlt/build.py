@@ -22,10 +22,11 @@ from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.arms import strategies, with_ahead
+from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
-from tlt.engine.tuner import Bandit, Fixed, Tuner
+from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.yardstick import Yardstick
 from tlt.files import read_json, telling
 from tlt.models.decoder import Decoder

@@ -33,8 +33,8 @@ from tlt.draft.eagle import EagleLayer, Kind
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.arms import strategies
+from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine
-from tlt.engine.tuner import Bandit
 from tlt.fidelity.modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -353,8 +353,8 @@ def test_tokens_with_the_bandit() -> None:
     profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
     bandit, record = Bandit(arms, profile), Bandit.record
 
-    def by_a_random_clock(strategy: Strategy, seconds: float, tokens: int, scored: bool, ahead: list[int]) -> None:
-        record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored, ahead)
+    def by_a_random_clock(strategy: Strategy, seconds: float, tokens: int, scored: bool, *rest: Any) -> None:
+        record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored, *rest)
 
     bandit.record = by_a_random_clock
     engine = run_mixed(learned, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)

@@ -18,7 +18,9 @@ import pytest
 from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.arms import strategies, with_ahead
-from tlt.engine.tuner import Bandit, Bucket, Fixed, Tuner, bucket_of
+from tlt.engine.bandit import Bandit
+from tlt.engine.buckets import Bucket, bucket_of
+from tlt.engine.tuner import Fixed, Tuner
 
 SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
 ARMS = [PLAIN, *(Strategy(drafter, *shape) for drafter in ("eagle", "suffix") for shape in SHAPES)]

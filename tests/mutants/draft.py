@@ -602,14 +602,14 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter that is of no use in a bucket is never tried there again",
-        "engine/tuner.py",
+        "engine/bandit.py",
         "            guesses.fade(drafter, 0.0)\n",
         "            pass\n",
         "engine/test_tuner.py",
     ),
     Mutant(
         "what was seen of a drafter counts for its successor as before",
-        "engine/tuner.py",
+        "engine/bandit.py",
         "0.0 if much_better else _ROWS_OF_PREDECESSOR",
         "0.0 if much_better else 1e9",
         "engine/test_tuner.py",
@@ -1463,14 +1463,14 @@ MUTANTS = [
     ),
     Mutant(
         "what is decoded ahead weighs in what rounds of rollouts cost",
-        "engine/tuner.py",
+        "engine/bandit.py",
         "        if own:\n            self._spent",
         "        if True:\n            self._spent",
         "engine/test_tuner.py",
     ),
     Mutant(
         "rollouts of long ago weigh as much as the last ones",
-        "engine/tuner.py",
+        "engine/bandit.py",
         "{bucket: _KEPT_OF_SPENT * seconds for",
         "{bucket: seconds for",
         "engine/test_tuner.py",
@@ -1561,7 +1561,7 @@ MUTANTS = [
     ),
     Mutant(
         "a drafter that slows decoding down is what another must beat",
-        "engine/tuner.py",
+        "engine/bandit.py",
         "max([1.0, *faster])",
         "max(faster, default=1.0)",
         "engine/test_tuner.py",

@@ -53,9 +53,9 @@ class Budget:
         began, stats = time.perf_counter(), engine.stats
         self.trainer.rollout_ended()
         rollout_seconds = sum(stats.seconds.values())
-        self.life.rollout_begins(self.trainer.target.version)
-        of = self.trainer.target.version
-        self._rollout_ends(engine, rollout_seconds, self.share * rollout_seconds, second_costs=1.0, version=of)
+        version = self.trainer.target.version
+        self.life.rollout_begins(version)
+        self._rollout_ends(engine, rollout_seconds, self.share * rollout_seconds, second_costs=1.0, version=version)
         if self.life.gate.should_train():
             stats.drafter_tokens = self._train(self.share * rollout_seconds, never).tokens
         self._go_on(engine, never)

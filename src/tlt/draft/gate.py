@@ -47,8 +47,7 @@ class Thresholds:
     judged: int = 2
     """micro-batches of harvest that a candidate is judged on"""
     better: float = 1.02
-    """a candidate goes live with so many times the accept length of the drafter in use: a judgement errs by about 2 %,
-    and a swap costs a pass over the windows of all live rows"""
+    """how many times the accept length of the drafter in use a candidate must have: a judgement errs by about 2 %"""
     looks: float = 0.02
     """fraction of the workers' time in rollouts that looks at a drafter at rest may take"""
     settled_looks: float = 0.005
@@ -160,7 +159,6 @@ class TrainingGate:
     def __init__(self, unroll: int, trained: bool = False, thresholds: Thresholds | None = None) -> None:
         self.unroll, self.trained, self.thresholds = unroll, trained, thresholds or THRESHOLDS
         self.pace = self.thresholds.pace
-        """seconds of a micro-batch"""
         self.used = 1.0
         """fraction of the idle time that training gets: much of it comes in parts shorter than a micro-batch"""
         self.staked = 0.0
@@ -242,8 +240,7 @@ class TrainingGate:
             self._pay(report.seconds)
 
     def held_up(self, seconds: float, trained: float = 0.0) -> None:
-        """Note that workers caught up for so many seconds, while nothing was decoded: what they `trained` in these, in
-        worker seconds, cost nobody who decodes."""
+        """Workers caught up for so many seconds. The worker seconds `trained` in these slowed nobody down."""
         self._pay(-trained)
         self.staked = max(0.0, self.staked) + seconds
 
@@ -327,8 +324,7 @@ class TrainingGate:
 
     def _learning(self) -> Learning:
         """A drafter stands on the law as if it had been trained from random weights to where it is. It learns on as
-        steeply as lately; one on its way to a level that can most likely be reached at least as drafters did elsewhere,
-        as the first stretches lead nowhere and say nothing of those to come."""
+        steeply as lately; one on its way to a level that can most likely be reached, as drafters elsewhere at least."""
         miss = self._present()
         seconds = self.thresholds.cold * self.pace * math.exp(-miss / self.thresholds.slope)
         slope = max(self.thresholds.slope, self.slope.value) if self._learns else self.slope.value
