@@ -293,6 +293,9 @@ def test_what_the_gate_is_told() -> None:
     assert life.gate.told == [2.0, (2.0, 2.5, 4.0, True), (2.0, 2.02, 4.0, False)]  # pyright: ignore
     assert life.report.numbers() == {"version": 1.0, "accept_length": 2.0, "candidate": 2.02}
     assert life.tokens == 80
+    now = Judgement(ENTRIES, ENTRIES / 2.6, ENTRIES / 2.02, 0.5, seconds=4.0)
+    run(life, [*by_0("mean"), (("idle", [0]), [Judge([0], "mean")]), (("answered", 0, now), []), (("idle", [0]), [])])
+    assert life.report.numbers()["accept_length"] == pytest.approx(2.6), "of the drafter in use by now"
     life.rollout_begins(next(TARGETS))
     assert life.report.numbers() == {"version": 1.0}
 
@@ -385,8 +388,10 @@ def test_a_look_that_the_next_rollout_overtakes_is_none() -> None:
     life.rollout_ends(ROLLOUT)
     life.rollout_begins(1)
     assert life.idle([1]) == []
+    owed = life._looking
     life.answered(0, FELL)
     assert life.idle([1]) == [Judge([1], None)]
+    assert life._looking == owed + FELL.seconds, "it took its time all the same"
     life.answered(1, NO_BETTER)
     assert life.idle([1]) == []
     assert life.gate.told == [2.0]  # pyright: ignore

@@ -1429,14 +1429,14 @@ MUTANTS = [
     Mutant(
         "a look that the next rollout overtook is one of that rollout",
         "draft/lifecycle.py",
-        "                self.stage = Stage.TRAINING\n\n    def rollout_ends",
-        "                pass\n\n    def rollout_ends",
+        "            if trial.is_late:\n",
+        "            if False:\n",
         "draft/test_lifecycle.py",
     ),
     Mutant(
         "a candidate that the next rollout overtook is a look at that rollout",
         "draft/lifecycle.py",
-        "            self._trial.is_late = True\n",
+        "        self._trial.is_late = self.stage is Stage.JUDGING\n",
         "",
         "draft/test_lifecycle.py",
     ),

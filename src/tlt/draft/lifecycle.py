@@ -139,16 +139,13 @@ class Lifecycle:
 
     def rollout_begins(self, target: int) -> None:
         """If this is the first rollout by this version of the target, there is a new whole harvest, and no drafter was
-        judged on it yet. A look at the one before, or what is left of it, comes too late to say anything of this one;
-        a candidate's judgement goes on, as it compares."""
+        judged on it yet. What is under way comes too late to say how good the drafter in use is now; a candidate's
+        judgement goes on, as it compares."""
         if target == self._target:
             return
         self._target, self._looked = target, False
         self.report = DrafterReport(self.version if self.in_use else 0)
-        if self.stage is Stage.JUDGING:
-            self._trial.is_late = True
-            if self._trial.candidate is None:
-                self.stage = Stage.TRAINING
+        self._trial.is_late = self.stage is Stage.JUDGING
 
     def rollout_ends(self, horizon: Horizon, costs: Sequence[RoundCosts] = ()) -> None:
         """A rollout has ended; `costs` are those of its rounds, as far as the tuner knows them."""
@@ -276,6 +273,9 @@ class Lifecycle:
         trial, now = self._trial, summed(self._answers.values())
         if trial.candidate is None:
             self._looking += now.seconds
+            if trial.is_late:
+                self.stage = Stage.TRAINING
+                return self._begin(idle)
         trial.judged = summed([trial.judged, now])._replace(broken_off=False)
         if now.broken_off and trial.judged.entries < self.wanted:
             return self._judge(idle)
@@ -288,7 +288,8 @@ class Lifecycle:
         in_use = judged.entries / judged.in_use
         is_fresh = self.report.accept_length is None and not trial.is_late
         actions: list[Action] = [Forget(self.workers)] if is_fresh and self.gate.fresh(in_use) else []
-        self.report.accept_length = in_use if is_fresh else self.report.accept_length
+        if not trial.is_late:
+            self.report.accept_length = in_use
         if trial.candidate is None:
             return actions
         candidate, is_better = judged.entries / judged.candidate, judged.is_better(self.gate.thresholds.better)
