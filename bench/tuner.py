@@ -27,7 +27,7 @@ from tlt.engine.arms import strategies
 from tlt.engine.bandit import Bandit
 from tlt.engine.buckets import Bucket, bucket_of
 from tlt.engine.interpolate import interpolate
-from tlt.engine.tuner import Fixed
+from tlt.engine.tuner import Fixed, RoundResult
 from tlt.metrics import provenance, write_json
 
 _ENOUGH = 5  # least number of rounds with a number of rows, for a median
@@ -76,17 +76,9 @@ class Recorder(Fixed):
         super().__init__(strategy)
         self.rounds: list[tuple[int, float]] = []
 
-    def record(
-        self,
-        strategy: Strategy,
-        seconds: float,
-        tokens: Sequence[int],
-        scored: bool,
-        ahead: Sequence[int] = (),
-        own: bool = True,
-    ) -> None:
-        if scored:
-            self.rounds.append((len(tokens), seconds))
+    def record(self, result: RoundResult) -> None:
+        if result.scored:
+            self.rounds.append((len(result.tokens), result.seconds))
 
 
 # -- what was recorded -------------------------------------------------------------------------------------------------
@@ -199,7 +191,7 @@ def tuned(world: World, seed: int) -> float:
         play(
             world,
             lambda rows, context: bandit.choose(rows, context, drafters),
-            lambda arm, seconds, tokens: bandit.record(arm, seconds, tokens, scored=True),
+            lambda arm, seconds, tokens: bandit.record(RoundResult(arm, seconds, tokens, scored=True)),
             rng,
         )
     )

@@ -99,8 +99,8 @@ def test_what_the_same_target_said_is_accepted_to_the_last_token() -> None:
 
 def test_the_tuner_hears_of_no_miss_where_a_response_ends() -> None:
     looking, told = engine(filled()), list[tuple[int, int]]()
-    looking.tuner.record = lambda strategy, seconds, tokens, scored, ahead, own: told.extend(  # type: ignore[method-assign]
-        zip(tokens, ahead, strict=True)
+    looking.tuner.record = lambda result: told.extend(  # type: ignore[method-assign]
+        zip(result.tokens, result.ahead, strict=True)
     )
     run(looking, requests())
     assert all(tokens == ahead + 1 for tokens, ahead in told)

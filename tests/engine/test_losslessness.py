@@ -35,6 +35,7 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.arms import strategies
 from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine
+from tlt.engine.tuner import RoundResult
 from tlt.fidelity.modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -353,8 +354,8 @@ def test_tokens_with_the_bandit() -> None:
     profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
     bandit, record = Bandit(arms, profile), Bandit.record
 
-    def by_a_random_clock(strategy: Strategy, seconds: float, tokens: int, scored: bool, *rest: Any) -> None:
-        record(bandit, strategy, float(rng.uniform(0.5, 2.0)), tokens, scored, *rest)
+    def by_a_random_clock(result: RoundResult) -> None:
+        record(bandit, result._replace(seconds=float(rng.uniform(0.5, 2.0))))
 
     bandit.record = by_a_random_clock
     engine = run_mixed(learned, TREE, Schedule(max_rows=3), beside=beside, tuner=bandit)

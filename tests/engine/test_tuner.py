@@ -20,7 +20,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.arms import strategies, with_ahead
 from tlt.engine.bandit import Bandit
 from tlt.engine.buckets import Bucket, bucket_of
-from tlt.engine.tuner import Fixed, Tuner
+from tlt.engine.tuner import Fixed, RoundResult, Tuner
 
 SHAPES = ((1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 2, 8), (6, 2, 12), (8, 2, 16))
 ARMS = [PLAIN, *(Strategy(drafter, *shape) for drafter in ("eagle", "suffix") for shape in SHAPES)]
@@ -95,7 +95,9 @@ def play(
         extra = world.catch_up if arm.drafter not in (drafter, "plain") else 0.0
         drafter = arm.drafter
         seconds = world.seconds(arm, B) + extra
-        tuner.record(arm, seconds * math.exp(world.rng.gauss(0, world.noise)), world.play(arm, B), scored=True)
+        tuner.record(
+            RoundResult(arm, seconds * math.exp(world.rng.gauss(0, world.noise)), world.play(arm, B), scored=True)
+        )
         expected = B * world.tokens(arm)
         played.arms.append(arm)
         played.speeds.append(expected / seconds)
@@ -129,7 +131,7 @@ def test_rounds_weigh_by_their_seconds_in_the_last_rollouts() -> None:
 
     def decode(rows: int, seconds: float, own: bool = True) -> None:
         strategy = bandit.choose(rows, 10.0, ())
-        bandit.record(strategy, seconds, [1] * rows, scored=True, own=own)
+        bandit.record(RoundResult(strategy, seconds, [1] * rows, scored=True, own=own))
 
     decode(1, 10.0)
     decode(4, 99.0, own=False)
@@ -327,7 +329,7 @@ def test_rounds_that_are_not_scored_teach_nothing_of_seconds() -> None:
     bandit = Bandit(ARMS, World().profile())
     for _ in range(50):
         arm = bandit.choose(4, 300.0, BOTH)
-        bandit.record(arm, 99.0, [1] * 4, scored=False)
+        bandit.record(RoundResult(arm, 99.0, [1] * 4, scored=False))
     assert bandit.state()["took"] == []
     assert bandit.state()["anywhere"], "how right the guesses were is seen all the same"
 
@@ -336,12 +338,12 @@ def test_one_slow_round_does_not_put_off_a_width_for_good() -> None:
     arms = with_ahead([PLAIN])
     bandit = Bandit(arms, {1: {arm: 1.0 + 0.03 * arm.nodes for arm in arms}})
     for _ in range(20):
-        bandit.record(bandit.choose(1, 300.0, (), [64]), 0.0, [64], scored=False, ahead=[63])
+        bandit.record(RoundResult(bandit.choose(1, 300.0, (), [64]), 0.0, [64], scored=False, ahead=[63]))
     for turn in range(8):
         arm = bandit.choose(1, 300.0, (), [64])
         assert arm.ahead == 63
         seconds = 5.0 if turn == 0 else 1.0 + 0.03 * arm.nodes
-        bandit.record(arm, seconds, [64], scored=True, ahead=[63])
+        bandit.record(RoundResult(arm, seconds, [64], scored=True, ahead=[63]))
 
 
 def test_it_gives_only_strategies_that_it_named() -> None:
@@ -412,7 +414,7 @@ def play_ahead(
         for row, width in enumerate(ahead):
             if width:
                 tokens[row] = 1 + next((k for k in range(width) if world.rng.random() >= right), width)
-        bandit.record(arm, seconds, tokens, True, ahead)
+        bandit.record(RoundResult(arm, seconds, tokens, True, ahead))
         played.append((arm, bandit.current))
     return played
 
@@ -486,14 +488,14 @@ def test_rows_with_a_look_ahead_teach_nothing_of_the_drafter() -> None:
     for bandit in (mixed, alone):
         bandit.choose(2, 300.0, BOTH)
     for _ in range(20):
-        mixed.record(eagle._replace(ahead=16), 1.0, [17, 3], True, [16, 0])
-        alone.record(eagle, 1.0, [3], True)
+        mixed.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 3], True, [16, 0]))
+        alone.record(RoundResult(eagle, 1.0, [3], True))
     bucket = bucket_of(2, 300.0)
     assert mixed.tokens(eagle, bucket) == pytest.approx(alone.tokens(eagle, bucket), rel=0.02)
     before = looking(world).tokens(eagle, bucket)
     none = looking(world)
     none.choose(2, 300.0, BOTH)
-    none.record(eagle._replace(ahead=16), 1.0, [17, 5], True, [16, 4])
+    none.record(RoundResult(eagle._replace(ahead=16), 1.0, [17, 5], True, [16, 4]))
     assert none.tokens(eagle, bucket) == before, "where all have one, it has learned nothing"
 
 

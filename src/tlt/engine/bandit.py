@@ -23,6 +23,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.acceptance import AcceptanceModel, chance
 from tlt.engine.buckets import Bucket, Took, bucket_of
 from tlt.engine.interpolate import interpolate
+from tlt.engine.tuner import RoundResult
 
 _ROUNDS_BETWEEN_LOOKS = 4  # all arms are compared once in so many rounds; an arm is tried for so many
 _TRY_SHARE = 0.1  # fraction of the comparisons at which an arm that could be the best is tried
@@ -221,15 +222,8 @@ class Bandit:
     def rollout_begins(self) -> None:
         self._spent = {bucket: _KEPT_OF_SPENT * seconds for bucket, seconds in self._spent.items()}
 
-    def record(
-        self,
-        strategy: Strategy,
-        seconds: float,
-        tokens: Sequence[int],
-        scored: bool,
-        ahead: Sequence[int] = (),
-        own: bool = True,
-    ) -> None:
+    def record(self, result: RoundResult) -> None:
+        strategy, seconds, tokens, scored, ahead, own = result
         bucket = self._now
         if own:
             self._spent[bucket] = self._spent.get(bucket, 0.0) + seconds

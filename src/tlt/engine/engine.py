@@ -36,7 +36,7 @@ from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
 from tlt.engine.stops import Stops
-from tlt.engine.tuner import Fixed, Tuner
+from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.walk import walk
 from tlt.engine.yardstick import Yardstick
 from tlt.models.decoder import Decoder
@@ -231,7 +231,8 @@ class Engine(Generates):
         tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored, took = not prefilled and not preempted, time.perf_counter() - start
         told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
-        self.tuner.record(strategy, took, [n for n, _ in told], scored, [ahead for _, ahead in told], own)
+        committed, proposed = [n for n, _ in told], [ahead for _, ahead in told]
+        self.tuner.record(RoundResult(strategy, took, committed, scored, proposed, own))
         if scored:
             self.stats.against_plain = self.yardstick.record(strategy, took, tokens, [row.ahead for row in now.rows])
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
@@ -337,7 +338,8 @@ class Engine(Generates):
         grown = 0
         for place, (row, tree, start) in enumerate(zip(now.rows, trees, now.lengths, strict=True)):
             path = walk(tree, sampled.tokens[place])
-            self._learn(now.strategy, tree, path)
+            if len(tree.tokens) > 1 and not tree.ahead:
+                self.drafters.learn(now.strategy.drafter, tree, path)
             moves += [(place, start + node, start + i) for i, node in enumerate(path) if node != i]
             reason = self.stops.append(row, path, sampled, place)
             taken = row.kv_length - start
@@ -356,11 +358,6 @@ class Engine(Generates):
         # the last places first, so that the row which takes a place is one that goes on
         left = [(self.rows.remove(place), reason) for place, reason in reversed(finished.items())]
         return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
-
-    def _learn(self, strategy: Strategy, tree: DraftTree, path: Sequence[int]) -> None:
-        """How good the drafter's guesses were."""
-        if len(tree.tokens) > 1 and not tree.ahead:
-            self.drafters.learn(strategy.drafter, tree, path)
 
     def _response(self, row: Row, reason: str) -> Response:
         text = self.detokenize(row.tokens) if self.detokenize else ""

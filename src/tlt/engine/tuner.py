@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tlt.draft.horizon import RoundCosts
 from tlt.draft.strategy import PLAIN, Strategy
+
+
+class RoundResult(NamedTuple):
+    """What a round gave. A value of `tokens` and `ahead` is of a row."""
+
+    strategy: Strategy
+    seconds: float
+    tokens: Sequence[int]
+    """tokens that were committed"""
+    scored: bool
+    """whether its seconds count; those of a round with a prefill do not"""
+    ahead: Sequence[int] = ()
+    """tokens that the row's look-ahead had proposed; without any values, no row has one"""
+    own: bool = True
+    """whether any of its rows is of this rollout, not of coming steps"""
 
 
 class Tuner(Protocol):
@@ -25,18 +40,8 @@ class Tuner(Protocol):
         """What rounds cost is asked of the last rollouts: those before count for less from now on."""
         ...
 
-    def record(
-        self,
-        strategy: Strategy,
-        seconds: float,
-        tokens: Sequence[int],
-        scored: bool,
-        ahead: Sequence[int] = (),
-        own: bool = True,
-    ) -> None:
-        """Learn from the round just chosen: its seconds, the tokens that each row committed, and how many tokens
-        `ahead` its look-ahead had proposed. Not `scored`: the seconds do not count, as with a prefill. Not `own`: all
-        of its rows are of coming steps."""
+    def record(self, result: RoundResult) -> None:
+        """Learn from the round just chosen."""
         ...
 
     def free_rows(self, rows: int) -> int:
@@ -76,15 +81,7 @@ class Fixed:
 
     def rollout_begins(self) -> None: ...
 
-    def record(
-        self,
-        strategy: Strategy,
-        seconds: float,
-        tokens: Sequence[int],
-        scored: bool,
-        ahead: Sequence[int] = (),
-        own: bool = True,
-    ) -> None: ...
+    def record(self, result: RoundResult) -> None: ...
 
     def free_rows(self, rows: int) -> int:
         return rows
