@@ -74,6 +74,7 @@ class Budget:
             self._go_on(engine, is_over)
         spent = time.perf_counter() - began
         self.idle = spent if is_over() else max(spent, self.idle)  # at rest it returns early
+        # without its version: the stats of a rollout with several idle times hold the earlier ones, too
         self._rollout_ends(engine, sum(stats.seconds.values()) + self.idle, self.idle, THRESHOLDS.second_costs)
         stats.seconds["spot"] = spent
 
