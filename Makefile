@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo test vllm test-vllm trl test-trl verl test-verl mutants lint clean
+.PHONY: all demo real test vllm test-vllm trl test-trl verl test-verl mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -19,6 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: all
 	$(BIN)/tlt train recipes/longtail.toml --workers $$($(BIN)/python -c "import os; print(min(8, os.cpu_count()))") \
 		--train.steps 30 --run.compare_every 5 --run.folder runs/demo --run.overwrite true
+
+# SmolLM2-135M-Instruct, the real model that measurements are made on: 540 MB, about a minute. REAL=FOLDER uses one that is there.
+REAL ?= .models/smollm2
+real: all
+	$(BIN)/python bench/real_model.py $(REAL)
 
 # Two processes of one thread each: the models are tiny, and threads that wait for a busy core make them many times slower.
 test: all
