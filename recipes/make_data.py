@@ -1,4 +1,5 @@
-"""Writes recipes/data: word problems in the manner of GSM8K, and series to be forecast. Always the same files.
+"""Write recipes/data: word problems in the manner of GSM8K, series to forecast, and texts that must hold given words.
+The files are the same on every machine.
 
 python recipes/make_data.py [FOLDER]
 """
@@ -68,9 +69,24 @@ def series(r: random.Random) -> dict[str, object]:
     return {"question": text, "answer": following, "scale": max(1.0, sum(steps) / len(steps))}
 
 
+# -- texts that must hold given words ----------------------------------------------------------------------------------
+
+WORDS = (
+    "river lantern bread garden clock winter horse letter island music stone market bridge apple storm candle forest "
+    "silver kitchen teacher mountain window pepper blanket rocket feather anchor violin ladder cloud turtle pocket"
+).split()
+TOPICS = ("a fox", "a long journey", "an old friend", "a rainy day", "a small town", "a lost key", "a school", "the sea")
+
+
+def keywords(r: random.Random) -> dict[str, str]:
+    words = r.sample(WORDS, 4)
+    text = f"Write two or three sentences about {r.choice(TOPICS)} with the words {', '.join(words[:3])} and {words[3]}."
+    return {"question": text, "answer": ", ".join(words)}
+
+
 def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make in (("word_problems", word_problem), ("forecast", series)):
+    for name, make in (("word_problems", word_problem), ("forecast", series), ("keywords", keywords)):
         r = random.Random(name)
         rows = [json.dumps(make(r)) + "\n" for _ in range(120)]
         (folder / f"{name}.jsonl").write_text("".join(rows[:100]), encoding="utf-8")
