@@ -7,7 +7,9 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:

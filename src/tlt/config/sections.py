@@ -189,7 +189,7 @@ class EvalConfig(Section):
     """a response with at least this reward is right, for pass@k"""
     keep_best: bool = True
     """the policy with the highest mean reward of an evaluation stays in the run's folder, under best/"""
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(default=None, ge=0)
     """this and the three below: of these responses; left out, as in `rollout`"""
     top_k: int | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)

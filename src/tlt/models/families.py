@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import re
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     path = model_folder(folder)
     with telling(ModelError, f"{path} cannot be read"):
         raw = read_json(path / "config.json")
+        _refuse_marks(path)
     _check_family(path, raw.get("model_type"))
     if raw.get("auto_map"):
         raise ModelError(
@@ -84,6 +86,14 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_family(path, config.model_type)  # a mistral with layer_types becomes a ministral
     return config
+
+
+def _refuse_marks(folder: Path) -> None:
+    """Raise ModelError for a file that transformers would refuse to read, or blame another file for."""
+    for file in sorted(folder.glob("*.json")):
+        with file.open("rb") as content:
+            if content.read(3) == codecs.BOM_UTF8:
+                raise ModelError(f"{file} begins with a byte-order mark: save it as UTF-8 without one")
 
 
 def known_options(config: Any) -> DecoderOptions:
