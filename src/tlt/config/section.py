@@ -5,6 +5,9 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+LONGEST = 1e6
+"""Largest timeout in seconds. Operating systems count milliseconds in 31 bits."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
