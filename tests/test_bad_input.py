@@ -140,6 +140,34 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     # -- the recipe
     "an unknown option": (lambda c: c.options.append("--bogus"), "--bogus"),
     "no TOML": (lambda c: (c.home / "recipe.toml").write_text("[model\n"), r"recipe\.toml is not valid TOML"),
+    "a recipe that is UTF-16": (
+        lambda c: c.edit(Path(c.recipe()), lambda text: text.decode().encode("utf-16")),
+        r"recipe\.toml is not valid TOML \(it is UTF-16 or UTF-32: save it as UTF-8\)$",
+    ),
+    "a recipe that is Latin-1": (
+        lambda c: c.edit(Path(c.recipe()), lambda text: text + b"# caf\xe9"),
+        r"recipe\.toml is not valid TOML \(byte \d+ is not UTF-8: save it as UTF-8\)$",
+    ),
+    "a key twice": (
+        lambda c: c.edit(Path(c.recipe()), lambda text: text + b"\nseed = 2\n"),
+        r"recipe\.toml is not valid TOML \(Cannot overwrite a value .*line \d+",
+    ),
+    "a section twice": (
+        lambda c: c.edit(Path(c.recipe()), lambda text: text + b"\n[model]"),
+        r"recipe\.toml is not valid TOML \(Cannot declare .*model.* twice .*line \d+",
+    ),
+    "a path of Windows": (
+        lambda c: c.edit(Path(c.recipe()), lambda text: text.replace(b"/model", rb"\new model")),
+        r"the path '.*\\new model' has a control character: write a path with '\\' in single quotes$",
+    ),
+    "a number in quotes": (lambda c: c.options.extend(["--train.steps", "'5'"]), r'train\.steps: .*integer.*"5"'),
+    "a number in words": (lambda c: c.options.extend(["--train.steps", "1e3"]), r"train\.steps: .*integer.*1000\.0"),
+    "a bool for a number": (lambda c: c.set("train", steps=True), r"train\.steps: .*integer \(got true\)"),
+    "a bool for a fraction": (lambda c: c.set("train", learning_rate=True), r"learning_rate: .*number \(got true\)"),
+    "a temperature of minus nothing": (
+        lambda c: c.set("rollout", temperature=-0.0),
+        r"rollout\.temperature = 0 .*above 0",
+    ),
     "unknown key": (lambda c: c.set("train", step=3), r"unknown key train\.step: did you mean steps\?"),
     "wrong type": (lambda c: c.set("train", steps="many"), r'train\.steps: .*\(got "many"\)'),
     "out of range": (lambda c: c.set("rollout", top_p=1.5), r"rollout\.top_p: .*\(got 1\.5\)"),
@@ -177,6 +205,17 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no config.json": (lambda c: (c.model / "config.json").unlink(), r"config\.json"),
     "broken config.json": (lambda c: c.edit(c.model / "config.json", half), r"config\.json"),
     "unknown family": (lambda c: c.edit_json(c.model / "config.json", model_type="bert"), r"bert.*qwen3"),
+    **{
+        f"a byte-order mark in {name}": (
+            lambda c, name=name: c.edit(c.model / name, lambda text: b"\xef\xbb\xbf" + text),
+            rf"{name} begins with a byte-order mark: save it as UTF-8 without one$",
+        )
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    },
+    "a config.json that is UTF-16": (
+        lambda c: c.edit(c.model / "config.json", lambda text: text.decode().encode("utf-16")),
+        r"config\.json is not valid JSON: it is UTF-16 or UTF-32: save it as UTF-8\)$",
+    ),
     "no weights": (lambda c: c.weights.unlink(), r"safetensors"),
     "truncated weights": (lambda c: c.edit(c.weights, half), r"model\.safetensors"),
     "a lost weight": (lose_a_weight, r"model\.norm\.weight"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,11 @@ def test_the_defaults_are_those_of_the_field() -> None:
     train = config.train
     assert (train.learning_rate, train.adam_beta1, train.adam_beta2) == (1e-6, 0.9, 0.999)
     assert (config.model.dtype, train.loss, config.run.save_every > 0) == ("auto", "ppo", True)
+
+
+@pytest.mark.parametrize("change", [lambda text: b"\xef\xbb\xbf" + text, lambda text: text.replace(b"\n", b"\r\n")])
+def test_a_recipe_as_editors_of_windows_save_it(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    text = b"[model]\npath = 'C:\\new\\model'\n[data]\n\tpath = 'a'\n[reward]\nname = 'exact'\n"
+    (tmp_path / "recipe.toml").write_bytes(change(text))
+    config = load_config(tmp_path / "recipe.toml")
+    assert (config.model.path, config.data.path) == ("C:\\new\\model", "a")

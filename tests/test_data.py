@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -249,18 +251,94 @@ def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_pat
         assert [p.text for p in load_prompts(DataConfig(path=str(path)), encode)] == ["one", "two", "three"]
 
 
+def stream(path: Path, *questions: str) -> None:
+    """An Arrow file as `datasets` writes it."""
+    rows = pyarrow.Table.from_pylist([{"question": each, "answer": each[0]} for each in questions])
+    with pyarrow.ipc.new_stream(path, rows.schema) as file:
+        file.write_table(rows)
+
+
+def save_to_disk(folder: Path, *shards: Sequence[str], **state: Any) -> Path:
+    """The files that datasets.save_to_disk leaves, by name and content."""
+    folder.mkdir()
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, questions in zip(names, shards, strict=True):
+        stream(folder / name, *questions)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None} | state
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "dataset_info.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def texts(path: Path | str) -> list[str]:
+    return [prompt.text for prompt in load_prompts(DataConfig(path=str(path)), encode)]
+
+
 def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
-    """As datasets.save_to_disk writes it: Arrow streams beside two JSON files."""
-    rows = pyarrow.Table.from_pylist([{"question": "one", "answer": "1"}, {"question": "two", "answer": "2"}])
-    with pyarrow.ipc.new_stream(tmp_path / "data-00000-of-00001.arrow", rows.schema) as stream:
-        stream.write_table(rows)
-    for name in ("dataset_info.json", "state.json"):
-        (tmp_path / name).write_text("{}", encoding="utf-8")
-    prompts = load_prompts(DataConfig(path=str(tmp_path)), encode)
-    assert [(p.text, p.data["answer"]) for p in prompts] == [("one", "1"), ("two", "2")]
-    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"no arrow")
+    """Its state names its files; others are what later work on it left there."""
+    saved = save_to_disk(tmp_path / "saved", ["one", "two"], ["three"])
+    stream(saved / "cache-0123456789abcdef.arrow", "ONE", "TWO", "THREE")
+    stream(saved / "notes.arrow", "four")
+    assert texts(saved) == ["one", "two", "three"]
+    assert texts(saved / "d*.arrow") == texts(f"{tmp_path}/sav*/[cd]*") == ["one", "two", "three"]
+    (saved / "data-00001-of-00002.arrow").write_bytes(b"no arrow")
     with pytest.raises(DataError, match="is not an Arrow file that can be read"):
-        load_prompts(DataConfig(path=str(tmp_path)), encode)
+        texts(saved)
+    (saved / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
+        texts(saved)
+
+
+def test_a_data_set_that_cannot_be_read_as_it_was_saved_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / split, [split])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"a data set for each split: give one of .*/train, .*/test$"):
+        texts(tmp_path)
+    assert texts(tmp_path / "test") == ["test"]
+    old = save_to_disk(tmp_path / "old", ["one"], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match=r"\(state\.json has _indices_data_files\): save it once more"):
+        texts(old)
+    (old / "state.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"old is not a data set that can be read .*: save it once more"):
+        texts(old)
+
+
+LINES = b'{"question": "one"}\r\n{"question": "zwei \xe2\x80\x93"}\r\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", b"\xef\xbb\xbf" + LINES),
+        ("rows.json", b"\xef\xbb\xbf[" + LINES.replace(b"}\r\n{", b"},\r\n{") + b"]"),
+        ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("rows.json.gz", gzip.compress(b"\xef\xbb\xbf" + LINES)),
+        ("rows.txt", gzip.compress(LINES)),
+    ],
+)
+def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert texts(tmp_path / name) == ["one", "zwei –"]
+    if not name.endswith("txt"):
+        assert texts(tmp_path) == ["one", "zwei –"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", LINES.decode().encode("utf-16"), r"rows\.jsonl, line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
+        ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
+        ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
+        ("rows.jsonl.gz", gzip.compress(LINES)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
+        ("rows.jsonl", b"", r"rows\.jsonl holds no prompts"),
+        ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl holds no prompts"),
+    ],
+)
+def test_files_that_are_no_utf8_are_one_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        texts(tmp_path / name)
 
 
 def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:

@@ -26,9 +26,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: str | bytes) -> Any:
     """`json.loads`, with a ValueError for what is nested too deeply as well."""
     try:
-        return json.loads(text)
+        return json.loads(text if isinstance(text, str) else decoded(text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def decoded(content: bytes) -> str:
+    """Decode UTF-8, with or without a byte-order mark. Raises ValueError."""
+    if b"\0" in content[:4]:  # of texts that begin with ASCII
+        raise ValueError("it is UTF-16 or UTF-32: save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8: save it as UTF-8") from None
 
 
 @contextmanager

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
+import gzip
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.files import parse_json, telling
+from tlt.files import parse_json, read_json, telling
 
 
 class DataError(ValueError):
     """Prompts that cannot be used; the message names the file, the row and the remedy."""
 
 
-KINDS = (".jsonl", ".json", ".parquet", ".arrow")
-_NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json"}  # beside the .arrow files of a saved data set
+KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
+_OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # beside the .arrow files of a data set that `datasets` saved
+_NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json"}
+_GZIP = b"\x1f\x8b"
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -29,20 +33,40 @@ def read_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 def files_of(path: str) -> list[Path]:
     place = Path(path)
+    if (place / "dataset_dict.json").is_file() or all((place / name).is_file() for name in _OF_ONE_SPLIT):
+        return _saved(place)
     if place.is_dir():
-        found = sorted(file for file in place.iterdir() if file.suffix in KINDS and file.name not in _NOT_DATA)
+        found = [file for file in place.iterdir() if file.name.endswith(KINDS)]
     elif place.is_file():
-        found = [place]
+        return [place]
     else:
-        found = sorted(map(Path, glob.glob(path)))
+        found = [file for file in map(Path, glob.glob(path)) if file.is_file()]
+    found = sorted(file for file in found if file.name not in _NOT_DATA and not file.match("cache-*.arrow"))
     if not found:
         raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
     return found
 
 
+def _saved(folder: Path) -> list[Path]:
+    """Return the files of a data set that `datasets` saved. Further .arrow files there are its caches. Raises
+    DataError."""
+    with telling(DataError, f"{folder} is not a data set that can be read", "save it once more by save_to_disk"):
+        if (folder / "dataset_dict.json").is_file():
+            splits = [f"{folder / split}" for split in read_json(folder / "dataset_dict.json")["splits"]]
+            raise DataError(f"{folder} holds a data set for each split: give one of {', '.join(splits)}")
+        state = read_json(folder / "state.json")
+        if state.get("_indices_data_files"):  # datasets before 1.8 saved which rows a filter had kept
+            raise ValueError("state.json has _indices_data_files")
+        return [folder / file["filename"] for file in state["_data_files"]]
+
+
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     """A row each line, or an array of rows."""
     text = path.read_bytes()
+    if text.startswith(_GZIP):
+        with telling(DataError, f"{path} is not a gzip file that can be read"):
+            text = gzip.decompress(text)
+    text = text.removeprefix(codecs.BOM_UTF8)
     if text.lstrip()[:1] == b"[":
         yield from ((f"row {number}", row) for number, row in enumerate(_parsed(text, str(path))))
         return

@@ -16,7 +16,9 @@ from tiny import qwen3
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates, Level
+from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.features import FeatureView
+from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
@@ -197,13 +199,32 @@ def test_a_response_of_no_tokens_is_refused() -> None:
         build(Target(), None, PLAIN).submit([Request(PROMPTS[0], 0, 0, 7, SamplingParams(max_new_tokens=0))])
 
 
-@pytest.mark.parametrize("bound", [300, 320, 640, 5000])
-def test_the_profile_fits_into_a_small_cache(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows grow from round to round; a pass laid out beyond the cache would be an IndexError of the ledger's."""
+@pytest.mark.parametrize(
+    ("bound", "changes", "settings"),
+    [
+        (300, {}, {}),
+        (320, {}, {}),
+        (640, {}, {}),
+        (5000, {}, {}),
+        (1, {}, {}),
+        (1, {"max_position_embeddings": 20}, {"prefill_tokens": 1}),
+        (5000, {"max_position_embeddings": 3}, {}),
+        (5000, {"max_position_embeddings": 9}, {"max_rows": 1}),
+        (5000, {"max_position_embeddings": 161, "vocab_size": 5}, {"prefill_tokens": 1, "max_rows": 1}),
+        (5000, {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, {}),
+    ],
+)
+def test_the_profile_fits_into_a_small_cache_and_a_short_model(
+    bound: int, changes: dict[str, Any], settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows grow from round to round; a pass laid out beyond the cache would be an IndexError of the ledger's, and
+    a position beyond the model's one of the rotary table's."""
     monkeypatch.setattr("tlt.engine.profile.Engine", partial(Engine, kv_tokens=bound))
-    model = qwen3(vocab_size=99)  # the passes that are timed have up to 64 different tokens
+    model = qwen3(**{"vocab_size": 99} | changes)
     target = Decoder(decoder_options(model.config), torch.float64, torch.device("cpu"))
     target.load(model.state_dict(), version=0)
-    arms = [PLAIN, Strategy("suffix", 3, 1, 4)]
-    costs = profile(target, EngineConfig(max_rows=16), [SuffixDrafter(99)], arms, None)
-    assert all(seconds > 0 for by_arm in costs.values() for seconds in by_arm.values())
+    layer = EagleLayer(eagle_options(target.options, "eagle1", 8))
+    drafters = [SuffixDrafter(target.options.vocab_size), EagleDrafter(layer, target)]
+    arms = [PLAIN, Strategy("suffix", 3, 1, 4), Strategy("eagle", 8, 2, 12)]
+    costs = profile(target, EngineConfig(**{"max_rows": 16} | settings), drafters, arms, layer.options.layout)
+    assert all(0 < seconds < math.inf for by_arm in costs.values() for seconds in by_arm.values())

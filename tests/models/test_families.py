@@ -258,7 +258,8 @@ def test_a_snapshot_of_the_hub_cache_loads(folder: Path) -> None:
 LIMITS: dict[str, dict[str, Any]] = {
     "max_position_embeddings": {"model_type": "llama", "max_position_embeddings": 48},
     "sliding window": {"model_type": "mistral", "max_position_embeddings": 64, "sliding_window": 48},
-    "sliding window in use": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 48},
+    "sliding window in use": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 48}
+    | {"max_window_layers": 0},
     "original length of longrope": {
         "model_type": "llama",
         "max_position_embeddings": 192,
@@ -286,9 +287,31 @@ def test_a_sequence_longer_than_the_model_is_good_for_is_refused_at_submit(folde
         submit(prompt_tokens=40, new_tokens=9)
 
 
-def test_a_window_that_is_switched_off_limits_nothing(folder: Path) -> None:
-    change_config(folder, model_type="qwen3", use_sliding_window=False, sliding_window=8, head_dim=8)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": False},
+        {"use_sliding_window": True, "max_window_layers": 1},  # the layers below this number have none
+        {"use_sliding_window": True, "layer_types": ["full_attention"]},
+    ],
+    ids=["switched off", "of layers beyond the last", "of no layer by name"],
+)
+def test_a_window_that_no_layer_has_limits_nothing(folder: Path, kind: str, changes: dict[str, Any]) -> None:
+    change_config(folder, model_type=kind, sliding_window=8, head_dim=8, **changes)
     assert decoder_options(read_config(folder)).max_positions == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_position_embeddings": 2}, "2 for max_position_embeddings: give a whole number of at least 3"),
+        ({"model_type": "mistral", "sliding_window": 1}, "1 for sliding_window: give a whole number of at least 3"),
+    ],
+)
+def test_a_model_without_positions_to_decode_at_is_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+    change_config(folder, **changes)
+    assert said in refusal(folder)
 
 
 # -- config.json as published ------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "the deviation of rewards is with n, not n - 1",
         "rl/advantages.py",
-        "for a in dr_grpo(rewards)) / (len(rewards) - 1))",
-        "for a in dr_grpo(rewards)) / len(rewards))",
+        "math.sqrt(len(rewards) - 1)",
+        "math.sqrt(len(rewards))",
         "rl/test_advantages.py",
     ),
     Mutant(

@@ -123,6 +123,19 @@ def test_a_rollout_without_spread_or_without_groups_teaches_nothing(name: str) -
     assert ADVANTAGES[name]([], EPSILON) == []
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo_batch", "reinforce_pp"])
+def test_nothing_added_to_a_deviation(name: str) -> None:
+    """Without an epsilon, equal rewards give zeros and a scale of the rewards has no effect, even where a square would
+    be 0 or infinite."""
+    assert ADVANTAGES[name]([[0.1] * 3, [0.1] * 7], 0.0) == [[0.0] * 3, [0.0] * 7]
+    plain = ADVANTAGES[name]([[1.0, 0.0], [0.0, 0.0]], 0.0)
+    for scale in (1e-300, 1e-170, 1e170, 1e300):
+        found = ADVANTAGES[name]([[scale, 0.0], [0.0, 0.0]], 0.0)
+        assert [a for group in found for a in group] == pytest.approx([a for group in plain for a in group])
+    smallest = ADVANTAGES[name]([[5e-324] + [0.0] * 7] * 2, 0.0)
+    assert all(abs(a) < 16 for group in smallest for a in group)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_groups_do_not_see_each_other(name: str) -> None:
     one, other = [1.0, 0.0, 0.5], [7.0, 9.0]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from tlt.config import moved
 from tlt.config.rewards import RewardTerm
 from tlt.config.sections import Config, TaskConfig
-from tlt.files import is_text, telling
+from tlt.files import decoded, is_text, telling
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -34,7 +34,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
             f"there is no recipe at {path}: give the path of a TOML file, such as recipes/quickstart.toml"
         )
     with telling(ConfigError, f"{path} is not valid TOML"):
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(decoded(path.read_bytes()))
     for key, text in _pairs(overrides):
         _assign(tree, key, text)
     return _resolve_paths(parse_config(tree, source=str(path)), path.parent)
@@ -45,6 +45,8 @@ def _resolve_paths(config: Config, recipe_folder: Path) -> Config:
     directory."""
 
     def resolve(path: str) -> str:
+        if any(char < " " for char in path):  # TOML reads "C:\new" so
+            raise ConfigError(f"the path {path!r} has a control character: write a path with '\\' in single quotes")
         beside = recipe_folder / path
         with telling(ConfigError, f"{path[:80]} cannot be a path"):
             is_there = not Path(path).is_absolute() and (beside.exists() or bool(glob.glob(str(beside))))

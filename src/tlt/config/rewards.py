@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tlt.config.registry import REWARDS
-from tlt.config.section import Section
+from tlt.config.section import LONGEST, Section
 
 
 class RewardTerm(Section):
@@ -17,7 +17,7 @@ class RewardTerm(Section):
     """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`, called as f(prompt, answer)
     -> float, async or not; None: it does not apply. Further parameters that it may have: response (its whole text),
     token_ids, length (in tokens), finish_reason, task"""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e30, le=1e30)
     """the reward is the sum of weight * score"""
     pattern: str = ""
     """format: 1 where this regular expression is found in the whole response, else 0"""
@@ -54,7 +54,7 @@ class RewardConfig(RewardTerm):
     """the answer is the text after the last of these in a response; empty: the whole response"""
     answer_end: str = ""
     """and before the next of these, such as `</answer>`; empty: up to the end"""
-    timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
     """a response whose reward takes longer has none"""
     workers: int | None = Field(default=None, gt=0)
     """processes that may compute rewards at once; left out: half as many as there are cores. Those that only wait, for

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+LONGEST = 1e6
+"""Largest timeout in seconds. Operating systems count milliseconds in 31 bits."""
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from tlt.config.lora import LoraConfig
 from tlt.config.registry import TRACKERS
 from tlt.config.rewards import RewardConfig
-from tlt.config.section import Section
+from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
 
@@ -25,7 +25,7 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     name: str
     """a reasoning-gym task, such as `chain_sum`"""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e30)
     """share of the mixture, against the other tasks' weights"""
     params: dict[str, Any] = {}
     """the task's own parameters, as reasoning-gym names them"""
@@ -120,7 +120,7 @@ class EngineConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int = Field(default=100, gt=0)
+    steps: int = Field(default=100, gt=0, le=1_000_000_000)
     learning_rate: float = Field(default=1e-6, gt=0, le=10)
     warmup_steps: int = Field(default=0, ge=0)
     """the rate rises evenly over the first so many steps"""
@@ -189,7 +189,7 @@ class EvalConfig(Section):
     """a response with at least this reward is right, for pass@k"""
     keep_best: bool = True
     """the policy with the highest mean reward of an evaluation stays in the run's folder, under best/"""
-    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(default=None, ge=0)
     """this and the three below: of these responses; left out, as in `rollout`"""
     top_k: int | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -199,7 +199,7 @@ class EvalConfig(Section):
 class ClusterConfig(Section):
     """Workers: each with its own engine, its replica of the policy, and its drafter."""
 
-    workers: int = Field(default=1, gt=0)
+    workers: int = Field(default=1, gt=0, le=10_000)
     """1: in this process; more: processes on Ray, each with its own cores, or its own CUDA device"""
     address: str | None = None
     """of the Ray cluster to join, such as `10.0.0.1:6379`, which sees all files under the same paths; left out: this
@@ -209,11 +209,11 @@ class ClusterConfig(Section):
     min_workers: int | None = Field(default=None, gt=0)
     """a run begins, and goes on, with so many where there is no place for the others, as a node is gone; it takes these
     in once there is, and the result is the same. Left out: all to begin, 1 to go on; all where train.shard"""
-    grace: float = Field(default=60.0, gt=0)
+    grace: float = Field(default=60.0, gt=0, le=LONGEST)
     """seconds that a worker's process has to begin, before the run goes on without it"""
-    slice_seconds: float = Field(default=0.2, gt=0)
+    slice_seconds: float = Field(default=0.2, gt=0, le=LONGEST)
     """a worker decodes for so long before it reports and may be given other work"""
-    patience: float = Field(default=300.0, gt=0)
+    patience: float = Field(default=300.0, gt=0, le=LONGEST)
     """seconds: a worker that decodes or trains its drafter and has not reported for so long hangs, and is replaced; an
     update or a save may take longer: ten times as long as they lately did"""
 
@@ -225,7 +225,7 @@ class RunConfig(Section):
     """of the noise of every response, and of the order of prompts"""
     save_every: int = Field(default=20, ge=0)
     """steps between checkpoints; one is also saved at the end, at a signal and at an error. 0: at these alone"""
-    stop_within: float = Field(default=20.0, gt=0)
+    stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
     """seconds that a step has to end once SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, twice as many amid an
     update; then it is given up, and what was done before it is saved, unless it was amid its update"""
     keep: int = Field(default=2, gt=0)

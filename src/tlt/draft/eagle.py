@@ -73,7 +73,7 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
         vocab_size=target.vocab_size,
         max_positions=target.max_positions,
         taps=(min(2, L - 1), L // 2, max(0, L - 3)) if kind == "eagle3" else (),
-        window=window,
+        window=min(window, target.max_positions),  # no context is longer
     )
 
 

@@ -21,7 +21,7 @@ from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
-_PROMPT, _REPEATS = 96, 5
+_PROMPT, _NEW, _REPEATS = 96, 64, 5
 _LONG_ENOUGH = 0.15  # seconds of a call, after which it is not repeated: what takes long varies little
 _SHORT, _LONG = 1, 5  # levels of the drafts that are timed: the first one costs more than those below
 _ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 17, 33, 64)
@@ -52,24 +52,30 @@ def _profile_rows(
     nodes = [n for n in _NODES if n <= most and (n * rows <= _MOST_TOKENS or n <= _NODES[2])]
     widest = Strategy("plain", max(max(s.depth for s in strategies), nodes[-1] - 1), 1, nodes[-1])
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
-    engine.start(_requests(rows, target.options.vocab_size))
+    longest = min(_PROMPT + _NEW, target.options.max_positions)
+    new = min(_NEW, -(-longest // 2))
+    # a small cache has room for one row of the profile all the same
+    engine.cache.bound_tokens = max(engine.cache.bound_tokens, longest + engine.rollout.scheduler.headroom)
+    engine.start(_requests(rows, target.options.vocab_size, min(_PROMPT, longest - new), new))
     engine.round()  # prefill
     drafts = {(s.drafter, d, s.branching) for s in strategies if s.drafter != PLAIN.drafter for d in (_SHORT, _LONG)}
     least = _least_seconds(
         {
-            PLAIN: engine.round,
-            **{n: partial(_verify, engine, widest, _chain(n)) for n in nodes},
+            **{n: partial(_verify, engine, widest, _chain(n, target.options.max_positions - longest)) for n in nodes},
             **{d: partial(_draft, engine, Strategy(*d, widest.verify_tokens)) for d in drafts},
+            PLAIN: engine.round,  # the last call, because the rows may end with it
         },
+        min(_REPEATS, new - 1),
         target.device,
     )
-    verify = {n: least[n] - least[1] for n in nodes}
+    # more nodes or levels take no less; short calls may be timed so by noise
+    verify = {n: max(0.0, least[n] - least[1]) for n in nodes}
     costs = {PLAIN: least[PLAIN]}
     for s in strategies:
         drafting = 0.0
         if s.drafter != PLAIN.drafter:
             short, long = (least[s.drafter, depth, s.branching] for depth in (_SHORT, _LONG))
-            drafting = short + (s.depth - _SHORT) * (long - short) / (_LONG - _SHORT)
+            drafting = short + (s.depth - _SHORT) * max(0.0, long - short) / (_LONG - _SHORT)
         costs[s] = least[PLAIN] + _extrapolate(verify, s.nodes) + drafting
     return costs
 
@@ -89,22 +95,26 @@ def _draft(engine: Engine, strategy: Strategy) -> None:
     engine.draft(engine.open_round(strategy))
 
 
-def _requests(rows: int, vocab_size: int) -> list[Request]:
-    """Nothing stops them while the profile looks on."""
-    tokens = torch.randint(vocab_size, (rows, _PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
-    params = SamplingParams(max_new_tokens=64)
+def _requests(rows: int, vocab_size: int, length: int, new: int) -> list[Request]:
+    """Make requests of random prompts that no stop token ends."""
+    tokens = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_new_tokens=new)
     return [Request(Prompt(-1 - i, "", tuple(t)), 0, 0, i, params) for i, t in enumerate(tokens)]
 
 
-def _chain(nodes: int) -> DraftTree:
+def _chain(nodes: int, deepest: int) -> DraftTree:
+    """Make a chain whose nodes below `deepest` share its position, because the model has no position beyond."""
     order = list(range(nodes))
-    return DraftTree(order, [max(0, n - 1) for n in order], order, [1.0] * nodes, [-1] * nodes)
+    depths = [min(n, deepest) for n in order]
+    return DraftTree([0] * nodes, [max(0, n - 1) for n in order], depths, [1.0] * nodes, [-1] * nodes)
 
 
-def _least_seconds(calls: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
+def _least_seconds(
+    calls: Mapping[Hashable, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[Hashable, float]:
     """Of each call, in turns and at its fastest: a machine that is slow for a moment must not make one look dear."""
     least, spent = dict.fromkeys(calls, math.inf), dict.fromkeys(calls, 0.0)
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         for name, call in calls.items():
             if spent[name] > _LONG_ENOUGH:
                 continue

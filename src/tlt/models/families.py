@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import re
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     path = model_folder(folder)
     with telling(ModelError, f"{path} cannot be read"):
         raw = read_json(path / "config.json")
+        _refuse_marks(path)
     _check_family(path, raw.get("model_type"))
     if raw.get("auto_map"):
         raise ModelError(
@@ -84,6 +86,14 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_family(path, config.model_type)  # a mistral with layer_types becomes a ministral
     return config
+
+
+def _refuse_marks(folder: Path) -> None:
+    """Raise ModelError for a file that transformers would refuse to read, or blame another file for."""
+    for file in sorted(folder.glob("*.json")):
+        with file.open("rb") as content:
+            if content.read(3) == codecs.BOM_UTF8:
+                raise ModelError(f"{file} begins with a byte-order mark: save it as UTF-8 without one")
 
 
 def known_options(config: Any) -> DecoderOptions:
@@ -109,15 +119,18 @@ def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
 def _refuse_sizes(options: DecoderOptions) -> None:
     """What transformers takes as it is and no decoder can be made of."""
     for name in _SIZES:
-        value = getattr(options, name)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json has {value!r} for {name}: give a whole number above 0")
+        value, least = getattr(options, name), 1
+        if name == "max_positions":
+            name, least = options.limited_by, _LEAST_POSITIONS
+        if not isinstance(value, int) or value < least:
+            raise ModelError(f"config.json has {value!r} for {name}: give a whole number of at least {least}")
     if options.num_heads % options.num_kv_heads:
         raise ModelError(
             f"config.json has {options.num_heads} heads, which its {options.num_kv_heads} key-value heads do not divide"
         )
 
 
+_LEAST_POSITIONS = 3  # of a token of a prompt and the two tokens that the start-up profile decodes
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("intermediate_size", "max_positions"),
@@ -204,6 +217,7 @@ def _max_positions(config: Any) -> tuple[int, str]:
     if rope.get("rope_type") == "longrope":  # "dynamic" keeps its frequencies up to max_position_embeddings
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         limits.append((original, "original_max_position_embeddings"))
-    if getattr(config, "sliding_window", None):
+    typed = config.model_type in ("qwen2", "qwen3")  # others have the window in every layer
+    if getattr(config, "sliding_window", None) and (not typed or "sliding_attention" in config.layer_types):
         limits.append((config.sliding_window, "sliding_window"))
     return min(limits, key=lambda limit: limit[0])

@@ -21,7 +21,7 @@ def grpo(rewards: Sequence[float], epsilon: float = EPSILON) -> list[float]:
     [1, 0, 0, 1] -> mean 0.5, deviation 0.57735 -> [0.866, -0.866, -0.866, 0.866]. A group of equal rewards gives zeros.
     """
     deviation = _deviation(rewards)
-    return [a / (deviation + epsilon) for a in dr_grpo(rewards)]
+    return [_ratio(a, deviation + epsilon) for a in dr_grpo(rewards)]
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
@@ -51,7 +51,7 @@ def grpo_batch(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
     if not rewards:
         return []
     deviation = _deviation([r for group in rewards for r in group])
-    return [[a / (deviation + epsilon) for a in dr_grpo(group)] for group in rewards]
+    return [[_ratio(a, deviation + epsilon) for a in dr_grpo(group)] for group in rewards]
 
 
 def reinforce_pp(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
@@ -65,7 +65,12 @@ def reinforce_pp(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]
 
 
 def _deviation(rewards: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(a**2 for a in dr_grpo(rewards)) / (len(rewards) - 1))
+    return math.hypot(*dr_grpo(rewards)) / math.sqrt(len(rewards) - 1)  # a square may be too small or too large
+
+
+def _ratio(advantage: float, deviation: float) -> float:
+    """Divide, with 0 where the deviation is 0, as that of equal rewards is."""
+    return advantage / deviation if deviation else 0.0
 
 
 ADVANTAGES: dict[str, Advantage] = {

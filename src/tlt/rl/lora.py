@@ -69,6 +69,8 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
 
 def _adapt(model: Any, config: LoraConfig) -> None:
     """Adapters of the same random numbers wherever they are made; they add nothing at first."""
+    if config.rank > (most := model.config.hidden_size):
+        raise ModelError(f"train.lora.rank = {config.rank} is above the model's hidden_size of {most}: lower it")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
