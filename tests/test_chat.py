@@ -141,6 +141,20 @@ def test_what_a_template_may_do_is_taken(shown: Any, template: str, messages: An
     assert shown(template, messages) == text
 
 
+def test_tools_of_rows_are_not_lost_without_a_word(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", "tools": [{"x": 1}]}), encoding="utf-8")
+    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True)
+    load_prompts(config, encoder(tokenizer, config))
+    assert "the tools in the rows of" in caplog.text
+    caplog.clear()
+    config = config.model_copy(update={"chat_arguments": {"tools": [{"x": 1}]}})
+    (prompt,) = load_prompts(config, encoder(tokenizer, config))
+    assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
+
+
 def test_templates_are_tried_once_for_each_sequence_of_roles(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = tokenizer.apply_chat_template

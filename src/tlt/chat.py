@@ -145,8 +145,8 @@ class ChatTemplate:
             said = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
             if _mark(i) not in text and not turn.get("tool_calls"):
                 raise DataError(
-                    f"the tokenizer's chat template leaves out {said}: move its text into a user's message, or take "
-                    "another template"
+                    f"the tokenizer's chat template leaves out {said}: move its text into a message that the "
+                    "template keeps, or take another template"
                 )
             for key in ("tool_calls", "tools"):
                 without = [*turns[:i], {k: v for k, v in turn.items() if k != key}, *turns[i + 1 :]]

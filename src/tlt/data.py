@@ -207,6 +207,8 @@ def _file_rows(config: DataConfig) -> list[Row]:
                 f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
             )
         rows.append((messages or question, {**row, "answer": column(row, config.answer_column)}))
+    if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
+        log.warning("the tools in the rows of %s reach no prompt: set data.chat_arguments.tools", config.path)
     if not rows:
         raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
     return rows

@@ -103,7 +103,8 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """tokens are drawn from the likeliest that have this chance together; 1: from all"""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
-    """a response ends with the first of them, beside the model's end tokens"""
+    """a response ends with the first of them, or with one of the model's end tokens; they may name special tokens, such
+    as `<|im_end|>`"""
     max_waves: int = Field(default=0, ge=0)
     """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
     that differ. 0: one wave, every group is used"""
