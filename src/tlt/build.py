@@ -26,6 +26,7 @@ from tlt.engine.bandit import Bandit
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
+from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.engine.yardstick import Yardstick
 from tlt.files import read_json, telling
@@ -289,8 +290,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+def detokenizer(tokenizer: Any) -> Detokenizer:
+    return Detokenizer(tokenizer)
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:

@@ -7,19 +7,20 @@ import json
 import logging
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+from tlt.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice
 from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
-from tlt.tables import DataError, column, messages_of, read_rows
+from tlt.tables import DataError, column, read_rows
 from tlt.types import Prompt
 
 log = logging.getLogger(__name__)
-Question = str | list[dict[str, Any]]
+Question = str | Messages
 """text, or messages"""
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
@@ -36,7 +37,10 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
         asked = _asked(question, config)
         if not is_text(str(asked)):
             raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {str(asked)[:80]!a}")
-        token_ids = tuple(encode(asked))
+        try:
+            token_ids = tuple(encode(asked))
+        except DataError as error:
+            raise DataError(f"prompt {row}: {error}") from None
         if not token_ids:
             raise DataError(f"prompt {row} is empty: every prompt needs at least one token")
         if len(token_ids) > config.max_prompt_tokens:
@@ -46,7 +50,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
                 f"prompt {row} has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
                 f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
             )
-        text = asked if isinstance(asked, str) else "\n".join(str(message["content"]) for message in asked)
+        text = asked if isinstance(asked, str) else "\n".join(message.get("content") or "" for message in asked)
         prompts.append(Prompt(len(prompts), text, token_ids, data))
     if left_out := len(rows) - len(prompts):
         said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
@@ -86,24 +90,14 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
             return _one_bos(tokenizer, tokenizer(question + config.prefill)["input_ids"])
 
         return plain
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
+    template = ChatTemplate(tokenizer, config)
 
     def encode(question: Question) -> Sequence[int]:
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         if config.system and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": config.system})
-        goes_on = turns[-1]["role"] == "assistant"  # a turn that the model goes on with
-        try:
-            whole = tokenizer.apply_chat_template(
-                turns,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                tokenize=False,
-                **config.chat_arguments,
-            )
-        except Exception as error:  # a template is a program of its own
-            raise DataError(f"the tokenizer's chat template refuses a prompt: {error}") from None
+        whole = template.render(turns)
+        refuse_tag_twice(whole, config.prefill)
         # the template has written the special tokens already
         return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
 
@@ -134,20 +128,22 @@ def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
             )
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """sha256 of the prompts' tokens and answers: a resumed run must be given the very same."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.token_ids, str(prompt.data.get("answer"))]).encode())
-    return digest.hexdigest()
+def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
+    """Return the sha256 of the prompts as tokens, as texts, and with every column of a file's rows, all of which a
+    reward can see. A resumed run must be given the same. If the tokens alone differ, the tokenizer does."""
+    answers = [str(prompt.data.get("answer")) for prompt in prompts]
+    rows = [prompt.data for prompt in prompts] if config.path else []  # generated ones follow from the recipe
+    return {
+        "prompts": _sha256([prompt.token_ids, answer] for prompt, answer in zip(prompts, answers, strict=True)),
+        "texts": _sha256([prompt.text, answer] for prompt, answer in zip(prompts, answers, strict=True)),
+        "columns": _sha256(rows, sort_keys=True, default=str),
+    }
 
 
-def columns_sha256(prompts: Sequence[Prompt], config: DataConfig) -> str:
-    """Of every column of a file's rows, all of which a reward can see. Of generated ones the recipe and the fingerprint
-    tell all."""
+def _sha256(values: Iterable[Any], **options: Any) -> str:
     digest = hashlib.sha256()
-    for prompt in prompts if config.path else ():
-        digest.update(json.dumps(prompt.data, sort_keys=True, default=str).encode())
+    for value in values:
+        digest.update(json.dumps(value, **options).encode())
     return digest.hexdigest()
 
 
@@ -205,11 +201,14 @@ def _file_rows(config: DataConfig) -> list[Row]:
     rows: list[Row] = []
     for where, row in read_rows(config.path):
         question = column(row, config.prompt_column)
-        if not isinstance(question, str) and messages_of(question) is None:
+        messages = messages_of(question, where)
+        if messages is None and not isinstance(question, str):
             raise DataError(
                 f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
             )
-        rows.append((question, {**row, "answer": column(row, config.answer_column)}))
+        rows.append((messages or question, {**row, "answer": column(row, config.answer_column)}))
+    if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
+        log.warning("the tools in the rows of %s reach no prompt: set data.chat_arguments.tools", config.path)
     if not rows:
         raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
     return rows

@@ -18,7 +18,7 @@ from tlt.build import load_engine, load_tokenizer, sampling_params
 from tlt.checkpoint import policy_in
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
-from tlt.files import is_text, refuse_to_overwrite
+from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Response
@@ -53,7 +53,7 @@ def generate(
     console = Console(highlight=False, markup=False, emoji=False)
     model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
-    prompts = _prompts(asked, tokenizer)
+    prompts = _prompts(asked, tokenizer, _time_of_the_run(Path(model.path)))
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
     params = sampling_params(rollout, model.path, tokenizer)
     if backend.backend == "vllm":
@@ -72,7 +72,13 @@ def generate(
     console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
 
 
-def _prompts(asked: Asked, tokenizer: Any) -> list[Prompt]:
+def _time_of_the_run(policy: Path) -> str | None:
+    """Return what chat templates took for now in the run that this folder's checkpoint is from, if it is from one."""
+    state = policy.parent / "state.json"
+    return read_json(state).get("config", {}).get("data", {}).get("now") if state.is_file() else None
+
+
+def _prompts(asked: Asked, tokenizer: Any, now: str | None) -> list[Prompt]:
     chat = asked.chat == "on" or (asked.chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
     if asked.system and not chat:
         raise DataError("--system needs a chat template, and the tokenizer has none, or --chat is off")
@@ -82,6 +88,7 @@ def _prompts(asked: Asked, tokenizer: Any) -> list[Prompt]:
         max_prompt_tokens=sys.maxsize,
         chat=chat,
         system=asked.system,
+        now=now if chat else None,
     )
     encode = encoder(tokenizer, config)
     typed = [_typed(i, text, asked.column, encode) for i, text in enumerate(asked.prompts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -60,6 +61,14 @@ def allowed_changes(
         elif config.model.dtype != "float64" or not _is_of(key, _NOT_IN_FLOAT64):
             found.append(change | {"effect": "rounding"})
     return found
+
+
+def at_the_time_of_the_run(config: Config, state: Mapping[str, Any] | None) -> Config:
+    """Fix the time that chat templates are shown, unless the recipe does: that of the checkpoint (`state`), or now."""
+    if config.data.now or not config.data.chat:
+        return config
+    now = state["config"]["data"].get("now") if state else datetime.now().isoformat(timespec="seconds")
+    return config.model_copy(update={"data": config.data.model_copy(update={"now": now})})
 
 
 def sentence(change: Mapping[str, Any]) -> str:

@@ -24,9 +24,8 @@ from tlt.config import Config
 from tlt.data import (
     Cursor,
     DataError,
-    columns_sha256,
     encoder,
-    fingerprint,
+    fingerprints,
     load_held_out,
 )
 from tlt.display import Display
@@ -40,7 +39,7 @@ from tlt.model_card import model_card
 from tlt.models.weights import folder_sha256
 from tlt.parts import Lasting, make_parts
 from tlt.record import Noting, Progress, Record
-from tlt.resume import Contents, allowed_changes, sentence
+from tlt.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
 from tlt.rewards import refuse_unanswered, sources_sha256
 from tlt.rl.groups import from_plain, to_plain
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
@@ -89,12 +88,8 @@ class Run:
         return Noting(self.display, self.journal) if self.journal else self.display
 
     @cached_property
-    def prompts_sha256(self) -> str:
-        return fingerprint(self.parts.prompts)
-
-    @cached_property
-    def columns_sha256(self) -> str:
-        return columns_sha256(self.parts.prompts, self.config.data)
+    def fingerprints(self) -> dict[str, str]:
+        return fingerprints(self.parts.prompts, self.config.data)
 
     def stand(self, done: int, metrics: dict[str, Any]) -> None:
         """A step has ended."""
@@ -123,6 +118,7 @@ def train(
                     if not resume:
                         mirror.refuse_another_run()
                 found = latest_of(folder.path / "checkpoints", mirror) if resume else None
+                config = at_the_time_of_the_run(config, found.state if found else None)
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
@@ -215,9 +211,10 @@ def _journal(config: Config) -> Journal | None:
 def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     parts, state = run.parts, found.state
     cursor = Cursor(**state["cursor"])
-    same = state["prompts"] == run.prompts_sha256
-    if not same or state.get("columns", run.columns_sha256) != run.columns_sha256:  # an older checkpoint has none
-        _refuse_other_prompts(run, state["step"], same, force)
+    prompts, columns = run.fingerprints["prompts"], run.fingerprints["columns"]
+    same = state["prompts"] == prompts
+    if not same or state.get("columns", columns) != columns:  # an older checkpoint has none
+        _refuse_other_prompts(run, state, same, force)
     if same:
         parts.cursor = cursor
         parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
@@ -238,18 +235,22 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
         run.display.note(f"going on from step {done} ({found.folder})")
 
 
-def _refuse_other_prompts(run: Run, done: int, same: bool, force: Collection[str]) -> None:
+def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
     """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
     key = "data.path" if run.config.data.path else "data.tasks"
     source = run.config.data.path or "reasoning-gym"
     if key not in force:
-        what = f"columns of {source}, which the reward may read," if same else f"prompts of {source}"
-        raise DataError(
-            f"the {what} are not those this run began with: restore them, or give --force {key} to go on with these, "
-            "or start a new run"
-        )
+        what = f"the prompts of {source} are not those this run began with"
+        if same:
+            what = f"the columns of {source}, which the reward may read, are not those this run began with"
+        elif state.get("texts") == run.fingerprints["texts"]:
+            what = (
+                "the prompts' texts are those this run began with, but their tokens are not, as the tokenizer, its "
+                "chat template, data.chat or the version of transformers is another"
+            )
+        raise DataError(f"{what}: restore them, or give --force {key} to go on with these, or start a new run")
     if all(change["key"] != key for change in run.changes):  # the file has the name that it had
-        run.changes.append({"step": done, "key": key, "before": source, "now": source, "effect": "forced"})
+        run.changes.append({"step": state["step"], "key": key, "before": source, "now": source, "effect": "forced"})
 
 
 # -- under way ---------------------------------------------------------------------------------------------------------
@@ -349,8 +350,7 @@ def _save(run: Run) -> None:
         "model": run.contents.model,
         "reward": run.contents.reward,
         "changes": run.changes,
-        "prompts": run.prompts_sha256,
-        "columns": run.columns_sha256,
+        **run.fingerprints,
         "cursor": asdict(standing.cursor),
         "carried": to_plain(standing.carried),
         "rollout": parts.rollout.state(),

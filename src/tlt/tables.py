@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,3 @@ def column(row: Any, name: str) -> Any:
         return row.get(name) if isinstance(row, dict) else None
     first, _, rest = name.partition(".")
     return column(row.get(first), rest) if rest else None
-
-
-def messages_of(question: Any) -> list[dict[str, Any]] | None:
-    """A list of messages as TRL and verl have it; None where it is none."""
-    if not isinstance(question, Sequence) or isinstance(question, str) or not question:
-        return None
-    known = all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in question)
-    return list(question) if known else None

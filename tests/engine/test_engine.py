@@ -13,12 +13,14 @@ import torch
 from tiny import qwen3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Candidates, Node, NodeDrafter, Offer
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
@@ -216,13 +218,25 @@ def test_a_stop_token_ends_the_response_and_is_its_last(strategy: Strategy) -> N
         assert stopped.finish_reason == "stop"
 
 
+class Ideographs(Detokenizer):
+    """One for each token."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.spell(token).decode() for token in token_ids)
+
+    def spell(self, token_id: int) -> bytes:
+        return chr(0x4E00 + token_id).encode()
+
+
 def test_a_stop_inside_an_accepted_run_drops_what_was_accepted_behind_it() -> None:
     """A drafter that does not know of the stop token's meaning goes on, and the target agrees with it all the way."""
     (whole,) = decode(engine(), [request(max_new_tokens=20)])
     end = first_time(whole.token_ids, 2)
-    spelled = {t: chr(0x4E00 + t) for t in range(VOCAB)}
-    stops = (spelled[whole.token_ids[end]],)
-    speculative = engine(Replay([whole]), CHAIN, lambda ids: "".join(spelled[i] for i in ids))
+    stops = (Ideographs().spell(whole.token_ids[end]).decode(),)
+    speculative = engine(Replay([whole]), CHAIN, Ideographs())
     (stopped,) = decode(speculative, [request(max_new_tokens=20, stop_strings=stops)])
     assert stopped.token_ids == whole.token_ids[: end + 1]
     assert stopped.finish_reason == "stop"
@@ -254,8 +268,8 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def detokenize(ids: Sequence[int]) -> str:
-    return tokenizer().decode(list(ids), skip_special_tokens=False)
+def detokenizer() -> Detokenizer:
+    return Detokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer()))
 
 
 class Scripted(Decoder):
@@ -279,9 +293,9 @@ def said(text: str, *stops: str, strategy: Strategy = PLAIN) -> tuple[str, str]:
     script = tokenizer().encode(text).ids
     asked = request((0,), max_new_tokens=len(script), stop_strings=stops)
     known = Response(asked, script, [], [], "length")
-    speaking = make_engine(Scripted(script), EngineConfig(), Replay([known]), strategy, detokenize)
+    speaking = make_engine(Scripted(script), EngineConfig(), Replay([known]), strategy, detokenizer())
     (response,) = decode(speaking, [asked])
-    assert response.text == detokenize(response.token_ids)
+    assert response.text == tokenizer().decode(response.token_ids)
     return response.text, response.finish_reason
 
 

@@ -28,6 +28,7 @@ from tlt.bench.turns import Process, Run, of_the_step, race
 from tlt.build import settled
 from tlt.config import Config, ConfigError, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
+from tlt.resume import at_the_time_of_the_run
 from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, Any]] = {
@@ -118,7 +119,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run all modes, compare them, and write the result. Raises ValueError with one sentence."""
     _refuse(config, workers, names)
-    console, config = Console(highlight=False), settled(config)
+    console, config = Console(highlight=False), at_the_time_of_the_run(settled(config), None)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
     sizes = {name: shape if name == "plain" else workers for name in names}
     reference = next((name for name in names if sizes[name] == workers), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -52,6 +53,8 @@ class DataConfig(Section):
     """with `chat`, a system message before prompts that have none"""
     chat_arguments: dict[str, Any] = {}
     """with `chat`, of the template, such as { enable_thinking = false }"""
+    now: str | None = None
+    """with `chat`, the time for templates that write the date, such as `2026-11-25`; left out: when the run began"""
     prefill: str = ""
     """what each answer begins with: the model goes on from there"""
     size: int = Field(default=2000, gt=0, le=1_000_000)
@@ -72,9 +75,18 @@ class DataConfig(Section):
             )
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
-        if (self.system or self.chat_arguments) and not self.chat:
-            raise ValueError("data.system and data.chat_arguments go with data.chat = true")
+        if (self.system or self.chat_arguments or self.now) and not self.chat:
+            raise ValueError("data.system, data.chat_arguments and data.now go with data.chat = true")
         return self
+
+    @field_validator("now")
+    @classmethod
+    def _a_time(cls, now: str | None) -> str | None:
+        try:
+            datetime.fromisoformat(now or "2026-11-25")
+        except ValueError:
+            raise ValueError(f"data.now: give a time such as 2026-11-25 or 2026-11-25T08:00 (got {now!r})") from None
+        return now
 
 
 class RolloutConfig(Section):
@@ -91,7 +103,8 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """tokens are drawn from the likeliest that have this chance together; 1: from all"""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
-    """a response ends with the first of them, beside the model's end tokens"""
+    """a response ends with the first of them, or with one of the model's end tokens; they may name special tokens, such
+    as `<|im_end|>`"""
     max_waves: int = Field(default=0, ge=0)
     """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
     that differ. 0: one wave, every group is used"""

@@ -34,6 +34,7 @@ from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
+from tlt.engine.spelling import Detokenizer
 from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
@@ -58,7 +59,7 @@ class Engine(Generates):
         config: EngineConfig,
         drafters: Sequence[Drafter] = (),
         tuner: Tuner | None = None,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        detokenize: Detokenizer | None = None,
         layout: FeatureLayout | None = None,
         on_harvest: Callable[[Harvest], None] | None = None,
         tracer: Tracer | None = None,

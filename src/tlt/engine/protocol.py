@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from tlt.config import EngineConfig
 from tlt.draft.ahead import AheadStore
 from tlt.draft.eagle import EagleLayer
+from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Tuner
 from tlt.models.families import DecoderOptions
 from tlt.trace import Tracer
@@ -39,7 +40,7 @@ class RolloutEngine(Protocol):
     of (target version, prompt, seed) alone. `store` holds what was decoded for coming steps."""
 
     config: EngineConfig
-    detokenize: Callable[[Sequence[int]], str] | None
+    detokenize: Detokenizer | None
     tracer: Tracer | None
     store: AheadStore
     tuner: Tuner

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 from tlt.engine.runner import Sampled
+from tlt.engine.spelling import Detokenizer
 from tlt.types import Row
 
 
 class Stops:
-    def __init__(self, detokenize: Callable[[Sequence[int]], str] | None) -> None:
+    def __init__(self, detokenize: Detokenizer | None) -> None:
         """`detokenize` is needed for stop strings."""
         self.detokenize = detokenize
 
@@ -32,9 +34,17 @@ class Stops:
         return "length" if len(row.tokens) >= params.max_new_tokens else None
 
     def _ends_in_stop_string(self, row: Row) -> bool:
+        """Whether the last token completes a stop string. Special tokens count as their names, so that `<|im_end|>` can
+        be a stop string, and no stop string reaches across a special token that it does not name."""
         assert self.detokenize is not None, "stop strings need a tokenizer"
-        stops = row.request.sampling.stop_strings
+        stops, longest = _as_bytes(row.request.sampling.stop_strings)
         # a token spells at least one byte, so this tail holds the whole of a stop string that the last token completes
-        tail = row.tokens[-(max(len(s.encode()) for s in stops) + 4) :]
-        text = self.detokenize(tail)
-        return any(stop in text for stop in stops)
+        tail = b"".join(map(self.detokenize.spell, row.tokens[-longest:]))
+        return any(stop in tail for stop in stops)
+
+
+@cache
+def _as_bytes(stop_strings: tuple[str, ...]) -> tuple[tuple[bytes, ...], int]:
+    """Stop strings in UTF-8, and the length of the longest."""
+    stops = tuple(stop.encode() for stop in stop_strings)
+    return stops, max(map(len, stops))

@@ -14,6 +14,7 @@ from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
+from tlt.engine.spelling import Detokenizer
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.types import Request, Response, RolloutStats
@@ -26,7 +27,7 @@ class OlderTarget:
     """It has the weights of the step before; in the first step this step's own, moved a little. What it says to a
     request is decoded once a step, for all modes."""
 
-    def __init__(self, target: Decoder, config: EngineConfig, detokenize: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, target: Decoder, config: EngineConfig, detokenize: Detokenizer) -> None:
         self.target = Decoder(target.options, target.dtype, target.device)
         self.config, self.detokenize = config, detokenize
         self.store = AheadStore(MOST_TOKENS)

@@ -16,6 +16,7 @@ from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.strategy import PLAIN
 from tlt.engine.protocol import Generates, refuse_impossible
+from tlt.engine.spelling import Detokenizer
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.trace import Tracer
@@ -35,7 +36,7 @@ class VllmEngine(Generates):
         self,
         target: VllmTarget,
         config: EngineConfig,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
+        detokenize: Detokenizer | None = None,
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
         on_harvest: Callable[[Transcript], None] | None = None,

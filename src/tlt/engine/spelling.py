@@ -1,0 +1,49 @@
+"""The text of tokens: of many as it is shown, and of one as bytes, which stop strings are looked for in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+_PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_UNPRINTABLE = sorted(set(range(256)) - _PRINTABLE)
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
+"""the character that stands for each byte in a byte-level vocabulary, as GPT-2 has it"""
+_NO_TEXT = b"\xff"  # no byte of UTF-8
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """A tokenizer's text. Special tokens are left out of a text, but each spells its own name."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._spelled: dict[int, bytes] = {}
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def spell(self, token_id: int) -> bytes:
+        """Return the bytes of a token inside a text, at least one. The token may hold a part of a character."""
+        if token_id not in self._spelled:
+            self._spelled[token_id] = self._bytes_of(self.tokenizer.convert_ids_to_tokens(token_id)) or _NO_TEXT
+        return self._spelled[token_id]
+
+    def _bytes_of(self, token: str | None) -> bytes:
+        if token is None:  # a row of the embedding that the tokenizer does not use
+            return b""
+        # behind another token, because a decoder may strip the space that a text begins with
+        tokens, before = self._before
+        text = self.tokenizer.convert_tokens_to_string([*tokens, token]).removeprefix(before)
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        if token.startswith("<0x"):  # byte fallback: <0xE2>
+            return bytes.fromhex(token[3:-1])
+        return bytes(_BYTE_OF[char] for char in token) if _BYTE_OF.keys() >= set(token) else text.encode()
+
+    @cached_property
+    def _before(self) -> tuple[list[str], str]:
+        """Tokens and their text."""
+        tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        return tokens, self.tokenizer.convert_tokens_to_string(tokens)

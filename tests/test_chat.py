@@ -1,0 +1,269 @@
+"""Messages as people have them, and chat templates that drop them, change them, or write what time it is."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+from tiny import save_tokenizer, save_weights, tiny_config, tiny_model
+
+from tlt import checkpoint
+from tlt import run as run_module
+from tlt.build import load_tokenizer
+from tlt.config import Config, ConfigError, DataConfig
+from tlt.data import DataError, encoder, load_prompts
+from tlt.display import Display
+from tlt.generate import Asked, _prompts, _time_of_the_run
+
+END = "{% if add_generation_prompt %}<bot>{% endif %}"
+EVERY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END
+TRIMS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}<end>{% endfor %}" + END
+QWEN2 = (  # no tool messages, no developer, a system message alone
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% else %}<system>helpful{% endif %}"
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}" + END
+)
+QWEN3 = (  # earlier reasoning goes
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}{% endfor %}" + END
+)
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+USER = {"role": "user", "content": "u"}
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the model is shown for a row's prompt."""
+
+    def text(template: str, question: Any, parquet: bool = False, **options: Any) -> str:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        path = tmp_path / ("p.parquet" if parquet else "p.jsonl")
+        if parquet:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": question}]), path)
+        else:
+            path.write_text(json.dumps({"question": question}), encoding="utf-8")
+        config = DataConfig(path=str(path), chat=True, **options)
+        (prompt,) = load_prompts(config, encoder(tokenizer, config))
+        return tokenizer.decode(prompt.token_ids)
+
+    return text
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_parts_become_one_text_and_messages_may_be_json(shown: Any, parquet: bool) -> None:
+    parts = [{"type": "text", "text": "a", "image": None}, {"type": "input_text", "text": "b", "image": None}]
+    messages = [said("system", [parts[0]]), said("user", parts)]
+    assert shown(EVERY, messages, parquet) == "<system>a<user>a\nb<bot>"
+    assert shown(EVERY, json.dumps(messages), parquet) == "<system>a<user>a\nb<bot>"
+    assert shown(EVERY, '[1, "role"]', parquet) == '<user>[1, "role"]<bot>', "it is no list of messages"
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (said("user", [{"type": "image_url", "image_url": "x"}]), r"line 1, message 0 has a part of type 'image_url'"),
+        (said("user", [{"type": "text", "text": "a"}, {"type": "video"}]), r"a part of type 'video'"),
+        (said("user", [{"type": "text", "text": None}]), r"a part of type 'text'"),
+        (said("user", None), r"message 0 \(user\) has no text: its content is None"),
+        (said("user", []), r"has no text: its content is \[\]"),
+        (said("user", 4), r"has no text: its content is 4"),
+        ({"role": "user", "text": "a"}, r"no text under 'question', and no messages"),
+    ],
+)
+def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dict[str, Any], fault: str) -> None:
+    with pytest.raises(DataError, match=fault) as error:
+        shown(EVERY, [message])
+    assert "\n" not in str(error.value)
+
+
+# -- templates that drop -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "fault"),
+    [
+        (USERS, [said("system", "be brief"), USER], {}, r"^prompt 0: .* leaves out the system message 'be brief'"),
+        (USERS, "u", {"system": "be brief"}, r"leaves out the system message 'be brief'"),
+        (USERS, [USER, said("assistant", "b"), USER], {}, r"leaves out the assistant message 'b'"),
+        (QWEN2, [said("developer", "d"), USER], {}, r"leaves out the developer message 'd'"),
+        (QWEN2, [USER, said("system", "late"), USER], {}, r"leaves out the system message 'late'"),
+        (QWEN2, [USER, said("tool", "5")], {}, r"leaves out the tool message '5'"),
+        (EVERY, [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5")], {}, r"leaves out the tool_calls"),
+        (EVERY, [said("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
+        (EVERY, [said("human", "u")], {}, r"does not know the role 'human'"),
+        (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
+    ],
+)
+def test_what_a_template_drops_is_refused(
+    shown: Any, template: str, messages: Any, options: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(DataError, match=fault):
+        shown(template, messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (QWEN2, "u", "<system>helpful<user>u<bot>"),
+        (QWEN2, [said("system", ""), USER], "<system><user>u<bot>"),  # and not the template's own
+        (QWEN3, [USER, said("assistant", "<think>x</think>y"), USER], "<user>u<assistant>y<user>u<bot>"),
+        (
+            QWEN3,
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, said("tool", "5")],
+            "<user>u<assistant><call>add<tool>5<bot>",
+        ),
+        (EVERY + "{# human #}", [said("human", "u")], "<human>u<bot>"),
+        (EVERY, [said("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
+    ],
+)
+def test_what_a_template_may_do_is_taken(shown: Any, template: str, messages: Any, text: str) -> None:
+    if "content.split" in template:
+        template = template.replace("m.content.split", "(m.content or '').split")
+    assert shown(template, messages) == text
+
+
+def test_tools_of_rows_are_not_lost_without_a_word(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", "tools": [{"x": 1}]}), encoding="utf-8")
+    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True)
+    load_prompts(config, encoder(tokenizer, config))
+    assert "the tools in the rows of" in caplog.text
+    caplog.clear()
+    config = config.model_copy(update={"chat_arguments": {"tools": [{"x": 1}]}})
+    (prompt,) = load_prompts(config, encoder(tokenizer, config))
+    assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
+
+
+def test_templates_are_tried_once_for_each_sequence_of_roles(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+    encode = encoder(tokenizer, DataConfig(path="-", chat=True))
+    encode("a")
+    first = len(calls)
+    for word in "bcdef":
+        encode(word)
+    assert len(calls) == first + 5
+    encode([USER, said("assistant", "b"), USER])
+    assert len(calls) > first + 6
+
+
+# -- an answer that is begun already -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", ["Let me", "Let me ", "So:\n\n", ""])
+def test_an_answer_goes_on_from_all_of_its_beginning(shown: Any, tokenizer: Any, begun: str) -> None:
+    messages = [USER, said("assistant", begun)]
+    assert shown(TRIMS, messages) == "<user>\nu<end><assistant>\n" + begun
+    assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
+    theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    assert shown(EVERY, messages) == theirs
+
+
+def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
+    with pytest.raises(DataError, match="changes the assistant's message '<think>x</think>y'"):
+        shown(QWEN3, [USER, said("assistant", "<think>x</think>y")])
+
+
+def test_a_tag_is_opened_once(shown: Any) -> None:
+    thinks = EVERY + "{{ '<think>\n' }}"
+    assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
+    with pytest.raises(DataError, match=r"data\.prefill begins with <think>, with which .* ends a prompt already"):
+        shown(thinks, "u", prefill="<think>\nLet me")
+
+
+# -- time and chance ---------------------------------------------------------------------------------------------------
+
+DATED = (  # as Llama 3.2 does
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %H:%M:%S') %}{% endif %}"
+    "Today Date: {{ date_string }}" + EVERY
+)
+
+
+def test_templates_are_shown_one_time(shown: Any) -> None:
+    assert shown(DATED, "u", now="2001-02-03") == "Today Date: 03 Feb 2001 00:00:00<user>u<bot>"
+    assert shown(DATED, "u", now="2001-02-03T04:05:06").startswith("Today Date: 03 Feb 2001 04:05:06<")
+    given = shown(DATED, "u", chat_arguments={"date_string": "now"})
+    assert given == "Today Date: now<user>u<bot>"
+    today = shown(DATED.replace(" %H:%M:%S", ""), "u")
+    assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+
+
+@pytest.mark.parametrize(
+    "chance", ["{{ ['hi', 'ho'] | random }}", "{{ lipsum(1) }}", "{% if [1, 0] | random %}hm{% endif %}"]
+)
+def test_a_template_that_draws_lots_is_refused(shown: Any, chance: str) -> None:
+    with pytest.raises(DataError, match="writes another text each time"):
+        shown(EVERY + chance, "u")
+
+
+def test_a_time_is_a_time() -> None:
+    with pytest.raises(ValueError, match=r"data\.now: give a time such as"):
+        DataConfig(path="-", chat=True, now="yesterday")
+    with pytest.raises(ValueError, match=r"data\.now go with data\.chat = true"):
+        DataConfig(path="-", now="2001-02-03")
+
+
+class Quiet(Display):
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+
+
+def dated(home: Path, steps: int, **data: Any) -> Config:
+    if not (home / "model").is_dir():
+        save_tokenizer(save_weights(home / "model"))
+        (home / "model" / "chat_template.jinja").write_text(DATED, encoding="utf-8")
+        (home / "prompts.jsonl").write_text('{"question": "a"}\n{"question": "b"}', encoding="utf-8")
+    sections = {"data": {"chat": True, **data}, "rollout": {"max_new_tokens": 4}, "train": {"steps": steps}}
+    return tiny_config(home, **sections)
+
+
+def test_a_run_keeps_the_time_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_module.train(dated(tmp_path, 1, now="2001-02-03"), display=Quiet())
+    run_module.train(dated(tmp_path, 2), resume=True, display=Quiet())
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert (found.state["step"], found.state["config"]["data"]["now"]) == (2, "2001-02-03")
+    tokenizer = load_tokenizer(found.folder / "policy")
+    (prompt,) = _prompts(
+        Asked(["u"], None, "question", "auto", ""), tokenizer, _time_of_the_run(found.folder / "policy")
+    )
+    assert tokenizer.decode(prompt.token_ids).startswith("Today Date: 03 Feb 2001")
+    with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03\""):
+        run_module.train(dated(tmp_path, 3, now="2001-02-04"), resume=True, display=Quiet())
+    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: _with(load_tokenizer(path), EVERY))
+    with pytest.raises(DataError, match=r"their tokens are not, as the tokenizer, its chat template"):
+        run_module.train(dated(tmp_path, 3), resume=True, display=Quiet())
+
+
+def _with(tokenizer: Any, template: str) -> Any:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_time_of_the_start_is_recorded(tmp_path: Path) -> None:
+    before = datetime.now().replace(microsecond=0)
+    run_module.train(dated(tmp_path, 1), display=Quiet())
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["now"]
+    assert before <= datetime.fromisoformat(recorded) <= datetime.now()
