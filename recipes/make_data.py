@@ -72,15 +72,26 @@ def series(r: random.Random) -> dict[str, object]:
 # -- texts that must hold given words ----------------------------------------------------------------------------------
 
 WORDS = (
-    "river lantern bread garden clock winter horse letter island music stone market bridge apple storm candle forest "
-    "silver kitchen teacher mountain window pepper blanket rocket feather anchor violin ladder cloud turtle pocket"
-).split()
-TOPICS = ("a fox", "a long journey", "an old friend", "a rainy day", "a small town", "a lost key", "a school", "the sea")
+    *("river", "lantern", "bread", "garden", "clock", "winter", "horse", "letter", "island", "music", "stone"),
+    *("market", "bridge", "apple", "storm", "candle", "forest", "silver", "kitchen", "teacher", "mountain", "window"),
+    *("pepper", "blanket", "rocket", "feather", "anchor", "violin", "ladder", "cloud", "turtle", "pocket"),
+)
+TOPICS = (
+    "a fox",
+    "a long journey",
+    "an old friend",
+    "a rainy day",
+    "a small town",
+    "a lost key",
+    "a school",
+    "the sea",
+)
 
 
 def keywords(r: random.Random) -> dict[str, str]:
     words = r.sample(WORDS, 4)
-    text = f"Write two or three sentences about {r.choice(TOPICS)} with the words {', '.join(words[:3])} and {words[3]}."
+    wanted = f"{', '.join(words[:3])} and {words[3]}"
+    text = f"Write two or three sentences about {r.choice(TOPICS)} with the words {wanted}."
     return {"question": text, "answer": ", ".join(words)}
 
 
