@@ -54,6 +54,8 @@ def test_a_recipe_is_short_and_trains(
         "eval.samples": 2,
         "run.folder": tmp_path / "run",
     }
+    if recipe.stem == "smollm2":  # the tiny model has no chat template
+        overrides["data.chat"] = False
     if "tiny-drafter" in recipe.read_text(encoding="utf-8"):  # made for another model
         options = eagle_options(decoder_options(read_config(model)), "eagle3", window=16)
         save_drafter(EagleLayer(options), tmp_path / "drafter")
@@ -68,14 +70,27 @@ def test_a_recipe_is_short_and_trains(
 
 
 def test_there_is_a_recipe_of_each_kind() -> None:
-    assert {path.stem for path in RECIPES} >= {"quickstart", "word_problems", "curriculum", "forecast"}
+    assert {path.stem for path in RECIPES} >= {"quickstart", "word_problems", "curriculum", "forecast", "smollm2"}
 
 
 def test_the_data_is_what_its_script_writes(tmp_path: Path) -> None:
     load("make_data").write(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (FOLDER / "data" / path.name).read_bytes(), path.name
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+# -- the keywords' reward ---------------------------------------------------------------------------------------------
+
+keywords = load("keywords")
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("", 0.0), ("A RIVER.", 0.5), ("rivers and lanterns", 0.0), ("the lantern by the river, river", 1.0)],
+)
+def test_the_share_of_words_counts_whole_words_once(text: str, share: float) -> None:
+    assert keywords.share_of_words(Prompt(0, "", (1,), {"answer": "river, lantern"}), text) == share
 
 
 # -- the forecast's reward ---------------------------------------------------------------------------------------------
