@@ -24,6 +24,7 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
+from tlt.progress import shown
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
-        code = arguments.command(arguments, overrides)
+        with shown():
+            code = arguments.command(arguments, overrides)
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
         code = stopped.exit_code
