@@ -121,7 +121,6 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
         while engine.busy and buffer.tokens < buffer.max_tokens:
             engine.round()
             work.done = buffer.tokens
-    engine.cache.release()
     return buffer
 
 
@@ -160,14 +159,13 @@ class Curve:
 
     def advice(self) -> str:
         """Whether more training, or more data, would make the drafter better."""
-        lengths = [point["accept_length"] for point in self.points]
-        best = self.points[lengths.index(max(lengths))]
-        held_back, taught = best["held_back"][0], best["taught"][0]
-        said = f"first guess right: {taught:.0%} in training, {held_back:.0%} on prompts held back"
+        held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
+        said = f"the first guess is right {taught:.0%} of the time in training, {held_back:.0%} on prompts held back"
         if taught - held_back > _OVERFITTED:
-            return f"{said}: more data is needed rather than more training, raise --tokens"
-        if max(lengths) > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
-            return f"{said}: it still learned at the end, raise --seconds"
+            return f"{said}: raise --tokens, as more data is needed rather than more seconds"
+        lengths = [point["accept_length"] for point in self.points]
+        if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
+            return f"{said}: raise --seconds, as it still learned at the end"
         return said
 
 
@@ -181,8 +179,10 @@ def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[
         for _ in chain.from_iterable(trainer.epoch(taught) for _ in count()):
             spent = time.perf_counter() - began
             work.update(spent, f"{trainer.steps:.0f} steps")
-            ends = spent + curve.longest >= seconds
-            if ends or curve.seconds <= _EVALUATING * spent:
+            left = seconds - spent
+            ends = left <= curve.longest
+            is_due = curve.seconds <= _EVALUATING * spent and left > 2 * curve.longest
+            if ends or is_due:
                 curve.evaluate(spent)
             if ends:
                 break
@@ -213,11 +213,10 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
             work.advance(len(engine.round()))
             lengths.append((stats.tokens - tokens) / max(1, stats.row_passes - passes))
     spent = time.perf_counter() - began
-    engine.cache.release()
     return {
         "strategy": strategy.name,
         "accept_length": stats.accept_length,
-        "interval": 1.96 * statistics.stdev(lengths) / len(lengths) ** 0.5,
+        "interval": 1.96 * statistics.pstdev(lengths) / len(lengths) ** 0.5,
         "agreement": engine.drafters.calibrations[drafter.name].agreement(strategy.depth, strategy.branching),
         "tokens_per_second": stats.tokens / spent,
         "tokens": stats.tokens,
