@@ -58,7 +58,7 @@ def make_parts(
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
-    with working("start"):
+    with working("start the policy and its workers"):
         rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
     return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
 
