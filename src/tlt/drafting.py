@@ -120,7 +120,7 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
     with working("harvest", buffer.max_tokens, "tokens") as work:
         while engine.busy and buffer.tokens < buffer.max_tokens:
             engine.round()
-            work.done = buffer.tokens
+            work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
     return buffer
 
 
