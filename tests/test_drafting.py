@@ -14,7 +14,7 @@ from tlt import drafting
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.strategy import PLAIN
-from tlt.drafting import Curve, Workbench, evaluate, fit
+from tlt.drafting import Curve, Workbench, evaluate, fit, harvest
 
 
 class Clock:
@@ -96,14 +96,14 @@ def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -
     ("held_back", "taught", "advised"),
     [
         ([0.3, *[0.5] * 99], [0.3, *[0.65] * 99], "--tokens"),
-        ([0.01 * n for n in range(1, 99)], [0.01 * n + 0.05 for n in range(1, 99)], "--seconds"),
+        ([0.01 * n for n in range(1, 99)], [0.01 * n + 0.3 for n in range(1, 99)], "--seconds"),
         ([0.3, *[0.5] * 99], [0.3, *[0.55] * 99], None),
     ],
 )
 def test_what_would_make_the_drafter_better(
     clock: Clock, held_back: list[float], taught: list[float], advised: str | None
 ) -> None:
-    """More data where it is right far more often in training; more seconds where it still learned at the end."""
+    """More seconds where it still learned at the end, else more data where it is right far more often in training."""
     _, curve = fitted(clock, 600, held_back, taught)
     advice = curve.advice()
     assert [word for word in ("--tokens", "--seconds") if f"raise {word}" in advice] == ([advised] if advised else [])
@@ -125,6 +125,14 @@ def test_prompts_are_held_out_and_all_are_answered_once_before_any_is_answered_t
     assert len(bench.held_out) == 2
     assert [request.index for request in bench.train] == sorted([0, 1, 2] * (len(QUESTIONS) - 2))
     assert len({request.seed for request in bench.train}) == len(bench.train)
+
+
+def test_a_harvest_ends_once_it_has_the_tokens(bench: Workbench) -> None:
+    layer = EagleLayer(eagle_options(bench.target.options, "eagle1", 32))
+    found = harvest(bench, layer, 100)
+    assert 100 <= found.tokens <= 100 + 32
+    assert len(found.items) < len(bench.train), "others were not decoded to their ends"
+    assert harvest(bench, layer, 10_000).tokens < 10_000, "all prompts are answered"
 
 
 def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:

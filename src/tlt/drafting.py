@@ -109,7 +109,8 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
 
 def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
     """Decode the prompts to train on, until so many entries were kept or all are answered."""
-    buffer = HarvestBuffer(min(tokens, bench.config.speculation.training.buffer_tokens))
+    wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
+    buffer = HarvestBuffer(wanted + layer.options.window)  # an item is no longer than the window
     changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
     speculation = bench.config.speculation.model_copy(update=changes)
     drafters, _ = make_drafters(speculation, bench.target)
@@ -117,8 +118,8 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
     layout = layer.options.layout
     engine = Engine(bench.target, bench.config.engine, drafters, tuner, layout=layout, on_harvest=buffer.add)
     engine.start(bench.train)
-    with working("harvest", buffer.max_tokens, "tokens") as work:
-        while engine.busy and buffer.tokens < buffer.max_tokens:
+    with working("harvest", wanted, "tokens") as work:
+        while engine.busy and buffer.tokens < wanted:
             engine.round()
             work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
     return buffer
@@ -161,11 +162,11 @@ class Curve:
         """Whether more training, or more data, would make the drafter better."""
         held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
         said = f"the first guess is right {taught:.0%} of the time in training, {held_back:.0%} on prompts held back"
-        if taught - held_back > _OVERFITTED:
-            return f"{said}: raise --tokens, as more data is needed rather than more seconds"
         lengths = [point["accept_length"] for point in self.points]
         if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
             return f"{said}: raise --seconds, as it still learned at the end"
+        if taught - held_back > _OVERFITTED:
+            return f"{said}: raise --tokens, as more data is needed rather than more seconds"
         return said
 
 
