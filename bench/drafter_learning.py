@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from tlt.config import load_config
 from tlt.draft.buffer import Harvest
@@ -27,6 +26,7 @@ from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
 from tlt.drafting import Workbench, evaluate, harvest
 from tlt.metrics import provenance, write_json
+from tlt.progress import shown
 
 CHAIN = Strategy("eagle", 6, 1, 7)
 
@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments, overrides = parser.parse_known_args()
     bench = Workbench.of(load_config(arguments.recipe, overrides))
-    with Progress() as progress:
-        items = harvest(bench, fresh_layer(bench, 0), arguments.tokens, progress).items
+    with shown():
+        items = harvest(bench, fresh_layer(bench, 0), arguments.tokens).items
     rows = [row for seed in range(arguments.seeds) for row in learn(bench, items, seed, arguments.seconds)]
     means = {
         f"{point:g}": statistics.fmean(row["accept_length"] for row in rows if row["seconds"] == point)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from tlt.config import Config, load_config
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options, load_drafter
@@ -30,6 +29,7 @@ from tlt.drafting import Workbench, evaluate, harvest
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
+from tlt.progress import shown
 
 CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 PACK = 512  # tokens of a micro-batch; a recipe may have smaller ones, so that workers come back sooner
@@ -123,8 +123,8 @@ def main() -> None:
     rows = found.get("drafters", [])
     keep(arguments.json, rows, noise)
     widest = EagleLayer(eagle_options(bench.target.options, "eagle3", config.speculation.window))
-    with Progress() as progress:
-        items = list(harvest(bench, widest, arguments.tokens, progress).items)
+    with shown():
+        items = list(harvest(bench, widest, arguments.tokens).items)
     for seconds, (name, change) in itertools.product(arguments.seconds, VARIANTS.items()):
         if arguments.only not in name:
             continue

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress
 from torch import Tensor
 
 from tlt.config import load_config
@@ -30,6 +29,7 @@ from tlt.draft.trainer import DrafterTrainer
 from tlt.draft.unroll import Pack, _rotate_halves, bundles, pack
 from tlt.drafting import Workbench, harvest
 from tlt.metrics import provenance, write_json
+from tlt.progress import shown
 
 PACK = 512  # entries of a micro-batch; a recipe may have smaller ones, so that workers come back sooner
 WAYS = ("packed", "padded, sorted by length", "padded, in random order")
@@ -128,8 +128,8 @@ def main() -> None:
     drafter = bench.config.speculation
     config = drafter.training.model_copy(update={"micro_batch_tokens": PACK, "unroll": 3})
     layer = EagleLayer(eagle_options(bench.target.options, drafter.kind, drafter.window))
-    with Progress() as progress:
-        items = harvest(bench, layer, arguments.tokens, progress).items
+    with shown():
+        items = harvest(bench, layer, arguments.tokens).items
     ways = {way: batches_of(way, items, config.micro_batch_tokens, bench.target.device) for way in WAYS}
     trainers = {way: (DrafterTrainer if way == "packed" else Padded)(layer, bench.target, config) for way in WAYS}
     check(ways, trainers)

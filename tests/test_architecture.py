@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
-    ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume", "restarts"),
+    ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume", "restarts", "progress"),
     ("completions", "completions_parquet", "trackers"),
     ("models", "attention"),
     ("draft",),

@@ -291,6 +291,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
     result = {
         "strategy": "eagle d6 b2 n13 p0",
         "accept_length": 3.21,
+        "interval": 0.04,
         "times_plain": 1.87,
         "agreement": [0.9, 0.8, 0.7, 0.6, 0.5, None],
         "tokens": 1_234_567,
@@ -307,6 +308,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
         "n13",
         "p0",
         "3.21",
+        "±0.04",
         "1.87",
         "0.90",
         "0.80",

@@ -33,6 +33,7 @@ from tlt.files import read_json, telling
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.progress import working
 from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 
@@ -82,9 +83,7 @@ def load_engine(
         longest = longest or decoder_options(read_config(model.path)).max_positions
         speculation = without_look_ahead(speculation)
         return VllmEngine(vllm_target(model, engine, speculation, longest), engine, detokenizer(tokenizer))
-    target = make_target(model)
-    target.load(read_safetensors(model.path), version=0)
-    return make_engine(engine, speculation, target, tokenizer)
+    return make_engine(engine, speculation, _load_target(model, model.path), tokenizer)
 
 
 def open_target(config: Config, folder: str | Path, trains: bool = False) -> Target:
@@ -93,11 +92,10 @@ def open_target(config: Config, folder: str | Path, trains: bool = False) -> Tar
     if config.engine.backend == "vllm":
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
-        target: Target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
-    else:
-        target = make_target(config.model)
-    target.load(read_safetensors(folder), 0)
-    return target
+        target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
+        target.load(read_safetensors(folder), 0)
+        return target
+    return _load_target(config.model, folder)
 
 
 def vllm_target(
@@ -178,7 +176,9 @@ def make_tuner(
     drafters, layout = make_drafters(config, target, layer)
     arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
     known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
-    return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
+    with working("start-up profile"):
+        seconds = profile(target, engine, drafters, arms, layout)
+    return Bandit(arms, seconds, known)
 
 
 def steps_ahead(config: SpeculationConfig) -> int:
@@ -189,6 +189,14 @@ def steps_ahead(config: SpeculationConfig) -> int:
 def make_target(config: ModelConfig) -> Decoder:
     """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
     return Decoder(decoder_options(read_config(config.path)), torch_dtype(config), torch_device(config))
+
+
+def _load_target(config: ModelConfig, folder: str | Path) -> Decoder:
+    """A decoder with the weights of a folder. Raises ModelError."""
+    target = make_target(config)
+    with working(f"load {folder}"):
+        target.load(read_safetensors(folder), version=0)
+    return target
 
 
 class Workplace(NamedTuple):
@@ -204,9 +212,8 @@ def open_workplace(config: Config) -> Workplace:
     """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
-    target = make_target(config.model)
-    refuse_foreign_tokens(prompts, target.options.vocab_size)
-    target.load(read_safetensors(config.model.path), version=0)
+    refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
+    target = _load_target(config.model, config.model.path)
     return Workplace(tokenizer, prompts, target, sampling_params(config.rollout, config.model.path, tokenizer))
 
 

@@ -24,6 +24,7 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
+from tlt.progress import shown
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
-        code = arguments.command(arguments, overrides)
+        with shown():
+            code = arguments.command(arguments, overrides)
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
         code = stopped.exit_code
@@ -209,10 +211,11 @@ def _add_draft(draft: argparse.ArgumentParser) -> None:
     train.add_argument("recipe")
     train.add_argument("--out", type=Path, required=True, help="folder for the drafter")
     train.add_argument("--tokens", type=int, default=100_000, help="harvested before training (%(default)s)")
-    train.add_argument("--seconds", type=float, default=300, help="of training (%(default)s)")
+    train.add_argument("--seconds", type=float, default=300, help="of training, with its evaluations (%(default)s)")
     train.set_defaults(command=_draft_train)
     judge = kinds.add_parser("eval", help="accept length and agreement on held-out prompts", epilog=_OVERRIDES)
     judge.add_argument("recipe")
+    judge.add_argument("--seconds", type=float, default=120, help="of decoding (%(default)s)")
     judge.add_argument("--json", type=Path, help="write the result to this file")
     judge.set_defaults(command=_draft_eval)
 
@@ -228,10 +231,11 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 
 
 def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    _at_least_one("--seconds", arguments.seconds)
     config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # it judges a learned one
     from tlt.drafting import eval_drafter
 
-    eval_drafter(config, arguments.json)
+    eval_drafter(config, arguments.seconds, arguments.json)
     return 0
 
 

@@ -20,6 +20,7 @@ from tlt.config import Config
 from tlt.keys import listening
 from tlt.loop import StepResult
 from tlt.metrics import against_plain
+from tlt.progress import Work, working
 from tlt.sample_view import KEYS, SAMPLE, choose, picture
 from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
@@ -49,6 +50,7 @@ class Display:
         """of the last step"""
         self.which = SAMPLE
         self._live: Live | None = None
+        self._work = Work("train", None, "steps")
         self._step_began = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -67,7 +69,8 @@ class Display:
         self.now = ("starting", first, 0, 0)
         self._step_began = time.monotonic()
         if not self.console.is_terminal:
-            yield
+            with working("train", config.train.steps - first, "steps") as self._work:
+                yield
             return
         with listening(self.key), Live(self, console=self.console, refresh_per_second=4) as self._live:
             yield
@@ -81,15 +84,18 @@ class Display:
 
     def phase(self, step: int, name: str, total: int) -> None:
         self.now = (name, step, 0, total)
+        self._work.note = name
         self.workers.phase()
 
     def response(self, response: Response) -> None:
         name, step, done, total = self.now
         self.now = (name, step, done + 1, total)
+        self._work.note = f"{name} {done + 1}/{total}"
 
     def step(self, result: StepResult) -> None:
         self.history.append(result.metrics)
         self.groups, self._step_began = result.groups, time.monotonic()
+        self._work.advance()
         if self._live is None:
             self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
 

@@ -5,40 +5,45 @@ Harvest, then train: the target answers the recipe's prompts, and the drafter le
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, count
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tlt.build import open_workplace
+from tlt.build import make_drafters, make_tuner, open_workplace
 from tlt.config import Config, ConfigError
-from tlt.draft.buffer import Harvest, HarvestBuffer
+from tlt.draft.buffer import Harvest, HarvestBuffer, pieces
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.draft.suffix import SuffixDrafter
 from tlt.draft.trainer import DrafterTrainer
-from tlt.draft.unroll import packs
+from tlt.draft.unroll import Pack, packs
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.files import refuse_to_overwrite, share
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
+from tlt.progress import working
 from tlt.sampling import make_requests
 from tlt.types import Request
 
-_HELD_OUT = 16  # prompts that no drafter is trained on
-_HELD_BACK = 5  # one of so many of the others is not either: its harvest tells how far training has come
-_LOOKS = 40  # at the held-back harvest while a drafter is trained
-_LOOK_TOKENS = 8192  # entries of it that are looked at
-_HARVEST_WITH = Strategy("suffix", 6, 1, 7, 0.6)
+_HELD_OUT = 16  # prompts that no drafter is trained on; each is answered once to judge it
+_HELD_BACK = 5  # one of so many of the others is not either: training keeps the weights that are best on these
+_EVALUATING, _JUDGING = 0.1, 0.2  # seconds of evaluations, and of the judgement at the end, by those of training
+_EVALUATED = 2048  # entries of an evaluation
+_OVERFITTED = 0.1  # by which the first guess is right more often in training than on prompts held back
+_LEAST_ROUNDS = 8  # of a judgement, however long they take
+_RISING = 1.01  # factor in the last quarter of training
 _CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 
 
@@ -57,12 +62,13 @@ class Workbench:
         if len(prompts) <= _HELD_OUT:
             raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} are held out, so give more")
         size = config.rollout.group_size
-        requests = [make_requests([prompt], size, params, config.run.seed, "draft") for prompt in prompts]
-        random.Random(config.run.seed).shuffle(requests)
-        flat = [
-            [request for group in part for request in group] for part in (requests[_HELD_OUT:], requests[:_HELD_OUT])
-        ]
-        return cls(config, target, *flat)
+        random.Random(config.run.seed).shuffle(prompts)
+        held_out, train = (
+            make_requests(part, size, params, config.run.seed, "draft")
+            for part in (prompts[:_HELD_OUT], prompts[_HELD_OUT:])
+        )
+        in_order = sorted(train, key=lambda request: request.index)  # many prompts teach more than many responses
+        return cls(config, target, in_order, [request for request in held_out if request.index == 0])
 
 
 def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
@@ -70,24 +76,19 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     prompts until it has harvested so many tokens, and the drafter is trained on these for so many seconds. Raises
     ValueError where the folder holds anything, ConfigError, DataError or ModelError."""
     refuse_to_overwrite(folder)
-    console = Console(highlight=False, markup=False, emoji=False)
     bench = Workbench.of(config)
     torch.manual_seed(config.run.seed)
     layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        began = time.perf_counter()
-        buffer = harvest(bench, layer, harvest_tokens, progress)
-        harvested = time.perf_counter() - began
-        trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
-        held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
-        taught = [item for item in buffer.items if item.prompt_id not in held]
-        if not taught:
-            raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
-        trainer.prepare(taught, from_scratch=True)
-        curve = HeldBackCurve([item for item in buffer.items if item.prompt_id in held], seconds)
-        overlaps = _train(trainer, taught, curve, seconds, progress)
-    results = judge(bench, layer)
+    began = time.perf_counter()
+    buffer = harvest(bench, layer, harvest_tokens)
+    harvested = time.perf_counter() - began
+    trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
+    held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
+    taught = [item for item in buffer.items if item.prompt_id not in held]
+    if not taught:
+        raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
+    curve = fit(trainer, taught, [item for item in buffer.items if item.prompt_id in held], seconds)
+    results = judge(bench, layer, _JUDGING * seconds)
     layer.agreement = results[0]["agreement"][0]
     save_drafter(layer, folder)
     facts = {
@@ -95,113 +96,140 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
         "harvest_seconds": harvested,
         "train_seconds": seconds,
         "steps": int(trainer.steps),
-        "overlap": overlaps,
         "curve": curve.points,
         "config": config.speculation.model_dump(include={"kind", "window", "training"}),
     }
     write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
     share(folder)
+    console = Console(highlight=False, markup=False, emoji=False)
     _print(console, results)
-    if len(curve.points) > 1:
-        middle, end = (curve.points[n]["accept_length"] for n in (len(curve.points) // 2, -1))
-        console.print(
-            f"on harvest that is held back a chain committed {middle:.2f} tokens after half of the training, "
-            f"{end:.2f} at its end"
-        )
+    console.print(curve.advice())
     console.print(f"the drafter is in {folder}: --speculation.drafter adaptive --speculation.path {folder}")
 
 
-def harvest(bench: Workbench, layer: EagleLayer, tokens: int, progress: Progress) -> HarvestBuffer:
-    buffer = HarvestBuffer(min(tokens, bench.config.speculation.training.buffer_tokens))
-    drafter = SuffixDrafter(bench.config.speculation.history_tokens)
+def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
+    """Decode the prompts to train on, until so many entries were kept or all are answered."""
+    wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
+    buffer = HarvestBuffer(wanted + layer.options.window)  # an item is no longer than the window
+    changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
+    speculation = bench.config.speculation.model_copy(update=changes)
+    drafters, _ = make_drafters(speculation, bench.target)
+    tuner = make_tuner(speculation, bench.config.engine, bench.target)
     layout = layer.options.layout
-    engine = Engine(
-        bench.target, bench.config.engine, [drafter], Fixed(_HARVEST_WITH), layout=layout, on_harvest=buffer.add
-    )
-    task = progress.add_task("harvest", total=tokens, note="")
+    engine = Engine(bench.target, bench.config.engine, drafters, tuner, layout=layout, on_harvest=buffer.add)
     engine.start(bench.train)
-    while engine.busy and buffer.tokens < buffer.max_tokens:
-        engine.round()
-        progress.update(task, completed=buffer.tokens, note=f"{buffer.tokens:,} tokens")
-    progress.update(task, completed=tokens)
+    with working("harvest", wanted, "tokens") as work:
+        while engine.busy and buffer.tokens < wanted:
+            engine.round()
+            work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
     return buffer
 
 
-class HeldBackCurve:
-    """What the drafter is worth on harvest of prompts that it is not trained on, while it is trained: whether training
-    for longer would have paid."""
-
-    def __init__(self, held_back: Sequence[Harvest], seconds: float) -> None:
-        self.held_back, self.every = held_back, seconds / _LOOKS
-        self.looks = 0
-        self.points: list[dict[str, float]] = []
-        """seconds of training, and the accept length of a chain of `unroll` guesses by laws (1 - TV)"""
-        self.took = 0.0
-        """seconds, which are not of training"""
-
-    def look(self, trainer: DrafterTrainer, spent: float) -> None:
-        """Where one is due."""
-        if spent < self.looks * self.every:
-            return
-        self.looks += 1
-        began, config = time.perf_counter(), trainer.config
-        sample = list(packs(self.held_back, config.micro_batch_tokens, trainer.target.device, random.Random(0)))
-        sums = [trainer.judge([trainer.layer], batch) for batch in sample[: _LOOK_TOKENS // config.micro_batch_tokens]]
-        if entries := sum(count for _, count in sums):
-            accepted = entries / sum(rounds for [(rounds, _)], _ in sums)
-            self.points.append({"seconds": spent, "accept_length": accepted})
-        self.took += time.perf_counter() - began
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _train(
-    trainer: DrafterTrainer, taught: Sequence[Harvest], curve: HeldBackCurve, seconds: float, progress: Progress
-) -> list[float]:
-    """For that long, the learning rate falling to a tenth; returns the last steps' mean overlap by guess."""
-    task = progress.add_task("train", total=seconds, note="")
-    recent: list[list[float]] = []
+class Curve:
+    """How often guesses are right while a drafter is trained: on prompts that are held back, and on those that it is
+    trained on."""
+
+    def __init__(self, trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest]) -> None:
+        self.trainer = trainer
+        self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
+        self.seconds = self.longest = 0.0
+        """of all evaluations, and of the longest one"""
+        self.points: list[dict[str, Any]] = []
+        """seconds of training, the accept length of a chain on prompts held back, and the acceptance rate by depth
+        there (`held_back`) and in training (`taught`)"""
+        self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
+
+    def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
+        drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
+        return list(packs(drawn, trainer.config.micro_batch_tokens, trainer.target.device, random.Random(0)))
+
+    def evaluate(self, spent: float) -> None:
+        """Keep the weights if they are the best so far on the prompts that are held back."""
+        began, layer = time.perf_counter(), self.trainer.layer
+        held_back, taught = (self.trainer.acceptance(packs) for packs in (self.held_back, self.taught))
+        accepted = 1 + sum(accumulate(held_back, mul))
+        if accepted > max((point["accept_length"] for point in self.points), default=0.0):
+            self.best = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        point = {"seconds": spent, "accept_length": accepted, "held_back": held_back, "taught": taught}
+        self.points.append(point)
+        took = time.perf_counter() - began
+        self.seconds, self.longest = self.seconds + took, max(self.longest, took)
+
+    def advice(self) -> str:
+        """Whether more training, or more data, would make the drafter better."""
+        held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
+        said = f"the first guess is right {taught:.0%} of the time in training, {held_back:.0%} on prompts held back"
+        lengths = [point["accept_length"] for point in self.points]
+        if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
+            return f"{said}: raise --seconds, as it still learned at the end"
+        if taught - held_back > _OVERFITTED:
+            return f"{said}: raise --tokens, as more data is needed rather than more seconds"
+        return said
+
+
+def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest], seconds: float) -> Curve:
+    """Train for so many seconds, evaluations included, with a learning rate that falls to a tenth. The layer ends with
+    the weights that were best on the prompts held back."""
     began = time.perf_counter()
-    while True:
-        for overlaps in trainer.epoch(taught):
-            spent = time.perf_counter() - began - curve.took
-            recent = [*recent[-49:], overlaps]
-            means = [sum(column) / len(column) for column in zip(*recent, strict=False)]  # that all of them had
-            progress.update(task, completed=min(spent, seconds), note=f"agreement of laws {means[0]:.3f}")
-            curve.look(trainer, min(spent, seconds))
-            if spent >= seconds:
-                return means
+    trainer.prepare(taught, from_scratch=True)
+    curve = Curve(trainer, taught, held_back)
+    with working("train the drafter", seconds) as work:
+        for _ in chain.from_iterable(trainer.epoch(taught) for _ in count()):
+            spent = time.perf_counter() - began
+            work.update(spent, f"{trainer.steps:.0f} steps")
+            left = seconds - spent
+            ends = left <= curve.longest
+            is_due = curve.seconds <= _EVALUATING * spent and left > 2 * curve.longest
+            if ends or is_due:
+                curve.evaluate(spent)
+            if ends:
+                break
             trainer.rate_scale = 1 - 0.9 * spent / seconds
+    trainer.layer.load_state_dict(curve.best)
+    return curve
 
 
-def judge(bench: Workbench, layer: EagleLayer) -> list[dict[str, Any]]:
-    """A chain and a tree, each against plain decoding of the same tokens."""
-    plain = evaluate(bench, layer, PLAIN)["tokens_per_second"]
-    found = [evaluate(bench, layer, strategy) for strategy in (_CHAIN, _TREE)]
-    return [result | {"times_plain": result["tokens_per_second"] / plain} for result in found]
+# -- judgement ---------------------------------------------------------------------------------------------------------
 
 
-def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy) -> dict[str, Any]:
-    """Accept length and agreement by depth on the held-out prompts; nothing is cut, so all depths are seen."""
+def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> list[dict[str, Any]]:
+    """A chain and a tree, each compared with plain decoding of the same prompts, all within so many seconds."""
+    plain, *found = (evaluate(bench, layer, strategy, seconds / 3) for strategy in (PLAIN, _CHAIN, _TREE))
+    return [result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]} for result in found]
+
+
+def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: float = math.inf) -> dict[str, Any]:
+    """Accept length, with its 95 % interval, and acceptance rate by depth on the held-out prompts, decoded for up to so
+    many seconds. Nothing is cut, so all depths are seen."""
     drafter = EagleDrafter(layer, bench.target)
     engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), layout=layer.options.layout)
-    began = time.perf_counter()
-    for _ in engine.generate(bench.held_out):
-        pass
-    seconds = time.perf_counter() - began
+    engine.start(bench.held_out)
+    began, stats, lengths = time.perf_counter(), engine.stats, list[float]()
+    with working(f"decode held-out prompts, {strategy.name}", len(bench.held_out), "responses") as work:
+        while engine.busy and (time.perf_counter() - began < seconds or len(lengths) < _LEAST_ROUNDS):
+            tokens, passes = stats.tokens, stats.row_passes
+            work.advance(len(engine.round()))
+            lengths.append((stats.tokens - tokens) / max(1, stats.row_passes - passes))
+    spent = time.perf_counter() - began
     return {
         "strategy": strategy.name,
-        "accept_length": engine.stats.accept_length,
+        "accept_length": stats.accept_length,
+        "interval": 1.96 * statistics.pstdev(lengths) / len(lengths) ** 0.5,
         "agreement": engine.drafters.calibrations[drafter.name].agreement(strategy.depth, strategy.branching),
-        "tokens_per_second": engine.stats.tokens / seconds,
-        "tokens": engine.stats.tokens,
+        "tokens_per_second": stats.tokens / spent,
+        "tokens": stats.tokens,
     }
 
 
-def eval_drafter(config: Config, json_file: Path | None) -> None:
+def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None:
     if config.speculation.path is None:
         raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
     bench = Workbench.of(config)
     layer = load_drafter(config.speculation.path, bench.target.options)
-    results = judge(bench, layer)
+    results = judge(bench, layer, seconds)
     _print(Console(highlight=False, markup=False, emoji=False), results)
     if json_file:
         write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
@@ -216,12 +244,13 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
         table.add_column(column, justify="right", min_width=5)
     for result in results:
         agreement = (f"{a:.2f}" if a is not None else "-" for a in result["agreement"])
-        numbers = (f"{result['accept_length']:.2f}", f"{result['times_plain']:.2f}")
+        length = f"{result['accept_length']:.2f} ±{result['interval']:.2f}"
+        numbers = (length, f"{result['times_plain']:.2f}")
         table.add_row(result["strategy"], *numbers, *agreement)
     console.print(table)
     console.print(
-        "accept length: tokens a target pass commits, its own counted; times plain: tokens per second against plain "
-        "decoding of the same tokens on this machine; 1, 2, ...: how often a guess so deep is right if those before it "
-        "were. Strategies: depth d, branching b, nodes verified n.",
+        "accept length: tokens a target pass commits, its own counted, ± half of the 95 % interval; times plain: "
+        "tokens per second against plain decoding on this machine; 1, 2, ...: how often a guess so deep is right if "
+        "those before it were. Strategies: depth d, branching b, nodes verified n.",
         style="dim",
     )

@@ -23,6 +23,7 @@ from tlt.draft.saving import load_latest, newest_number
 from tlt.files import read_json, refuse_to_overwrite, share
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.weights import read_safetensors
+from tlt.progress import working
 from tlt.rl.hugging_face import load_model
 from tlt.rl.lora import FILE as ADAPTERS
 from tlt.rl.lora import whole_model
@@ -36,7 +37,8 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
     CheckpointError."""
     refuse_to_overwrite(out)
-    said = _export(source, out, to, dtype, model)
+    with working(f"export {source}"):
+        said = _export(source, out, to, dtype, model)
     share(out)
     return said
 

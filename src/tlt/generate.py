@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from tlt import progress
 from tlt.about import VLLM_STARTS
 from tlt.build import load_engine, load_tokenizer, sampling_params
 from tlt.checkpoint import policy_in
@@ -50,7 +51,7 @@ def generate(
     speed at the end. Raises DataError, and ValueError where the file holds anything."""
     if out:
         refuse_to_overwrite(out)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = progress.console()
     model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
     prompts = _prompts(asked, tokenizer, _time_of_the_run(Path(model.path)))
@@ -62,9 +63,10 @@ def generate(
     engine = load_engine(model, speculation, backend, longest)
     requests = make_requests(prompts, samples, params, seed)
     start = time.perf_counter()
-    with _shown(out, console) as show:
+    with _shown(out, console) as show, progress.working("generate", len(requests), "responses") as work:
         for response in engine.generate(requests):
             show(response)
+            work.advance()
     seconds = time.perf_counter() - start
     stats = engine.stats
     speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"

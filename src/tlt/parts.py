@@ -21,6 +21,7 @@ from tlt.config import Config
 from tlt.data import encoder, load_prompts, make_cursor
 from tlt.draft.guard import Guard
 from tlt.loop import Parts, Rollout, Trainable
+from tlt.progress import working
 from tlt.rewards import make_reward
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parity import take_weights
@@ -57,7 +58,8 @@ def make_parts(
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
-    rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
+    with working("start the policy and its workers"):
+        rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
     return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
 
 

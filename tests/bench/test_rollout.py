@@ -203,6 +203,6 @@ def test_all_have_as_many_threads_as_plain_decoding_is_fastest_with(home: Path) 
         with patch.object(rollout._Bench, "_decode", decode):
             for best in (1, 2):
                 speeds[2] = 4.0 * best
-                assert bench._best_threads(1, 2, lambda text: None) == best == torch.get_num_threads()
+                assert bench._best_threads(1, 2) == best == torch.get_num_threads()
     finally:
         torch.set_num_threads(before)

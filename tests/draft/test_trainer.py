@@ -243,6 +243,48 @@ def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytes
     ]
 
 
+def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the head had no other rows, in the loss and in a judgement."""
+    monkeypatch.setattr("tlt.draft.trainer._VOCABULARY", 5)
+    items, config = mixed_items(), DrafterTrainConfig(unroll=2)
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
+    made.prepare(items, from_scratch=False)
+    mass = torch.zeros(11, dtype=torch.float64)
+    for item in items:
+        for i in range(len(item.tokens)):
+            if item.start + i + 2 >= item.prompt_length:
+                mass += torch.softmax(model.decoder.head @ item.features[i, -16:], -1)
+    likeliest = sorted(sorted(range(11), key=lambda token: -float(mass[token]))[:5])
+    assert isinstance(made.vocabulary, Tensor)
+    assert made.vocabulary.tolist() == likeliest
+
+    def results() -> tuple[float, list[float], object]:
+        loss, overlaps = made.loss(pack(items, CPU))
+        return loss.item(), overlaps, made.judge([made.layer], pack(items, CPU))
+
+    found, head = results(), made.target.head
+    made.vocabulary = slice(None)
+    whole = results()
+    monkeypatch.setattr(model.decoder, "head", head[likeliest])
+    made.heads = {0: head[likeliest]}
+    assert found == results() != whole
+
+
+def test_the_acceptance_of_a_sample_is_that_of_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all packs, in chunks, for every guess of a chain whatever is trained by now."""
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=4))
+    batch = pack(mixed_items(), CPU)
+    made.reach = 4.0
+    _, overlaps = made.loss(batch)
+    made.reach = 0.0
+    monkeypatch.setattr(losses, "LOGITS", 3 * 11)
+    assert made.acceptance([batch]) == pytest.approx(overlaps, abs=1e-12)
+    assert made.acceptance([batch, batch]) == pytest.approx(overlaps, abs=1e-12)
+    assert made.acceptance([pack([harvest("eagle3", 0, 3)], CPU)])[2:] == [0.0, 0.0], "no chain is so long"
+
+
 # -- packs -------------------------------------------------------------------------------------------------------------
 
 

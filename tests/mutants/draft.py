@@ -145,15 +145,15 @@ MUTANTS = [
     Mutant(
         "the teacher of old harvest is the present head",
         "draft/trainer.py",
-        "head, known = self.target.head.to(self.dtype), self.heads[batch.version].to(self.dtype)",
-        "head, known = self.target.head.to(self.dtype), self.target.head.to(self.dtype)",
+        "head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])\n        loss",
+        "head, known = self._rows(self.target.head), self._rows(self.target.head)\n        loss",
         "draft/test_spot.py",
     ),
     Mutant(
         "old harvest is judged by the present head",
         "draft/trainer.py",
-        "known, teacher = self.heads[batch.version]",
-        "known, teacher = self.target.head",
+        "known, teacher = self._rows(self.heads[batch.version])",
+        "known, teacher = self._rows(self.target.head)",
         "draft/test_spot.py",
     ),
     Mutant(

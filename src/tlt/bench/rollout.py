@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
+from tlt.progress import working
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
@@ -66,18 +67,21 @@ def bench_rollout(
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
     if look_ahead:
-        with console.status("training for the look-ahead"):
+        with working("train for the look-ahead"):
             older, target = older_and_present(config, look_ahead)
     bench = _Bench(config, target, older, prompts, params, tuple(only))
     rows: list[dict[str, Any]] = []
     beside: list[dict[str, Any]] = []
-    with console.status("") as status:
-        for batch, label, requests in bench.cases(batches, tail):
-            rows += bench.rows(batch, label, requests, repeats, lambda text, at=label: status.update(f"{at}: {text}"))
+    cases, beside_peers = bench.cases(batches, tail), batches if with_peers else ()
+    with working("bench rollout", len(cases) + len(beside_peers), "cases") as work:
+        for batch, label, requests in cases:
+            rows += bench.rows(batch, label, requests, repeats)
+            work.advance()
         torch.set_num_threads(bench.threads)
-        for batch in batches if with_peers else ():
-            status.update(f"batch {batch}: peers")
+        for batch in beside_peers:
+            work.note = f"batch {batch}: peers"
             beside += _beside_peers(config, target, batch, repeats)
+            work.advance()
     _print(console, rows, beside)
     if json_file:
         facts = {
@@ -182,13 +186,10 @@ class _Bench:
                 found.append(_Contender(name, make_tuner(speculation, engine, self.target), looks_ahead=looks_ahead))
         return [c for c in found if c.name == PLAIN.name or c.name.startswith(self.only)]
 
-    def rows(
-        self, batch: int, label: str, count: int, repeats: int, note: Callable[[str], None]
-    ) -> list[dict[str, Any]]:
-        threads = self._best_threads(batch, count, note)
+    def rows(self, batch: int, label: str, count: int, repeats: int) -> list[dict[str, Any]]:
+        threads = self._best_threads(batch, count)
         contenders = self.contenders(batch)
         for repeat in range(-1, 2 * repeats):  # the first one warms up
-            note(f"repeat {max(0, repeat + 1)}")
             requests = bench_requests(self.config, self.prompts, self.params, count, max(0, repeat + 1))
             in_turn = contenders if repeat % 2 else contenders[::-1]
             ahead = decode_ahead(self.older, self.config, requests) if self.older else ()
@@ -200,13 +201,12 @@ class _Bench:
                 break
         return [row | {"threads": threads} for row in self._report(batch, label, contenders)]
 
-    def _best_threads(self, batch: int, count: int, note: Callable[[str], None]) -> int:
+    def _best_threads(self, batch: int, count: int) -> int:
         """The number of threads with which plain decoding is fastest; all contenders use it. A small batch may be
         faster on one core than on all."""
         trials = {threads: _Contender("plain", Fixed(PLAIN)) for threads in {1, self.threads}}
         for _ in range(_TRIALS if len(trials) > 1 else 0):
             for threads, contender in trials.items():
-                note(f"plain with {threads} threads")
                 torch.set_num_threads(threads)
                 self._decode(
                     [contender], batch, bench_requests(self.config, self.prompts, self.params, count, 0), timed=True
@@ -229,8 +229,11 @@ class _Bench:
         done: list[_Run] = []
         for heat in [[contender] for contender in contenders] if apart else [contenders]:
             runs = [_Run(contender, self._engine(contender, batch, ahead), requests) for contender in heat]
-            while going := [run for run in runs if run.engine.busy]:
-                min(going, key=lambda run: run.engine.stats.tokens).turn()
+            with working(f"batch {batch}", len(heat) * len(requests), "responses") as work:
+                work.note = f"{len(heat)} strategies in turn"
+                while going := [run for run in runs if run.engine.busy]:
+                    min(going, key=lambda run: run.engine.stats.tokens).turn()
+                    work.done = sum(len(run.tokens) for run in runs)
             for run in runs:
                 run.engine.cache.release()
             done += runs

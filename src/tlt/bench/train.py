@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tlt import progress
 from tlt.bench.forks import FILE as RESPONSES
 from tlt.bench.forks import Comparison, compare
 from tlt.bench.rollout import ratio
@@ -119,7 +120,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run all modes, compare them, and write the result. Raises ValueError with one sentence."""
     _refuse(config, workers, names)
-    console, config = Console(highlight=False), at_the_time_of_the_run(settled(config), None)
+    console, config = progress.console(), at_the_time_of_the_run(settled(config), None)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
     sizes = {name: shape if name == "plain" else workers for name in names}
     reference = next((name for name in names if sizes[name] == workers), None)

@@ -19,6 +19,7 @@ from tlt.cluster.sweeper import marked
 from tlt.config import Config
 from tlt.display import Display
 from tlt.loop import StepResult
+from tlt.progress import working
 from tlt.types import WorkerNow
 
 _AWAKE = 0.1  # seconds for Ray to do what it missed while it was stopped
@@ -151,17 +152,21 @@ def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str]
     try:
         for name, start in runs.items():
             note(f"{name} comes up")
-            going[name] = start()
-            _wait(name, going[name])
+            with working(f"start {name}"):
+                going[name] = start()
+                _wait(name, going[name])
         tokens = 0
-        for step in range(steps):
-            seconds = {}
-            for name, run in going.items():
-                run.go(tokens if name == "serial" else 0)
-                report = _wait(name, run)
-                seconds[name] = report["seconds"]
-                tokens = int(report["drafter_tokens"]) if name == "spot" else tokens
-            note(f"step {step + 1}/{steps}  " + "  ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items()))
+        with working("bench train", steps, "steps") as work:
+            for step in range(steps):
+                seconds = {}
+                for name, run in going.items():
+                    run.go(tokens if name == "serial" else 0)
+                    report = _wait(name, run)
+                    seconds[name] = report["seconds"]
+                    tokens = int(report["drafter_tokens"]) if name == "spot" else tokens
+                spent = "  ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items())
+                note(f"step {step + 1}/{steps}  {spent}")
+                work.advance()
         for name, run in going.items():
             run.go(0)
             if run.wait() is not None or run.end():

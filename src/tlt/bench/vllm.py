@@ -35,6 +35,7 @@ from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
+from tlt.progress import working
 from tlt.types import RolloutStats
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
@@ -64,10 +65,11 @@ def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: 
     for target in targets.values():
         target.load(now, 0)
     rows = []
-    for batch in batches:
-        with console.status(f"batch {batch}"):
+    with working("bench rollout", len(batches), "batch sizes") as work:
+        for batch in batches:
             contenders = _contenders(config, batch, targets, present)
             rows += _batch(place, config, batch, repeats, contenders, older)
+            work.advance()
     _print(console, rows)
     if json_file:
         compiled = targets["plain"].llm.vllm_config.compilation_config

@@ -5,7 +5,7 @@ Shapes: M guesses, T entries, D hidden, V vocabulary. p and log q are [M, V]; a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,14 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hybrid": hybrid,
     "agreement": disagreement,
 }
+
+
+def overlap_of_guesses(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
+    """1 - TV of each guess, a chunk at a time. The arguments are those of `loss_of_guesses`."""
+    rows = max(1, LOGITS // len(head))
+    for out, entries in zip(outs.split(rows), at.split(rows), strict=True):
+        p, q = (torch.softmax(F.linear(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
+        yield torch.minimum(p, q).sum(-1)
 
 
 def loss_of_guesses(

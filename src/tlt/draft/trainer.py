@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt.config import DrafterTrainConfig
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.losses import LOGITS, loss_of_guesses
+from tlt.draft.losses import LOGITS, loss_of_guesses, overlap_of_guesses
 from tlt.draft.rounds import expected_rounds
 from tlt.draft.teacher import Teacher
 from tlt.draft.unroll import Pack, packs, unroll
@@ -29,6 +29,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FC = "fc.weight"
 _EVERY = 4  # one of so many entries is the root of a chain that is trained beyond its first guess
 _FEATURE_WEIGHT = 16.0  # of the distance to the target's hidden states, beside the loss of the law (EAGLE has 10)
+_VOCABULARY = 8192  # most tokens of a drafter's law in training: the head's product is most of a step
+_COUNTED = 2048  # entries that the vocabulary is chosen by
 _LATELY = 10  # `reach` is a running mean over about so many steps
 
 
@@ -54,6 +56,8 @@ class DrafterTrainer:
         )
         self.rng = random.Random(seed)
         self.heads = {target.version: target.head}
+        self.vocabulary: Tensor | slice = slice(None)
+        """ids of the tokens that the laws are compared on, in training and in judgements"""
         self.steps = 0.0
         """optimizer steps; not a whole number where replicas were averaged"""
         self.reach = float(config.unroll) if layer.trained else 0.0
@@ -64,18 +68,36 @@ class DrafterTrainer:
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
     def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
-        """Estimate the whitening of fc's inputs from a sample of the harvest. With `from_scratch`, also set the layer
-        to the best linear map to the next hidden state. (eagle3 has no such start, as its fc does not read the
-        embedding.) A sample that is not finite is ignored."""
+        """Estimate the whitening of fc's inputs, and the vocabulary, from a sample of the harvest. With `from_scratch`,
+        also set the layer to the best linear map to the next hidden state. (eagle3 has no such start, as its fc does
+        not read the embedding.) A sample that is not finite is ignored."""
+        sample = list(sample)
         moments = Moments(self.layer, self.target.embedding.to(self.dtype), sample)
         if not moments.inputs.isfinite().all():
             return
         self.whitening = moments.whitening().to(self.dtype)
+        self.vocabulary = self._likeliest(sample)
         if from_scratch and self.layer.options.kind == "eagle1":
             with torch.no_grad():
                 self.layer.fc.weight.copy_(moments.next_hidden())
                 self.layer.o_proj.weight.zero_()
                 self.layer.down_proj.weight.zero_()
+
+    @torch.no_grad()
+    def _likeliest(self, sample: Sequence[Harvest]) -> Tensor | slice:
+        """The tokens that have the most of the target's mass over some entries of the sample, ascending."""
+        if self.target.options.vocab_size <= _VOCABULARY:
+            return slice(None)
+        mass = torch.zeros(self.target.options.vocab_size, dtype=self.dtype, device=self.target.device)
+        for batch in islice(packs(sample, _COUNTED, self.target.device, random.Random(0)), 1):
+            teacher = self._teacher(batch)[batch.counted][:_COUNTED]
+            for rows in teacher.split(max(1, LOGITS // len(mass))):
+                mass += torch.softmax(F.linear(rows, self.heads[batch.version].to(self.dtype)), dim=-1).sum(0)
+        return mass.topk(_VOCABULARY).indices.sort().values
+
+    def _rows(self, head: Tensor) -> Tensor:
+        """The vocabulary's rows of a head [V, D]."""
+        return head[self.vocabulary].to(self.dtype)
 
     def target_moved(self, held: Collection[int]) -> None:
         """Call this after the target took new weights: keeps its head, and the heads of versions `held` in harvest."""
@@ -97,23 +119,25 @@ class DrafterTrainer:
             if stop():
                 raise Interrupted
 
-        outs, places = zip(*self._guesses(batch, look), strict=True)
+        outs, places = zip(*self._guesses(batch, self.columns, look), strict=True)
         shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
         each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
         weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
         out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
-        head, known = self.target.head.to(self.dtype), self.heads[batch.version].to(self.dtype)
+        head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
         loss, overlap = loss_of_guesses(self.config.loss, out, weights, teacher, at, head, known, look)
         distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
         overlaps = torch.stack([column.mean() for column in overlap.split([len(one) for one in outs])])
         return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()
 
-    def _guesses(self, batch: Pack, look: Callable[..., None]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each column that is trained: the drafter's inputs of the head [M, D], and the entries whose laws they are
+    def _guesses(
+        self, batch: Pack, columns: int, look: Callable[..., None] = lambda: None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each of so many columns: the drafter's inputs of the head [M, D], and the entries whose laws they are
         to lead to [M]. `look` is called at each column, here and in `backward`."""
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
-        for t, out in enumerate(self._columns(self.layer, batch, self.columns, roots)):
+        for t, out in enumerate(self._columns(self.layer, batch, columns, roots)):
             look()
             if out.requires_grad:
                 out.register_hook(look)
@@ -122,6 +146,19 @@ class DrafterTrainer:
             inside = (ahead > at + t) & (batch.segments[ahead] == batch.segments[at])
             where = inside & batch.counted[ahead - 1]
             yield out[where], ahead[where]
+
+    @torch.no_grad()
+    def acceptance(self, batches: Iterable[Pack]) -> list[float]:
+        """The mean of 1 - TV of each guess of a chain of `unroll`, over a sample of these entries: the chance that
+        a guess is right if those before it are."""
+        overlaps: list[list[Tensor]] = [[] for _ in range(self.config.unroll)]
+        for batch in batches:
+            head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
+            teacher = self._teacher(batch)
+            for (out, at), found in zip(self._guesses(batch, self.config.unroll), overlaps, strict=True):
+                found += overlap_of_guesses(out, teacher, at, head, known)
+        means = (torch.cat(found).mean() for found in overlaps)
+        return [float(mean.nan_to_num()) for mean in means]  # 0 for a guess that no chain is long enough for
 
     @torch.no_grad()
     def judge(
@@ -134,7 +171,7 @@ class DrafterTrainer:
 
         1 - TV stands for the chance that a guess is right (0.90 where that was measured to be 0.88).
         """
-        deepest, head = self.config.unroll, self.target.head.to(self.dtype)
+        deepest, head = self.config.unroll, self._rows(self.target.head)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
         where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
         overlaps = torch.zeros(len(layers), len(where), deepest, dtype=self.dtype, device=where.device)
@@ -156,7 +193,7 @@ class DrafterTrainer:
 
     def _laws(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
         """The target's law [M, V] at M consecutive entries, and the number of the first of them, a chunk at a time."""
-        known, teacher = self.heads[batch.version].to(self.dtype), self._teacher(batch)
+        known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
         rows = max(1, LOGITS // len(known))
         for first in range(0, len(teacher), rows):
             yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)

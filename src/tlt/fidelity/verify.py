@@ -32,6 +32,7 @@ from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.parts import make_parts
+from tlt.progress import Work, working
 from tlt.rl.policy import Policy
 from tlt.types import Response
 
@@ -70,11 +71,10 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     runs = {name: ModeRun(name) for name in rollouts}
     forks: list[Fork] = []
     tokens = 0
-    with console.status("") as status:
+    with working("verify", steps * len(rollouts) + 1, "runs") as work:
         for step in range(steps):
-            status.update(f"step {step + 1}/{steps}")
-            tokens += _verify_step(config, step, policy, parts, rollouts, runs, forks, status)
-        status.update("oracle drafter")
+            tokens += _verify_step(config, step, policy, parts, rollouts, runs, forks, work)
+        work.note = "oracle drafter"
         exact = float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
         oracle, look_ahead = oracle_checks(*exact), look_ahead_checks(*exact)
     allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
@@ -147,14 +147,14 @@ def _verify_step(
     rollouts: dict[str, Rollout],
     runs: dict[str, ModeRun],
     forks: list[Fork],
-    status: Any,
+    work: Work,
 ) -> int:
     """All modes from the same state; the policy is left where the plain run ends. Returns the plain run's tokens."""
     before = _Snapshot.take(policy)
     start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}
     for name, rollout in rollouts.items():
-        status.update(f"step {step + 1}: {name}")
+        work.note = f"step {step + 1}: {name}"
         before.restore(policy)
         began = time.perf_counter()
         mode = replace(parts, rollout=rollout, cursor=Cursor(**start), carried=carried)
@@ -167,6 +167,7 @@ def _verify_step(
         run.seen_ahead += metrics.rollout["seen_ahead"]
         run.policy_sha256 = sha256(policy.state_dict())
         parts.cursor, parts.carried = mode.cursor, mode.carried
+        work.advance()
     plain = runs["plain"]
     reference: Decoder | None = None
     for name, result in results.items():

@@ -1,0 +1,122 @@
+"""Progress of long work: a bar in a terminal, and a plain line every 30 seconds anywhere else (a log, Slurm, CI).
+
+It is shown for commands only (`shown`). Library calls and worker processes print nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imported at the first work, so that a command with --help starts quickly
+    from rich.console import Console
+    from rich.progress import Progress
+
+_QUIET, _EVERY, _REFRESH = 2.0, 30.0, 0.25  # seconds before the first line, between lines, between changes of a bar
+_SECONDS = "s"
+_is_shown = False
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """Show the progress of the block's work."""
+    global _is_shown
+    before, _is_shown = _is_shown, True
+    try:
+        yield
+    finally:
+        _is_shown = before
+
+
+@cache
+def console() -> Console:
+    """The console that has the bars. What a command prints while work is in progress is to be printed on it."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+@cache
+def _bars() -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}"))
+    return Progress(*columns, console=console(), transient=True)
+
+
+class Work:
+    """A piece of work: how much of it is done, of how much, the rate and the time left."""
+
+    def __init__(self, name: str, total: float | None, unit: str) -> None:
+        self.name, self.total, self.unit = name, total, unit
+        self.done, self.note = 0.0, ""
+        self._began = time.monotonic()
+
+    def update(self, done: float, note: str = "") -> None:
+        self.done, self.note = done, note
+
+    def advance(self, amount: float = 1) -> None:
+        self.done += amount
+
+    def __str__(self) -> str:
+        """Such as `1,200 of 4,000 tokens, 60 tokens/s, 0:00:20 so far, 0:00:47 left`."""
+        seconds = time.monotonic() - self._began
+        rate = self.done / max(seconds, 1e-9)
+        parts = [] if self.total is None else [f"{self.done:,.0f} of {self.total:,.0f} {self.unit}"]
+        if self.done and self.unit != _SECONDS:
+            parts.append(f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.2g} {self.unit}/s")
+        parts.append(f"{_clock(seconds)} so far")
+        if self.done and self.total is not None and self.done < self.total:
+            parts.append(f"{_clock((self.total - self.done) / rate)} left")
+        return ", ".join([*parts, self.note] if self.note else parts)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+@contextmanager
+def working(name: str, total: float | None = None, unit: str = _SECONDS) -> Iterator[Work]:
+    """Show the block as a piece of work, which may be part of another one. The block reports by `Work.update` or
+    `Work.advance`. Without a `total` only its seconds are shown."""
+    work, ended = Work(name, total, unit), threading.Event()
+    if not _is_shown:
+        yield work
+        return
+    show = _bar if console().is_terminal else _lines
+    thread = threading.Thread(target=show, args=(work, ended.wait), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield work
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _lines(work: Work, wait: Callable[[float], bool]) -> None:
+    """Print a line after two seconds, every 30 seconds, and at the end. Shorter work has no line. `wait` waits for up
+    to some seconds, and returns whether the work has ended."""
+    pause = _QUIET
+    while not wait(pause):
+        print(f"{work.name}: {work}", file=sys.stderr, flush=True)
+        pause = _EVERY
+    if pause == _EVERY:
+        print(f"{work.name}: {work}, ended", file=sys.stderr, flush=True)
+
+
+def _bar(work: Work, wait: Callable[[float], bool]) -> None:
+    """Show a bar until the work has ended. The first bar starts the display, and the last one stops it."""
+    bars = _bars()
+    bars.start()
+    task = bars.add_task(work.name, total=work.total, text=str(work))
+    while not wait(_REFRESH):
+        bars.update(task, completed=work.done, text=str(work))
+    bars.remove_task(task)
+    if not bars.tasks:
+        bars.stop()

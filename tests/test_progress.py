@@ -1,0 +1,132 @@
+"""Progress of long work: lines in a log by a clock, a bar in a terminal, nothing in a library call."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.console import Console
+
+from tlt import progress
+from tlt.progress import Work, shown, working
+
+
+class Clock:
+    """Stands still but while something waits."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def waits(clock: Clock, seconds: float, at: Callable[[float], None]) -> Callable[[float], bool]:
+    """The wait of work that takes so many seconds; `at` is called with the seconds so far."""
+    end, began = clock.now + seconds, clock.now
+
+    def wait(pause: float) -> bool:
+        clock.now = min(end, clock.now + pause)
+        at(clock.now - began)
+        return clock.now == end
+
+    return wait
+
+
+def lines(clock: Clock, work: Work, seconds: float, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    progress._lines(work, waits(clock, seconds, lambda spent: work.update(10 * spent)))
+    out, err = capsys.readouterr()
+    assert out == "", "the output of a command may be read by a program"
+    return err.splitlines()
+
+
+def test_a_log_has_a_line_every_30_seconds_one_at_the_begin_and_one_at_the_end(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lines(clock, Work("harvest", 1000, "tokens"), 75, capsys) == [
+        "harvest: 20 of 1,000 tokens, 10 tokens/s, 0:00:02 so far, 0:01:38 left",
+        "harvest: 320 of 1,000 tokens, 10 tokens/s, 0:00:32 so far, 0:01:08 left",
+        "harvest: 620 of 1,000 tokens, 10 tokens/s, 0:01:02 so far, 0:00:38 left",
+        "harvest: 750 of 1,000 tokens, 10 tokens/s, 0:01:15 so far, 0:00:25 left, ended",
+    ]
+
+
+def test_short_work_has_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lines(clock, Work("harvest", 1000, "tokens"), 1.9, capsys) == []
+
+
+def test_what_a_line_says(clock: Clock) -> None:
+    """An amount that is not known, seconds as the amount, a slow rate, a note, and work that has not begun."""
+    unknown, timed, slow = Work("load", None, "s"), Work("train", 300, "s"), Work("rollout", 8, "responses")
+    clock.now += 20
+    timed.update(15, "1 - TV 0.61")
+    slow.advance()
+    slow.advance(2)
+    assert str(unknown) == "0:00:20 so far"
+    assert str(timed) == "15 of 300 s, 0:00:20 so far, 0:06:20 left, 1 - TV 0.61"
+    assert str(slow) == "3 of 8 responses, 0.15 responses/s, 0:00:20 so far, 0:00:33 left"
+    assert str(Work("rollout", 8, "responses")) == "0 of 8 responses, 0:00:00 so far"
+
+
+def test_a_command_writes_lines_while_its_work_blocks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing reports while a profile or a load is in progress."""
+    monkeypatch.setattr(progress, "_QUIET", 0.02)
+    monkeypatch.setattr(progress, "_EVERY", 0.02)
+    with shown(), working("load"):
+        time.sleep(0.3)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) >= 3
+    assert said[-1].endswith("ended")
+
+
+def test_a_library_call_prints_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "_QUIET", 0.01)
+    with shown():
+        pass
+    with working("load") as work:
+        work.advance()
+        time.sleep(0.05)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, force_interactive=True)
+    monkeypatch.setattr(progress, "_REFRESH", 0.01)
+    monkeypatch.setattr(progress, "console", lambda: console)
+    progress._bars.cache_clear()
+    yield screen
+    progress._bars.cache_clear()
+
+
+def test_a_terminal_has_a_bar_for_the_work_and_one_for_its_part(
+    terminal: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shown(), working("bench", 4, "repeats") as whole:
+        whole.advance()
+        for name in ("load", "profile"):  # the display starts and stops, and starts again
+            with working(name):
+                time.sleep(0.2)
+        time.sleep(0.2)
+    assert not progress._bars().live.is_started
+    said = terminal.getvalue()
+    assert all(word in said for word in ("bench", "1 of 4 repeats", "load", "profile", "so far"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_work_that_fails_ends_its_display(terminal: io.StringIO) -> None:
+    with pytest.raises(ValueError, match="no such model"), shown(), working("load"):
+        raise ValueError("no such model")
+    assert not progress._bars().live.is_started
