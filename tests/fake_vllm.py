@@ -150,10 +150,10 @@ class RunnerV1(Runner):
 
     def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As on a CPU: a head that the weights leave out stays what it was, though it is tied."""
-        given, before = dict(weights_iterator), getattr(self.target, "head", None)
+        given, before = dict(weights_iterator), getattr(self.target, "to_logits", None)
         self.target.load(given, self.target.version + 1)
         if before is not None and "lm_head.weight" not in given:
-            self.target.head = before
+            self.target.to_logits = before
 
     def joined(self, name: str) -> None:
         row = self.live[name]

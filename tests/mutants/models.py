@@ -68,15 +68,15 @@ MUTANTS = [
     Mutant(
         "the bias of queries, keys and values is dropped",
         DECODER,
-        "layer.qkv, layer.qkv_bias",
-        "layer.qkv, None",
+        "Product(torch.cat(qkv), qkv_bias)",
+        "Product(torch.cat(qkv), None)",
         FORWARD,
     ),
     Mutant(
         "the bias behind attention is dropped",
         DECODER,
-        "x if layer.out_bias is None else x + layer.out_bias",
-        "x",
+        'self.own(out + "bias", (D,)) if o.out_bias else None',
+        "None",
         FORWARD,
     ),
     Mutant("gate and up change places", DECODER, "F.silu(gate).mul_(up)", "F.silu(up).mul_(gate)", FORWARD),
@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "the engine shares its tensors with the policy",
         DECODER,
-        "self.dtype, copy=True)",
-        "self.dtype)",
+        "self.take(name, shape).clone(memory_format=torch.contiguous_format)",
+        "self.take(name, shape)",
         NAMES,
     ),
     Mutant(

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 from tlt.rl.batching import plan
 from tlt.rl.finite import NotFinite
@@ -325,7 +326,7 @@ def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> 
     take_weights(target, policy, version=1)
     digest = policy.sha256()
     policy.save(place)
-    target.head = target.embedding.flip(0)
+    target.to_logits = Product(target.embedding.flip(0))
     try:
         check_parity(target, policy)
     except ModelError as error:

@@ -24,6 +24,7 @@ from tlt.draft.drafter import Candidates, Level, Sources
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
 from tlt.models.decoder import Decoder, RMSNorm, rotate_, to_pairs
+from tlt.models.product import Product
 from tlt.sampling import log_law
 from tlt.types import MOST_GUESSES, Request
 
@@ -41,8 +42,7 @@ class EagleDrafter:
 
     @torch.no_grad()
     def load(self, layer: EagleLayer) -> None:
-        """Take the layer's weights as a few matrices: fused, transposed, with the norms' weights folded in. `begin`
-        must follow."""
+        """Take the layer's weights as a few products: fused, with the norms' weights folded in. `begin` must follow."""
         o, target = self.options, self.target
         wide = torch.float64 if target.dtype == torch.float64 else torch.float32
         state = {name: t.detach().to(target.device, wide) for name, t in layer.state_dict().items()}
@@ -64,7 +64,7 @@ class EagleDrafter:
         gate_up = torch.cat([state["gate_proj.weight"], state["up_proj.weight"]]).t()
         matrices = (*parts, fc, state["o_proj.weight"].t(), normed("post_attention_layernorm", gate_up))
         self.from_embedding, self.from_features, self.fc, self.out, self.gate_up, self.down = (
-            weight.to(target.dtype).contiguous() for weight in (*matrices, state["down_proj.weight"].t())
+            Product(weight.t().to(target.dtype)) for weight in (*matrices, state["down_proj.weight"].t())
         )
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class EagleDrafter:
         shape = HeadShape(1, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         self.attention = attention_for(shape)
         self.ready: list[int] = []  # entries below this one are in the cache
-        small = o.vocab_size * self.from_embedding.shape[1] <= _TABLE
+        small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
         self.table = self._contribution(target.embedding) if small else None
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class EagleDrafter:
     def predict(self, level: Level) -> Candidates:
         self.hidden = self._first(level.alive[:, 0]) if level.depth == 0 else self._deeper(level)  # [B * n, D]
         normed = self.norms["norm"](self.hidden) if "norm" in self.norms else self.hidden
-        logits = F.linear(normed, self.target.head).view(*level.tokens.shape, -1)
+        logits = self.target.to_logits(normed).view(*level.tokens.shape, -1)
         log_q = log_law(logits, level.law)[0]
         if level.depth == 0 and self.blind:  # rows without features get no proposal
             log_q[self._tensor(np.array(self.blind))] = -torch.inf
@@ -122,7 +122,7 @@ class EagleDrafter:
         at, positions = self._tensor(np.stack([rows * window.capacity + entries % window.capacity, entries]))
         g = window.features.flatten(0, 1).index_select(0, at)
         g = (
-            g[:, : 3 * self.options.hidden_size] @ self.fc
+            self.fc(g[:, : 3 * self.options.hidden_size])
             if self.options.kind == "eagle3"
             else g[:, -self.options.hidden_size :]
         )
@@ -159,7 +159,7 @@ class EagleDrafter:
 
     def _contribution(self, embedded: Tensor) -> Tensor:
         normed = self.norms["input_layernorm"].unit(embedded) if self.options.kind == "eagle3" else embedded
-        return normed @ self.from_embedding
+        return self.from_embedding(normed)
 
     def _project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """M tokens and the features before them -> queries [M, H, E], keys and values [M, 2, K, E], residual [M, D]."""
@@ -169,9 +169,9 @@ class EagleDrafter:
         else:
             embedded = self._contribution(F.embedding(tokens, self.target.embedding))
         if o.kind == "eagle3":
-            residual, qkv = g, torch.addmm(embedded, self.norms["hidden_norm"].unit(g), self.from_features)
+            residual, qkv = g, self.from_features(self.norms["hidden_norm"].unit(g), embedded)
         else:
-            both = torch.addmm(embedded, g, self.from_features)
+            both = self.from_features(g, embedded)
             residual, qkv = both[:, : o.hidden_size], both[:, o.hidden_size :]
         heads = qkv.view(len(g), -1, o.head_dim)
         rotate_(heads[:, : o.num_heads + o.num_kv_heads], cis)
@@ -180,9 +180,9 @@ class EagleDrafter:
     def _attend(self, query: Tensor, kv: Tensor, residual: Tensor) -> Tensor:
         """The layer's output [B * n, D] for queries [B * n, H, E]; `kv` [M, 2, K, E] goes into the cache."""
         mixed = self.attention.attend(self.plan, 0, query, kv[:, 0], kv[:, 1])
-        x = torch.addmm(residual, mixed, self.out)
-        gate, up = (self.norms["post_attention_layernorm"].unit(x) @ self.gate_up).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate).mul_(up), self.down)
+        x = self.out(mixed, residual)
+        gate, up = self.gate_up(self.norms["post_attention_layernorm"].unit(x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), x)
 
 
 def make(sources: Sources) -> EagleDrafter:

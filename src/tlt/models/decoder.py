@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.product import Product
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -56,16 +57,12 @@ class RMSNorm:
 @dataclass
 class Layer:
     input_norm: RMSNorm
-    qkv: Tensor  # [D, (H + 2K) * E]: matrices lie transposed, as small batches multiply them fastest
-    qkv_bias: Tensor | None
+    qkv: Product  # D -> (H + 2K) * E
     qk_norm: RMSNorm | None  # weight [H + K, E]
-    out: Tensor  # [H * E, D]
-    out_bias: Tensor | None
+    out: Product  # H * E -> D
     post_norm: RMSNorm
-    gate_up: Tensor  # [D, 2F]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [F, D]
-    down_bias: Tensor | None
+    gate_up: Product  # D -> 2F
+    down: Product  # F -> D
 
 
 class Decoder:
@@ -85,11 +82,13 @@ class Decoder:
         the old ones."""
         loader = _Loader(state, self.options, self.dtype, self.device)
         layers = [loader.layer(i) for i in range(self.options.num_layers)]
-        embedding = loader.take(_EMBEDDING, (self.options.vocab_size, self.options.hidden_size))
+        embedding = loader.own(_EMBEDDING, (self.options.vocab_size, self.options.hidden_size))
         head = loader.head(embedding)
         norm = loader.norm("model.norm.weight")
         loader.check_all_taken()
-        self.layers, self.embedding, self.head, self.norm, self.version = layers, embedding, head, norm, version
+        to_logits = Product(head, shared=True)
+        self.layers, self.embedding, self.norm, self.version = layers, embedding, norm, version
+        self.head, self.to_logits = head, to_logits
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
@@ -105,7 +104,7 @@ class Decoder:
             if taps is not None and index in taps:
                 taps[index] = x
             h = layer.input_norm(x)
-            qkv = _linear(h, layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(h)
             qk, value = qkv[:, :split].view(-1, heads, o.head_dim), qkv[:, split:]
             if layer.qk_norm is not None:
                 qk = layer.qk_norm(qk)
@@ -113,10 +112,9 @@ class Decoder:
             mixed = attend(
                 index, qk[:, : o.num_heads], qk[:, o.num_heads :], value.view(-1, o.num_kv_heads, o.head_dim)
             )
-            x = torch.addmm(x if layer.out_bias is None else x + layer.out_bias, mixed, layer.out)
-            h = layer.post_norm(x)
-            gate, up = _linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = torch.addmm(x if layer.down_bias is None else x + layer.down_bias, F.silu(gate).mul_(up), layer.down)
+            x = layer.out(mixed, x)
+            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, dim=-1)
+            x = layer.down(F.silu(gate).mul_(up), x)
         return self.norm(x).view(*tokens.shape, -1)
 
     def cis(self, positions: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V] in the model's dtype."""
-        return F.linear(hidden, self.head)
+        return self.to_logits(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], len(self.head))
 
 
 def rotary_table(options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -134,10 +132,6 @@ def rotary_table(options: DecoderOptions, dtype: torch.dtype, device: torch.devi
     angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(torch.arange(options.max_positions, dtype=angle_dtype), options.inv_freq.to(angle_dtype))
     return (torch.polar(torch.ones_like(angles), angles) * options.attention_scaling).unsqueeze(1).to(device)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
 def rotate(x: Tensor, cis: Tensor) -> Tensor:
@@ -166,15 +160,19 @@ class _Loader:
         self.state, self.options, self.dtype, self.device = state, options, dtype, device
         self.taken: set[str] = set()
 
+    def own(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a private copy, so that the policy's next update does not reach the engine before the next `load`."""
+        return self.take(name, shape).clone(memory_format=torch.contiguous_format)
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A private copy, so that the policy's next update does not reach the engine before `load` is called again."""
+        """Return a tensor that may be the policy's own, for a caller that copies it."""
         if name not in self.state:
             raise ModelError(f"the weights lack {name}: the checkpoint does not fit its config.json")
         tensor = self.state[name]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}")
         self.taken.add(name)
-        return tensor.detach().to(self.device, self.dtype, copy=True)
+        return tensor.detach().to(self.device, self.dtype)
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.take(name, (self.options.hidden_size,)), self.options.rms_norm_eps)
@@ -187,7 +185,7 @@ class _Loader:
         if tied and both[0].data_ptr() == both[-1].data_ptr():  # both held: what is let go makes room at its place
             self.taken.add(_HEAD)
             return embedding
-        head = self.take(_HEAD, tuple(embedding.shape))
+        head = self.own(_HEAD, tuple(embedding.shape))
         return embedding if tied and torch.equal(head, embedding) else head
 
     def check_all_taken(self) -> None:
@@ -211,21 +209,20 @@ class _Loader:
             q, k = (self._in_pairs(prefix + f"self_attn.{n}_norm.weight", (E,)) for n in "qk")
             weight = torch.cat([q.expand(o.num_heads, E), k.expand(o.num_kv_heads, E)])
             qk_norm = RMSNorm(weight, o.rms_norm_eps)
-        mlp = prefix + "mlp."
+        mlp, out = prefix + "mlp.", prefix + "self_attn.o_proj."
+        gate_up = [self.take(mlp + f"{n}_proj.weight", (F_, D)) for n in ("gate", "up")]
+        gate_up_bias = [self.take(mlp + f"{n}_proj.bias", (F_,)) for n in ("gate", "up")] if o.mlp_bias else None
         return Layer(
             input_norm=self.norm(prefix + "input_layernorm.weight"),
-            qkv=torch.cat(qkv).t().contiguous(),
-            qkv_bias=qkv_bias,
+            qkv=Product(torch.cat(qkv), qkv_bias),
             qk_norm=qk_norm,
-            out=self.take(prefix + "self_attn.o_proj.weight", (D, q_size)).t().contiguous(),
-            out_bias=self.take(prefix + "self_attn.o_proj.bias", (D,)) if o.out_bias else None,
+            out=Product(self.take(out + "weight", (D, q_size)), self.own(out + "bias", (D,)) if o.out_bias else None),
             post_norm=self.norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=torch.cat([self.take(mlp + f"{n}_proj.weight", (F_, D)) for n in ("gate", "up")]).t().contiguous(),
-            gate_up_bias=(
-                torch.cat([self.take(mlp + f"{n}_proj.bias", (F_,)) for n in ("gate", "up")]) if o.mlp_bias else None
+            gate_up=Product(torch.cat(gate_up), torch.cat(gate_up_bias) if gate_up_bias else None),
+            down=Product(
+                self.take(mlp + "down_proj.weight", (D, F_)),
+                self.own(mlp + "down_proj.bias", (D,)) if o.mlp_bias else None,
             ),
-            down=self.take(mlp + "down_proj.weight", (D, F_)).t().contiguous(),
-            down_bias=self.take(mlp + "down_proj.bias", (D,)) if o.mlp_bias else None,
         )
 
     def _in_pairs(self, name: str, shape: tuple[int, ...]) -> Tensor:

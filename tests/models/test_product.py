@@ -1,0 +1,182 @@
+"""Products against torch's own in float64, by packed and by plain weights."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_decoder import CPU, checkpoint
+from torch import Tensor
+
+from tlt.models import product
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options, read_config
+from tlt.models.product import Product
+from tlt.models.weights import read_safetensors
+
+has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+WAYS = ["plain", pytest.param("packed", marks=has_onednn)]
+each_way = pytest.mark.parametrize("way", WAYS)
+shared_or_not = pytest.mark.parametrize("shared", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(product, "packing_pays", lambda *key: way == "packed")
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    total = x.double() @ weight.double().T
+    return total + (0 if bias is None else bias.double()) + (0 if residual is None else residual.double())
+
+
+def check(x: Tensor, made: Product, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
+    given = [tensor.clone() for tensor in (x, residual) if tensor is not None]
+    found = made(x, residual)
+    assert (found.shape, found.dtype) == ((len(x), len(weight)), x.dtype)
+    torch.testing.assert_close(found.double(), expected(x, weight, bias, residual), rtol=1e-5, atol=1e-4)
+    assert all(torch.equal(*pair) for pair in zip(given, [t for t in (x, residual) if t is not None], strict=True))
+
+
+@each_way
+@shared_or_not
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (61, 37), (64, 16), (200, 3), (960, 576)])
+def test_every_number_of_rows_with_and_without_bias_and_residual(
+    monkeypatch: pytest.MonkeyPatch, way: str, shared: bool, outputs: int, inputs: int
+) -> None:
+    force(monkeypatch, way)
+    weight = torch.randn(outputs, inputs)
+    for bias in (None, torch.randn(outputs)):
+        made = Product(weight, bias, shared)
+        for rows in (0, 1, 2, 3, 17, 300):
+            check(torch.randn(rows, inputs), made, weight, bias)
+            check(torch.randn(rows, inputs), made, weight, bias, torch.randn(rows, outputs))
+
+
+@each_way
+def test_inputs_weights_and_residuals_need_not_be_contiguous(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    force(monkeypatch, way)
+    for rows, stored in itertools.product((1, 5), (torch.randn(48, 40).T, torch.randn(40, 96)[:, ::2])):
+        made = Product(stored)
+        check(torch.randn(rows, 100)[:, 30:78], made, stored, None, torch.randn(40, rows).T)
+        check(torch.randn(48, rows).T, made, stored, None, torch.randn(rows, 50)[:, 5:45])
+
+
+@each_way
+def test_large_inputs_do_not_overflow_and_one_that_is_not_finite_stays_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    force(monkeypatch, way)
+    weight = torch.randn(70, 33)
+    made, x = Product(weight), torch.randn(6, 33) * 1e30
+    torch.testing.assert_close(made(x).double(), expected(x, weight, None, None), rtol=1e-5, atol=1e26)
+    x[2, 5], x[4, 32] = torch.nan, torch.inf
+    assert made(x).isfinite().all(-1).tolist() == [True, True, False, True, False, True]
+
+
+@has_onednn
+@given(
+    rows=st.integers(0, 40),
+    inputs=st.integers(1, 80),
+    outputs=st.integers(1, 130),
+    shared=st.booleans(),
+    has_bias=st.booleans(),
+)
+def test_any_shape_packed(rows: int, inputs: int, outputs: int, shared: bool, has_bias: bool) -> None:
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs) if has_bias else None
+    with pytest.MonkeyPatch.context() as patch:
+        force(patch, "packed")
+        made = Product(weight, bias, shared)
+    check(torch.randn(rows, inputs), made, weight, bias, torch.randn(rows, outputs))
+
+
+@shared_or_not
+def test_float64_is_never_packed_and_keeps_the_bits_of_torch(shared: bool) -> None:
+    weight, bias = torch.randn(3072, 576, dtype=torch.float64), torch.randn(3072, dtype=torch.float64)
+    made = Product(weight, bias, shared)
+    assert made.packed is None
+    kept = weight.T if shared else weight.T.contiguous()
+    for rows in (1, 4):
+        x, residual = torch.randn(rows, 576, dtype=torch.float64), torch.randn(rows, 3072, dtype=torch.float64)
+        assert torch.equal(made(x, residual), torch.addmm(residual + bias, x, kept))
+        assert torch.equal(made(x), torch.addmm(bias, x, kept))
+        assert torch.equal(Product(weight, None, shared)(x), torch.mm(x, kept))
+
+
+@shared_or_not
+def test_bfloat16_by_the_way_that_this_machine_takes(shared: bool) -> None:
+    weight, bias = torch.randn(960, 576).bfloat16(), torch.randn(960).bfloat16()
+    made = Product(weight, bias, shared)
+    for rows in (1, 5):
+        x, residual = torch.randn(rows, 576).bfloat16(), torch.randn(rows, 960).bfloat16()
+        wanted = expected(x, weight, bias, residual)
+        torch.testing.assert_close(made(x, residual).double(), wanted, rtol=0.02, atol=0.2)
+
+
+@each_way
+def test_a_product_keeps_its_weight_when_the_caller_changes_it(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    force(monkeypatch, way)
+    for weight in (torch.randn(48, 40), torch.randn(40, 48).T, torch.randn(1, 40)):
+        made, before = Product(weight), weight.clone()
+        weight.add_(1)
+        for rows in (1, 3):
+            check(torch.randn(rows, 40), made, before, None)
+
+
+def test_packing_is_timed_once_per_shape_dtype_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = list[tuple[int, ...]]()
+    monkeypatch.setattr(product, "_can_pack", lambda dtype: True)
+    monkeypatch.setattr(product, "_pack", lambda weight: packed.append(tuple(weight.shape)) or weight)
+    product.packing_pays.cache_clear()
+    monkeypatch.setattr(product, "time", Ticks([5.0, 4.0]))  # seconds of a plain and of a packed product, in turn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *arguments: None)
+        assert product.packing_pays(8, 6, torch.float32, False, 1)
+        assert product.packing_pays(8, 6, torch.float32, False, 1)
+        assert packed == [(8, 6)]
+        monkeypatch.setattr(product, "time", Ticks([4.0, 5.0]))
+        assert not product.packing_pays(8, 6, torch.float32, False, 2)
+    assert packed == [(8, 6)] * 2
+    product.packing_pays.cache_clear()
+
+
+class Ticks:
+    """A clock for calls that take these seconds in turn."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds, self.now, self.calls = itertools.cycle(seconds), 0.0, 0
+
+    def perf_counter(self) -> float:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.now += next(self.seconds)
+        return self.now
+
+
+@each_way
+def test_a_second_load_serves_the_newest_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
+    force(monkeypatch, way)
+    checkpoint(tmp_path, "llama biases")
+    state, options = read_safetensors(tmp_path), decoder_options(read_config(tmp_path))
+    newest = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in state.items()}
+    served, fresh = (Decoder(options, torch.float32, CPU) for _ in range(2))
+    served.load(state, 1)
+    tokens = torch.tensor([[5, 9, 1], [3, 3, 7]])
+
+    def logits(decoder: Decoder) -> Tensor:
+        positions = torch.arange(3).expand_as(tokens)
+        return decoder.logits(decoder.forward(tokens, positions, lambda layer, query, key, value: query.flatten(1)))
+
+    before = logits(served)
+    served.load(newest, 2)
+    fresh.load(newest, 1)
+    assert torch.equal(logits(served), logits(fresh))
+    assert not torch.allclose(logits(served), before, atol=0.01)
