@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
 from tlt.checkpoint import policy_in
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
@@ -32,6 +31,7 @@ from tlt.files import read_json, telling
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.tokenizer import detokenizer, load_tokenizer
 from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 
@@ -272,25 +272,6 @@ def torch_device(config: ModelConfig) -> torch.device:
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
     return torch.device(name)
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's own tokenizer; no remote code. Raises ModelError."""
-    path = Path(folder)
-    read_config(path)  # which transformers reads here too, and would blame the tokenizer for
-    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):  # of some families it would make an empty one
-        raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
-    with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            if (path / name).is_file():
-                read_json(path / name)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        tokenizer.decode(tokenizer("a")["input_ids"])
-    return tokenizer
-
-
-def detokenizer(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
