@@ -90,6 +90,7 @@ def open_target(config: Config, folder: str | Path, trains: bool = False) -> Tar
     """What the recipe's engine decodes with, with the weights of `folder`; beside a policy that `trains`, it can give
     memory back for the update. Raises ModelError, or VllmError."""
     if config.engine.backend == "vllm":
+        _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
         target: Target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
@@ -97,6 +98,16 @@ def open_target(config: Config, folder: str | Path, trains: bool = False) -> Tar
         target = make_target(config.model)
     target.load(read_safetensors(folder), 0)
     return target
+
+
+def _refuse_other_heads(config: Config) -> None:
+    """vLLM has one tensor for an embedding and a head that are tied. An adapter on one of them makes two."""
+    lora, options = config.train.lora, decoder_options(read_config(config.model.path))
+    if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
+        raise ModelError(
+            f"train.lora.targets has {min(ends)}, and the model's head is tied to its embedding, which vLLM cannot "
+            "separate: leave that target out, or set engine.backend = 'tlt'"
+        )
 
 
 def vllm_target(

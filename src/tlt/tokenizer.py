@@ -96,9 +96,13 @@ def _difference(tokenizer: Any, file: Tokenizer) -> str:
     for text in (*PROBES, *(f"a{token} b\n{token}c {token}" for token in added)):
         ours, its = tokenizer(text)["input_ids"], file.encode(text).ids
         if ours != its:
-            return f"{text!r} is {tokenizer.convert_ids_to_tokens(ours)}, by the file {file.encode(text).tokens}"
+            first = next(
+                (i for i, (a, b) in enumerate(zip(ours, its, strict=False)) if a != b), min(len(ours), len(its))
+            )
+            shown = [tokenizer.convert_ids_to_tokens(ids[first : first + 3]) for ids in (ours, its)]
+            return f"token {first} of {text!r} and those behind it are {shown[0]}, by the file {shown[1]}"
         if file.decoder and detokenizer(tokenizer)(its) != file.decode(its):
-            return f"{file.encode(text).tokens} is {detokenizer(tokenizer)(its)!r}, by the file {file.decode(its)!r}"
+            return f"{text!r} becomes {detokenizer(tokenizer)(its)!r} when decoded, by the file {file.decode(its)!r}"
     return ""
 
 

@@ -14,7 +14,6 @@ from tiny import qwen3, random_batch, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.build import load_tokenizer
 from tlt.cluster.worker import Worker
 from tlt.config import Config, RolloutConfig, TrainConfig
 from tlt.fidelity.oracle import last_logits
@@ -24,6 +23,7 @@ from tlt.models.weights import read_safetensors
 from tlt.parts import make_parts
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
+from tlt.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 VOCAB = 31

@@ -19,15 +19,7 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, trained
 from tlt.bench.rollout import bench_requests
-from tlt.build import (
-    Workplace,
-    detokenizer,
-    load_tokenizer,
-    make_engine,
-    make_target,
-    open_target,
-    open_workplace,
-)
+from tlt.build import Workplace, make_engine, make_target, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
@@ -35,6 +27,7 @@ from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
+from tlt.tokenizer import detokenizer, load_tokenizer
 from tlt.types import RolloutStats
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget

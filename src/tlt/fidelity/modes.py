@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from tlt.build import all_drafters, detokenizer, make_tuner
+from tlt.build import all_drafters, make_tuner
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
@@ -23,6 +23,7 @@ from tlt.fidelity.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, 
 from tlt.fidelity.several import SeveralWorkers
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
+from tlt.tokenizer import detokenizer
 
 _WIDE = (3, 4, 12)  # depth, branching, tokens to verify
 _AHEAD = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt.build import detokenizer, open_target
+from tlt.build import open_target
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
@@ -12,6 +12,7 @@ from tlt.engine.engine import Engine
 from tlt.fidelity.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
+from tlt.tokenizer import detokenizer
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
 
