@@ -65,11 +65,14 @@ def test_workers_that_share_cores_do_not_look_ahead(
     assert ("as workers share cores" in about_model(config)) == (steps == 0)
 
 
+VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model": {"dtype": "float32"}}
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_vllm_is_given_no_head_that_parts_from_its_embedding(tmp_path: Path, target: str) -> None:
     """Before vLLM is started: its weights would differ from the policy's after the first update."""
-    lora = {"rank": 2, "targets": ["q_proj", target]}
-    config = tiny_config(tmp_path, engine={"backend": "vllm"}, speculation={"drafter": "off"}, train={"lora": lora})
+    lora: dict[str, Any] = {"rank": 2, "targets": ["q_proj", target]}
+    config = tiny_config(tmp_path, **VLLM, train={"lora": lora})
     with pytest.raises(
         ModelError, match=f"targets has {target}, and the model's head is tied.* engine.backend = 'tlt'"
     ):
