@@ -167,9 +167,9 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from tlt.build import load_tokenizer
     from tlt.data import encoder, load_prompts
     from tlt.models.weights import sha256
+    from tlt.tokenizer import load_tokenizer
 
     prompts = load_prompts(config.data, encoder(load_tokenizer(config.model.path), config.data))
     score, close = reward_of(config, prompts)

@@ -30,13 +30,15 @@ LAYERS = (
         "journal",
         "folder",
         "model_card",
+        "tokenizer",
+        "model_files",
         "build",
     ),
     ("loop", "evaluate", "about"),
     ("cluster", "workers_view", "sample_view", "keys", "display", "record"),
     ("parts",),
     ("run",),
-    ("generate", "export", "fidelity", "drafting", "bench", "integrations"),
+    ("generate", "export", "export_check", "fidelity", "drafting", "bench", "integrations"),
     ("cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

@@ -10,10 +10,12 @@ import pytest
 from tiny import tiny_config
 
 from tlt.about import about_model
-from tlt.build import load_tokenizer, open_workplace, settled, steps_ahead
+from tlt.build import open_target, open_workplace, settled, steps_ahead
 from tlt.config import Config
 from tlt.data import DataError
+from tlt.models.families import ModelError
 from tlt.parts import make_parts
+from tlt.tokenizer import load_tokenizer
 
 
 def test_a_bench_decodes_the_prompts_that_training_sees(tmp_path: Path) -> None:
@@ -61,3 +63,17 @@ def test_workers_that_share_cores_do_not_look_ahead(
     config = settled(tiny_config(tmp_path, cluster={"workers": workers}, speculation={"drafter": "adaptive"}))
     assert steps_ahead(config.speculation) == steps
     assert ("as workers share cores" in about_model(config)) == (steps == 0)
+
+
+VLLM = {"engine": {"backend": "vllm"}, "speculation": {"drafter": "off"}, "model": {"dtype": "float32"}}
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_vllm_is_given_no_head_that_parts_from_its_embedding(tmp_path: Path, target: str) -> None:
+    """Before vLLM is started: its weights would differ from the policy's after the first update."""
+    lora: dict[str, Any] = {"rank": 2, "targets": ["q_proj", target]}
+    config = tiny_config(tmp_path, **VLLM, train={"lora": lora})
+    with pytest.raises(
+        ModelError, match=f"targets has {target}, and the model's head is tied.* engine.backend = 'tlt'"
+    ):
+        open_target(config, config.model.path, trains=True)

@@ -337,7 +337,7 @@ def test_words_of_others_are_printed_as_they_are(
     assert exit_code("train", recipe, "--train.steps", "1", "--run.folder", str(folder / "run")) == 0
     assert f"everything is in {folder / 'run'}:" in capsys.readouterr().out
     said = "[/i] :warning: " + "word " * 40 + "end"
-    monkeypatch.setattr("tlt.build.detokenizer", lambda tokenizer: lambda ids: said)
+    monkeypatch.setattr("tlt.build.Detokenizer", lambda tokenizer: lambda ids: said)
     assert said in generated(capsys, home)
 
 

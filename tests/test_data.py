@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from tlt.build import load_tokenizer
 from tlt.config import DataConfig, EvalConfig
 from tlt.data import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -20,6 +22,7 @@ from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_
 from tlt.draft.saving import write
 from tlt.draft.spot import SpotTrainer
 from tlt.export import export
+from tlt.export_check import check_drafter, check_in_new_process, difference
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.run import train
@@ -37,6 +40,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def compare(out: Path, facts: Path) -> None:
+    """In this process, which is faster."""
+    if found := difference(out, facts):
+        raise ModelError(found)
+
+
+@pytest.fixture(autouse=True)
+def _compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.export.check_in_new_process", compare)
 
 
 def a_drafter(model: Path, folder: Path, kind: str = "eagle1") -> EagleLayer:
@@ -144,7 +158,10 @@ def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None
         export(tmp_path / "nowhere", tmp_path / "out", "hf", "float32")
 
 
-def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.export.check_in_new_process", check_in_new_process)
     with pytest.raises(SystemExit) as done:
         main(["export", str(model), str(tmp_path / "out"), "--to", "sglang", "--dtype", "float32"])
     assert done.value.code == 0
@@ -170,6 +187,7 @@ def test_a_model_without_a_tokenizer_is_refused_and_no_empty_one_is_made_up(tmp_
     qwen3(vocab_size=257, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="has no tokenizer: copy"):
         export(tmp_path / "model", tmp_path / "out", "hf", "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "a failed export leaves nothing behind"
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
@@ -230,3 +248,101 @@ def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: P
     (run / "drafter" / "drafter_00000003" / "model.safetensors").write_bytes(b"")
     said = export(run, tmp_path / "without", "vllm", "float32")
     assert said[1:] == [f"no drafter in {run / 'drafter'} is whole: the model is served without"]
+
+
+def edit(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def untie(out: Path) -> None:
+    weights = load_file(out / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1e-3
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
+ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (lambda out: edit(out / "config.json", rope_parameters=ROPE, rope_theta=1234.0), "rope_parameters"),
+        (lambda out: edit(out / "config.json", rms_norm_eps=0.5), "rms_norm_eps"),
+        (lambda out: edit(out / "config.json", dtype="bfloat16", torch_dtype="bfloat16"), "the dtype"),
+        (lambda out: edit(out / "generation_config.json", eos_token_id=7), "eos_token_id of generation_config"),
+        (lambda out: edit(out / "generation_config.json", temperature=0.9), "temperature"),
+        (lambda out: edit(out / "tokenizer_config.json", eos_token="a"), "the eos_token"),
+        (lambda out: (out / "chat_template.jinja").write_text("{{ messages[1]['content'] }}"), "chat template"),
+        (untie, "weights"),
+    ],
+)
+def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], named: str
+) -> None:
+    def spoiled(out: Path, facts: Path) -> None:
+        fault(out)
+        compare(out, facts)
+
+    monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match=f"not what was trained: .*{named}"):
+        export(model, tmp_path / "out", "hf", "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_transformers_cannot_load_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(out: Path, facts: Path) -> None:
+        edit(out / "config.json", model_type="none such")
+        check_in_new_process(out, facts)
+
+    monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match=r"cannot be loaded by transformers \("):
+        export(model, tmp_path / "out", "hf", "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_of_its_own_is_written_even_where_the_config_ties_it(tmp_path: Path) -> None:
+    """As transformers reads both tensors, and engines would tie them."""
+    config = tiny_config(tmp_path)
+    source = Path(config.model.path)
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    export(source, tmp_path / "out", "hf", "float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(read_safetensors(tmp_path / "out")["lm_head.weight"], weights["lm_head.weight"].float())
+
+
+def test_a_drafters_rope_is_its_targets(model: Path, tmp_path: Path) -> None:
+    a_drafter(model, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
+    target = decoder_options(read_config(model))
+    check_drafter(tmp_path / "out", target)
+    edit(tmp_path / "out" / "config.json", rope_parameters=ROPE, rope_theta=1234.0)
+    with pytest.raises(DrafterError, match="rope would not be the target's"):
+        check_drafter(tmp_path / "out", target)
+
+
+@pytest.mark.parametrize("law", [{"top_k": 20}, {"num_beams": 1, "early_stopping": True}, {"min_p": 0.1, "top_p": 0.9}])
+def test_generation_defaults_that_transformers_would_not_write_go_through_training_and_export(
+    tmp_path: Path, law: dict[str, Any]
+) -> None:
+    config = tiny_config(tmp_path, train={"steps": 1})
+    source = Path(config.model.path)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, **law}))
+    train(config)
+    export(Path(config.run.folder), tmp_path / "out", "hf", "float32")
+    for folder in (policy_in(config.run.folder), tmp_path / "out"):
+        for name in ("generation_config.json", "tokenizer.json"):
+            assert (folder / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_generation_defaults_that_transformers_cannot_read_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    (Path(config.model.path) / "generation_config.json").write_text('{"num_return_sequences": 4}')
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json cannot be used .*num_return.*: correct it, or remove"
+    ):
+        train(config)
+    assert not (Path(config.run.folder) / "metrics.jsonl").exists()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
 from tlt.checkpoint import policy_in
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
@@ -34,6 +33,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
+from tlt.tokenizer import load_tokenizer
 from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 
@@ -57,7 +57,7 @@ def make_engine(
     tuner = make_tuner(speculation, config, target, layer)
     yardstick = Yardstick() if drafters else None
     return Engine(
-        target, config, drafters, tuner, detokenizer(tokenizer), layout, on_harvest, tracer, store, yardstick=yardstick
+        target, config, drafters, tuner, Detokenizer(tokenizer), layout, on_harvest, tracer, store, yardstick=yardstick
     )
 
 
@@ -82,7 +82,7 @@ def load_engine(
 
         longest = longest or decoder_options(read_config(model.path)).max_positions
         speculation = without_look_ahead(speculation)
-        return VllmEngine(vllm_target(model, engine, speculation, longest), engine, detokenizer(tokenizer))
+        return VllmEngine(vllm_target(model, engine, speculation, longest), engine, Detokenizer(tokenizer))
     return make_engine(engine, speculation, _load_target(model, model.path), tokenizer)
 
 
@@ -90,12 +90,23 @@ def open_target(config: Config, folder: str | Path, trains: bool = False) -> Tar
     """What the recipe's engine decodes with, with the weights of `folder`; beside a policy that `trains`, it can give
     memory back for the update. Raises ModelError, or VllmError."""
     if config.engine.backend == "vllm":
+        _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
         target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
         target.load(read_safetensors(folder), 0)
         return target
     return _load_target(config.model, folder)
+
+
+def _refuse_other_heads(config: Config) -> None:
+    """vLLM has one tensor for an embedding and a head that are tied. An adapter on one of them makes two."""
+    lora, options = config.train.lora, decoder_options(read_config(config.model.path))
+    if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
+        raise ModelError(
+            f"train.lora.targets has {min(ends)}, and the model's head is tied to its embedding, which vLLM cannot "
+            "separate: leave that target out, or set engine.backend = 'tlt'"
+        )
 
 
 def vllm_target(
@@ -126,7 +137,7 @@ def open_engine(
     from tlt.vllm.target import VllmTarget
 
     assert isinstance(target, VllmTarget), "a target of the recipe's backend"
-    return VllmEngine(target, config.engine, detokenizer(tokenizer), tracer or Tracer(), store, on_harvest)
+    return VllmEngine(target, config.engine, Detokenizer(tokenizer), tracer or Tracer(), store, on_harvest)
 
 
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
@@ -280,25 +291,6 @@ def torch_device(config: ModelConfig) -> torch.device:
     if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= count:
         raise ModelError(f"model.device = {name!r}, but this machine has {count} CUDA devices, counted from cuda:0")
     return torch.device(name)
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's own tokenizer; no remote code. Raises ModelError."""
-    path = Path(folder)
-    read_config(path)  # which transformers reads here too, and would blame the tokenizer for
-    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):  # of some families it would make an empty one
-        raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
-    with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            if (path / name).is_file():
-                read_json(path / name)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        tokenizer.decode(tokenizer("a")["input_ids"])
-    return tokenizer
-
-
-def detokenizer(tokenizer: Any) -> Detokenizer:
-    return Detokenizer(tokenizer)
 
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:

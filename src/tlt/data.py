@@ -17,6 +17,7 @@ from tlt.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice
 from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
 from tlt.tables import DataError, column, read_rows
+from tlt.tokenizer import refuse_end_token
 from tlt.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
 def encoder(tokenizer: Any, config: DataConfig) -> Encode:
     """Prompt -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
     if not config.chat:
+        refuse_end_token(tokenizer)
 
         def plain(question: Question) -> Sequence[int]:
             if not isinstance(question, str):

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
-from tlt.build import load_tokenizer
 from tlt.checkpoint import policy_in
 from tlt.draft.eagle import DrafterError, EagleLayer, load_drafter
 from tlt.draft.formats import Format, Words, method, write_drafter
 from tlt.draft.saving import load_latest, newest_number
+from tlt.export_check import check_drafter, check_in_new_process, write_facts
 from tlt.files import read_json, refuse_to_overwrite, share
+from tlt.model_files import model_files, write_files
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
-from tlt.rl.hugging_face import load_model
+from tlt.rl.hugging_face import load_model, save_model
 from tlt.rl.lora import FILE as ADAPTERS
 from tlt.rl.lora import whole_model
+from tlt.tokenizer import load_tokenizer
 
 To = Literal["hf", "vllm", "sglang", "speculators"]
 _GUESSES = 4  # in a row, in the commands that serve
@@ -35,30 +38,42 @@ _GUESSES = 4  # in a row, in the commands that serve
 def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = None) -> list[str]:
     """Write `source`, a run, a model folder or a drafter, to the folder `out`; what was written, in words. `model` is
     the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
-    CheckpointError."""
+    CheckpointError.
+
+    The folder is written under another name, compared with the source, and renamed."""
     refuse_to_overwrite(out)
-    with working(f"export {source}"):
-        said = _export(source, out, to, dtype, model)
-    share(out)
+    draft = out.parent / f".{out.name}.partial"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        with working(f"export {source}"):
+            said = _export(source, draft, out, to, getattr(torch, dtype), model)
+        share(draft)
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return said
 
 
-def _export(source: Path, out: Path, to: To, dtype: str, model: Path | None) -> list[str]:
+def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, model: Path | None) -> list[str]:
+    """Fill `draft`, which is to become `out`."""
     if _is_drafter(source):
         if model is None:
             raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")
-        return [_drafter(source, policy_in(model), out, to, getattr(torch, dtype), served=model)]
+        _drafter(source, policy_in(model), draft, to, dtype, Served(model, out))
+        return [f"the drafter is in {out}"]
     if model is not None:
         raise ModelError(f"{source} is no drafter, so that there is nothing to say of it by --model: leave it out")
     policy = policy_in(source)
     named = None if to == "hf" else _named_drafter(source)
-    _policy(policy, out, getattr(torch, dtype))
-    said, drafter = [f"the model is in {out}"], None if to == "hf" else _published_drafter(source, out) or named
+    _policy(policy, draft, dtype)
+    said, drafter = [f"the model is in {out}"], None if to == "hf" else _published_drafter(source, draft) or named
     if drafter:
-        said.append(_drafter(drafter, out, out / "drafter", to, getattr(torch, dtype), served=out))
+        _drafter(drafter, draft, draft / "drafter", to, dtype, Served(out, out / "drafter"))
+        said.append(f"the drafter is in {out / 'drafter'}")
     elif to != "hf" and newest_number(source / "drafter"):
         said.append(f"no drafter in {source / 'drafter'} is whole: the model is served without")
-    (out / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
+    (draft / "README.md").write_text(_policy_card(policy, out, to, drafter is not None), encoding="utf-8")
     return said
 
 
@@ -93,32 +108,44 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
         whole = whole_model(folder, dtype)
     else:
         whole = load_model(model_folder(folder), dtype, torch.device("cpu"))
-    whole.config.use_cache = True
-    whole.generation_config.use_cache = True
-    whole.save_pretrained(out)
-    _tokenizer(folder).save_pretrained(out)
+    tokenizer = load_tokenizer(folder)
+    whole.config.use_cache = whole.generation_config.use_cache = True
+    with tempfile.TemporaryDirectory(prefix="tlt-export-") as facts:
+        save_model(whole, out)
+        write_files(model_files(folder, tokenizer), out)
+        _serve_with_a_cache(out / "generation_config.json")
+        write_facts(whole, tokenizer, Path(facts))
+        del whole  # what compares the two needs the memory
+        check_in_new_process(out, Path(facts))
 
 
-def _tokenizer(folder: Path) -> Any:
-    """Adapters have theirs beside them, and the base's config.json elsewhere."""
-    if (folder / "config.json").is_file():
-        return load_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+def _serve_with_a_cache(file: Path) -> None:
+    """Training may have switched it off."""
+    if (config := read_json(file)).get("use_cache") is False:
+        file.write_text(json.dumps(config | {"use_cache": True}, indent=2) + "\n", encoding="utf-8")
 
 
 # -- the drafter -------------------------------------------------------------------------------------------------------
 
 
-def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, served: Path) -> str:
+class Served(NamedTuple):
+    """Where the two will lie, as their cards and configs name them."""
+
+    model: Path
+    drafter: Path
+
+
+def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, served: Served) -> None:
     if to == "hf":
         raise DrafterError("a drafter is no model by itself: export it to vllm, sglang or speculators")
-    layer = load_drafter(source, decoder_options(read_config(model)))
-    target = read_json(model / "config.json") | {"_name_or_path": str(served)}
+    options = decoder_options(read_config(model))
+    layer = load_drafter(source, options)
+    target = read_json(model / "config.json") | {"_name_or_path": str(served.model)}
     write_drafter(layer.to(dtype), target, out, to, _words(model))
+    check_drafter(out, options)
     training = source / "training.json"
     facts = read_json(training) if training.is_file() else {}
-    (out / "README.md").write_text(_drafter_card(layer, facts, served, out, to), encoding="utf-8")
-    return f"the drafter is in {out}"
+    (out / "README.md").write_text(_drafter_card(layer, facts, served, to), encoding="utf-8")
 
 
 def _words(model: Path) -> Words:
@@ -176,8 +203,8 @@ def _window(layer: EagleLayer, to: Format) -> str:
     )
 
 
-def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], model: Path, out: Path, to: Format) -> str:
-    options = layer.options
+def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], served: Served, to: Format) -> str:
+    options, (model, out) = layer.options, served
     rows = [("drafts for", f"`{model}`"), ("kind", f"{options.kind}, one layer, its words and head the model's")]
     if facts:
         rows.append(("trained on", f"{facts['harvest_tokens']:,} tokens of the model's own answers"))

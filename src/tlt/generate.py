@@ -15,13 +15,14 @@ from rich.console import Console
 
 from tlt import progress
 from tlt.about import VLLM_STARTS
-from tlt.build import load_engine, load_tokenizer, sampling_params
+from tlt.build import load_engine, sampling_params
 from tlt.checkpoint import policy_in
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
 from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Response
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -13,7 +13,6 @@ from typing import Any
 from tlt import checkpoint
 from tlt.build import (
     eval_sampling,
-    load_tokenizer,
     refuse_misfits,
     settled,
     steps_ahead,
@@ -36,6 +35,7 @@ from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import summarize, timed, write_json
 from tlt.mirror import Mirror, latest_of, mirror_of
 from tlt.model_card import model_card
+from tlt.model_files import model_files, write_files
 from tlt.models.weights import folder_sha256
 from tlt.parts import Lasting, make_parts
 from tlt.record import Noting, Progress, Record
@@ -43,6 +43,7 @@ from tlt.resume import Contents, allowed_changes, at_the_time_of_the_run, senten
 from tlt.rewards import refuse_unanswered, sources_sha256
 from tlt.rl.groups import from_plain, to_plain
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
+from tlt.tokenizer import load_tokenizer
 from tlt.trace import TraceFile, seconds_by_state
 from tlt.trackers import names_of
 from tlt.types import Group, Prompt
@@ -68,7 +69,8 @@ class Run:
     config: Config
     folder: RunFolder
     display: Display
-    tokenizer: Any
+    model_files: Mapping[str, bytes]
+    """of the tokenizer and the generation defaults, which checkpoints carry along"""
     parts: Parts
     policy: Lasting
     held_out: list[Prompt]
@@ -184,7 +186,7 @@ def _prepare(
         config,
         folder,
         display,
-        tokenizer,
+        model_files(config.model.path, tokenizer),
         parts,
         policy,
         held_out,
@@ -337,7 +339,7 @@ def _save_is_due(config: Config, done: int) -> bool:
 
 def _write_policy(run: Run, steps: int, folder: Path) -> None:
     run.policy.save(folder)
-    run.tokenizer.save_pretrained(folder / "policy")
+    write_files(run.model_files, folder / "policy")
     (folder / "policy" / "README.md").write_text(model_card(run.config, steps), encoding="utf-8")
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft import gate
 from tlt.draft.gate import SpotReport, TrainingGate
 from tlt.draft.spot import SpotTrainer
 from tlt.parts import make_parts
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Request, RolloutStats
 
 TRAINED = {"budget": 0.5, "micro_batch_tokens": 64, "unroll": 2}

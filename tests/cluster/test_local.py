@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tiny import tiny_config
 
-from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.parts import make_parts
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Request
 
 

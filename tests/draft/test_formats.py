@@ -96,7 +96,7 @@ COMMON = {
     "rope_theta": 5e5,
     "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
 }
-ENDS = {"bos_token_id": None, "eos_token_id": 3, "torch_dtype": "float32"}
+ENDS = {"bos_token_id": None, "eos_token_id": 3, "dtype": "float32", "torch_dtype": "float32"}
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16}
 
 

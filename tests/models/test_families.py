@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small import cache_for
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tlt.engine.parking import Parking
 from tlt.engine.rows import RowTable
@@ -464,3 +464,22 @@ def test_keys_that_the_family_does_not_have_change_nothing(tmp_path: Path, name:
     stray = {"mlp_bias": True} | ({} if name.startswith("qwen3") else {"attention_bias": True})
     options, plain = published(tmp_path, name, **stray), published(tmp_path, name)
     assert (options.qkv_bias, options.out_bias, options.mlp_bias) == (plain.qkv_bias, plain.out_bias, plain.mlp_bias)
+
+
+def test_the_folder_of_a_run_is_named_with_the_policy_to_give(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000004" / "policy").mkdir(parents=True)
+    (tmp_path / "config.json").write_text('{"model": {"path": "base"}}')
+    with pytest.raises(ModelError, match=r"is the folder of a run: give .*step_00000004/policy"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("pad", [31, 5000, -32])
+def test_a_padding_token_beyond_the_vocabulary_is_named(tmp_path: Path, pad: int) -> None:
+    Qwen3Config(vocab_size=31, pad_token_id=pad).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"pad_token_id = {pad}, beyond its vocabulary of 31: set it to null"):
+        read_config(tmp_path)
+
+
+def test_a_padding_token_of_llama_1_is_no_fault(tmp_path: Path) -> None:
+    Qwen3Config(vocab_size=31, pad_token_id=-1).save_pretrained(tmp_path)
+    assert read_config(tmp_path).pad_token_id == -1

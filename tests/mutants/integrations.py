@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "an exported policy is served without a cache",
         "export.py",
-        "    whole.config.use_cache = True\n",
+        "    whole.config.use_cache = whole.generation_config.use_cache = True\n",
         "",
         EXPORT,
     ),
@@ -292,8 +292,8 @@ MUTANTS = [
     Mutant(
         "what a run's recipe names is exported in the place of what it published",
         "export.py",
-        "_published_drafter(source, out) or named",
-        "named or _published_drafter(source, out)",
+        "_published_drafter(source, draft) or named",
+        "named or _published_drafter(source, draft)",
         EXPORT,
     ),
     Mutant(
@@ -313,13 +313,13 @@ MUTANTS = [
     Mutant(
         "a drafter's config has the target's dtype",
         "draft/formats.py",
-        ' | {"torch_dtype": dtype}',
-        ' | {"torch_dtype": target["dtype"]}',
+        '"torch_dtype": dtype}',
+        '"torch_dtype": target["dtype"]}',
         EXPORT,
     ),
     Mutant(
         "a tokenizer is made up where there is none",
-        "build.py",
+        "tokenizer.py",
         'if not any(path.glob("*token*")) and not any(path.glob("vocab*")):',
         "if not path.is_dir():",
         EXPORT,

@@ -23,9 +23,12 @@ from tlt.config import RolloutConfig, TrainConfig, parse_config
 from tlt.display import Display
 from tlt.export import export
 from tlt.metrics import read_metrics
-from tlt.models.families import ModelError, read_config
+from tlt.models.decoder import Decoder
+from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import sha256
-from tlt.rl.lora import AdaptedPolicy
+from tlt.rl.hugging_face import is_tied
+from tlt.rl.lora import AdaptedPolicy, whole_model
+from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.run import train
 from tlt.stopping import Stopped
@@ -100,6 +103,40 @@ def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path) -> None:
     export(tmp_path / "policy", tmp_path / "whole", "hf", "float32")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float64).eval()
     assert (logits(whole) - logits(policy.model)).abs().max() < 1e-4  # it is written in float32
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "o_proj"], ["lm_head", "embed_tokens"]])
+def test_adapters_on_a_tied_head_are_one_model_in_engine_checkpoint_and_export(
+    folder: Path, tmp_path: Path, targets: list[str]
+) -> None:
+    policy = adapted(folder, folder, targets=targets)
+    for step in range(2):
+        policy.update(random_batch(VOCAB, seed=step), step)
+    target = Decoder(decoder_options(read_config(folder)), torch.float64, torch.device("cpu"))
+    take_weights(target, policy, 2)
+    policy.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "policy"), autocast_adapter_dtype=False).eval()
+    assert torch.equal(logits(theirs), logits(policy.model)), "PEFT passes over names that it does not know"
+    resumed = adapted(tmp_path / "policy", folder, targets=targets)
+    assert resumed.sha256() == policy.sha256()
+    whole = whole_model(tmp_path / "policy", torch.float32)
+    assert (logits(whole) - logits(policy.model)).abs().max() < 1e-4
+    assert not is_tied(whole)
+    assert not whole.config.tie_word_embeddings
+
+
+def test_a_tied_head_without_an_adapter_stays_tied(folder: Path, tmp_path: Path) -> None:
+    policy = adapted(folder, folder)
+    policy.update(random_batch(VOCAB), 0)
+    policy.save(tmp_path)
+    assert is_tied(whole_model(tmp_path / "policy", torch.float32))
+
+
+def test_adapters_that_the_recipe_does_not_ask_for_are_not_passed_over(folder: Path, tmp_path: Path) -> None:
+    adapted(folder, folder, targets=["q_proj", "lm_head"]).save(tmp_path)
+    with pytest.raises(ModelError, match=r"train\.lora does not ask for \(lm_head\.lora_A"):
+        adapted(tmp_path / "policy", folder, targets=["q_proj"])
 
 
 def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:

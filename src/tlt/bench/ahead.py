@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tlt.build import load_tokenizer, make_target
+from tlt.build import make_target
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.loop import one_step
 from tlt.models.decoder import Decoder
 from tlt.parts import make_parts
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Request, Response
 
 _FIRST_STEPS = 2  # the optimizer's first steps are not like those that follow

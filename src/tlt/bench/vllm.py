@@ -19,23 +19,17 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, trained
 from tlt.bench.rollout import bench_requests
-from tlt.build import (
-    Workplace,
-    detokenizer,
-    load_tokenizer,
-    make_engine,
-    make_target,
-    open_target,
-    open_workplace,
-)
+from tlt.build import Workplace, make_engine, make_target, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
+from tlt.engine.spelling import Detokenizer
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
+from tlt.tokenizer import load_tokenizer
 from tlt.types import RolloutStats
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget
@@ -100,7 +94,7 @@ def _targets(config: Config, look_ahead: bool) -> dict[str, VllmTarget]:
 def _contenders(config: Config, batch: int, targets: dict[str, VllmTarget], present: Decoder) -> list[_Contender]:
     engine = config.engine.model_copy(update={"max_rows": batch})
     tokenizer = load_tokenizer(config.model.path)
-    spell, most = detokenizer(tokenizer), config.speculation.look_ahead_tokens
+    spell, most = Detokenizer(tokenizer), config.speculation.look_ahead_tokens
     adaptive = config.speculation.model_copy(update={"drafter": "adaptive"})
     found = [
         _Contender("tlt plain", Engine(present, engine, detokenize=spell)),

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
+from tlt.models.generations import for_both_generations
 
 Format = Literal["vllm", "sglang", "speculators"]
 
@@ -47,7 +48,7 @@ def write_drafter(
     config = (
         _speculators_config(layer.options, target)
         if to == "speculators"
-        else _config(layer.options, target, to) | {"torch_dtype": dtype}
+        else _config(layer.options, target, to) | {"dtype": dtype, "torch_dtype": dtype}
     )
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -126,14 +127,8 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **_theta_beside(rope),
+        **for_both_generations(rope),
     }
-
-
-def _theta_beside(rope: dict[str, Any]) -> dict[str, Any]:
-    """Copy rope_theta to the top level: transformers 5 has it in rope_parameters, where older engines do not look."""
-    theta = (rope.get("rope_parameters") or {}).get("rope_theta")
-    return {"rope_theta": theta, **rope} if theta is not None else rope
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Detokenizer:
         self._spelled: dict[int, bytes] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        # what `clean_up_tokenization_spaces` removes differs between versions of transformers, and no engine removes it
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def spell(self, token_id: int) -> bytes:
         """Return the bytes of a token inside a text, at least one. The token may hold a part of a character."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from tlt.build import all_drafters, detokenizer, make_tuner
+from tlt.build import all_drafters, make_tuner
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
@@ -18,6 +18,7 @@ from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.fidelity.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, spoiled
 from tlt.fidelity.several import SeveralWorkers
@@ -41,7 +42,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
         drafters: Sequence[Drafter], tuner: Tuner, store: AheadStore | None = None, kv_tokens: int | None = None
     ) -> Engine:
         layout = layer.options.layout if any(isinstance(d, EagleDrafter) for d in drafters) else None
-        spelled = detokenizer(tokenizer)
+        spelled = Detokenizer(tokenizer)
         return Engine(target, config.engine, drafters, tuner, spelled, layout, store=store, kv_tokens=kv_tokens)
 
     def everything() -> list[Drafter]:
@@ -60,7 +61,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
         "off and on": engine(everything(), InTurn(changing)),
         "adaptive": engine(everything(), adaptive),
     }
-    older = OlderTarget(target, config.engine, detokenizer(tokenizer))
+    older = OlderTarget(target, config.engine, Detokenizer(tokenizer))
     store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
     mishaps = Fixed(chain._replace(ahead=_AHEAD))
     looking: dict[str, Rollout] = {

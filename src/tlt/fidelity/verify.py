@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tlt.build import load_tokenizer
 from tlt.cluster.local import LocalRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data import Cursor
@@ -34,6 +33,7 @@ from tlt.models.weights import sha256
 from tlt.parts import make_parts
 from tlt.progress import Work, working
 from tlt.rl.policy import Policy
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Response
 
 _MOST_PROMPTS = 8  # a step, unless --full

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt.build import detokenizer, open_target
+from tlt.build import open_target
 from tlt.cluster.local import LocalRollout
 from tlt.config import Config
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
 from tlt.fidelity.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
@@ -18,7 +19,7 @@ from tlt.vllm.target import VllmTarget
 
 def vllm_modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
     """Name -> a rollout by a vLLM of its own; and our plain decoding, on `target`."""
-    spell = detokenizer(tokenizer)
+    spell = Detokenizer(tokenizer)
 
     def engine(drafter: str, store: AheadStore | None = None) -> VllmEngine:
         speculation = config.speculation.model_copy(update={"drafter": drafter})

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from verl.workers.rollout.replica import TokenOutput
 
-from tlt.build import load_tokenizer, stop_token_ids
+from tlt.build import stop_token_ids
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.protocol import RolloutEngine
@@ -22,6 +22,7 @@ from tlt.integrations.verl_terms import Seeds, law_of, refuse
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Request, Response
 
 

@@ -75,8 +75,9 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     """The checked Hugging Face config of a local model folder. Raises ModelError."""
     path = model_folder(folder)
     with telling(ModelError, f"{path} cannot be read"):
+        refuse_byte_order_marks(path)
         raw = read_json(path / "config.json")
-        _refuse_marks(path)
+    _refuse_run(path, raw)
     _check_family(path, raw.get("model_type"))
     if raw.get("auto_map"):
         raise ModelError(
@@ -85,15 +86,32 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     with telling(ModelError, f"{path / 'config.json'} does not make a model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     _check_family(path, config.model_type)  # a mistral with layer_types becomes a ministral
+    _refuse_padding(path, config)
     return config
 
 
-def _refuse_marks(folder: Path) -> None:
+def refuse_byte_order_marks(folder: Path) -> None:
     """Raise ModelError for a file that transformers would refuse to read, or blame another file for."""
     for file in sorted(folder.glob("*.json")):
         with file.open("rb") as content:
-            if content.read(3) == codecs.BOM_UTF8:
+            if content.read(3).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise ModelError(f"{file} begins with a byte-order mark: save it as UTF-8 without one")
+
+
+def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
+    """A run's config.json is its recipe."""
+    saved = sorted((path / "checkpoints").glob("step_*"))
+    if "model_type" not in raw and saved:
+        raise ModelError(f"{path} is the folder of a run: give {saved[-1] / 'policy'}, or what tlt export makes of it")
+
+
+def _refuse_padding(path: Path, config: Any) -> None:
+    """transformers would stop at it by an assertion."""
+    pad, size = config.pad_token_id, config.vocab_size
+    if pad is not None and isinstance(size, int) and not -size <= pad < size:
+        raise ModelError(
+            f"{path}: config.json has pad_token_id = {pad}, beyond its vocabulary of {size}: set it to null"
+        )
 
 
 def known_options(config: Any) -> DecoderOptions:

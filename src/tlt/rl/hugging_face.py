@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tlt.files import telling
-from tlt.models.families import ModelError
+from tlt.files import read_json, telling
+from tlt.models.families import ModelError, refuse_byte_order_marks
+from tlt.models.generations import for_both_generations
+
+_GENERATION = "generation_config.json"
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the model of a folder. Raises ModelError."""
+    if (file := Path(folder) / _GENERATION).is_file():
+        refuse_byte_order_marks(file.parent)
+        with telling(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
+            GenerationConfig.from_pretrained(folder)
     with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
@@ -21,6 +32,26 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
     model.to(device)
     model.eval()  # no dropout: old and new log-probs must come from the same function
     return model
+
+
+def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write config.json, the weights and generation_config.json. `weights` take the place of the model's own.
+
+    transformers refuses to write some generation configs that it has read, such as a temperature without do_sample.
+    They are written as they are."""
+    generation, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.generation_config = generation
+    generation.to_json_file(folder / _GENERATION)
+    config = for_both_generations(read_json(folder / "config.json")) | {"tie_word_embeddings": is_tied(model)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether the head is the embedding, whatever config.json says."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def checkpoint_layers(model: Any) -> None:

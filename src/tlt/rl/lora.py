@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tlt.config.lora import LoraConfig
 from tlt.models.families import ModelError
-from tlt.rl.hugging_face import load_model
+from tlt.rl.hugging_face import is_tied, load_model
 from tlt.rl.policy import Policy
 
 FILE = "adapter_model.safetensors"
 _PEFT = "base_model.model."  # before each name in PEFT's files
 _ADAPTER = "default"
+_TOKENS = 16  # of the text on which the merged model is compared
+_ROUNDING = 1e-3  # in total variation, in float32
 
 
 class AdaptedPolicy(Policy):
@@ -30,7 +32,10 @@ class AdaptedPolicy(Policy):
         file = Path(folder) / FILE
         if file.is_file():
             inner = {_inner(name): tensor for name, tensor in load_file(file).items()}
-            model.load_state_dict(inner, strict=False)
+            if unknown := model.load_state_dict(inner, strict=False).unexpected_keys:
+                raise ModelError(
+                    f"{file} has adapters that train.lora does not ask for ({unknown[0]}): set its targets"
+                )
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -57,14 +62,38 @@ def merged_state(model: Any) -> dict[str, Tensor]:
     return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(model)}
 
 
+@torch.no_grad()
 def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
-    """The adapters of a checkpoint merged into their base. Raises ModelError."""
+    """Merge the adapters of a checkpoint into their base. Raises ModelError.
+
+    A head that is tied to the embedding gets weights of its own, because an adapter on one of them changes that one
+    alone."""
     peft = _peft()
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is not there: put it back")
     model = load_model(str(base), torch.float32, torch.device("cpu"))
-    return peft.PeftModel.from_pretrained(model, str(adapters)).merge_and_unload().to(dtype)
+    if tied := is_tied(model):
+        _set_head(model, model.get_input_embeddings().weight.clone(), tied=False)
+    adapted = peft.PeftModel.from_pretrained(model, str(adapters)).eval()
+    tokens = torch.arange(min(_TOKENS, model.config.vocab_size))[None]
+    trained = adapted(tokens).logits.softmax(-1)
+    model = adapted.merge_and_unload()
+    apart = 0.5 * (model(tokens).logits.softmax(-1) - trained).abs().sum(-1).max().item()
+    if apart > _ROUNDING:
+        raise ModelError(
+            f"the adapters in {adapters} cannot be merged: the next token's distribution would be {apart:.2g} apart "
+            "in total variation: serve them beside their base, or train other train.lora.targets"
+        )
+    embedding = model.get_input_embeddings().weight
+    if tied and torch.equal(embedding, model.get_output_embeddings().weight):
+        _set_head(model, embedding, tied=True)
+    return model.to(dtype)
+
+
+def _set_head(model: Any, weight: Tensor, tied: bool) -> None:
+    model.get_output_embeddings().weight = weight if tied else torch.nn.Parameter(weight, requires_grad=False)
+    model.config.tie_word_embeddings = tied
 
 
 def _adapt(model: Any, config: LoraConfig) -> None:
@@ -100,11 +129,13 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _outer(name: str) -> str:
-    return _PEFT + name.replace(f".{_ADAPTER}.", ".")
+    """An embedding's adapters are parameters, whose names end with the adapter's own; others have `.weight` behind."""
+    return _PEFT + name.replace(f".{_ADAPTER}.", ".").removesuffix(f".{_ADAPTER}")
 
 
 def _inner(name: str) -> str:
-    return name.removeprefix(_PEFT).replace(".weight", f".{_ADAPTER}.weight")
+    stem = name.removeprefix(_PEFT).removesuffix(".weight")
+    return f"{stem}.{_ADAPTER}" + (".weight" if name.endswith(".weight") else "")
 
 
 def _peft() -> Any:

@@ -18,7 +18,7 @@ from tlt.models import weights
 from tlt.rl.batching import MicroBatch, pack, plan
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.groups import advantages_of
-from tlt.rl.hugging_face import checkpoint_layers, load_model
+from tlt.rl.hugging_face import checkpoint_layers, load_model, save_model
 from tlt.rl.logprobs import old_logprobs, rollout_logprobs, sequence_logits, token_logprobs
 from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
 from tlt.rl.optimizer import adamw, load_moments, moments_of
@@ -379,7 +379,7 @@ class Policy:
         save_file(dict(self.optimizer_state()), folder / "optimizer.safetensors")
 
     def _save_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        save_model(self.model, folder)
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """name of the parameter + name of the moment -> tensor; empty before the first update."""

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.models import weights
 from tlt.rl.batching import MicroBatch
+from tlt.rl.hugging_face import save_model
 from tlt.rl.parallel import Alone, ProcessGroup, broken, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -127,7 +128,7 @@ class ShardedPolicy(Policy):
         policy = self._in_host_memory(self.model.state_dict(), first_alone=True)
         moments = self._in_host_memory(super().optimizer_state(), first_alone=True)
         if self.group.rank == 0:
-            self.model.save_pretrained(folder / "policy", state_dict=policy)
+            save_model(self.model, folder / "policy", policy)
             save_file(moments, folder / "optimizer.safetensors")
 
     def _in_host_memory(self, state: Mapping[str, Tensor], first_alone: bool = False) -> dict[str, Tensor]:

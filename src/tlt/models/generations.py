@@ -1,0 +1,25 @@
+"""config.json for both generations of transformers.
+
+Version 5 moved or renamed fields, and version 4 takes its defaults for those that it does not find, without a word.
+Engines pin either of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def for_both_generations(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the fields of version 4 to a config of version 5: rope_theta, rope_scaling and torch_dtype."""
+    rope = dict(config.get("rope_parameters") or {})
+    found = dict(config)
+    if "rope_theta" in rope:
+        found["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rope
+    if rope.get("rope_type") == "longrope" and "original_max_position_embeddings" in rope:
+        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if dtype := config.get("dtype"):
+        found["torch_dtype"] = dtype
+    return found

@@ -1,0 +1,125 @@
+"""The tokenizer of a model folder, as its tokenizer.json says.
+
+transformers 5 builds some tokenizers anew from the vocabulary of tokenizer.json and splits texts by rules of its own
+class. The model was trained with the rules of the file, and engines decode by them.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tlt.engine.spelling import Detokenizer
+from tlt.files import read_json, telling
+from tlt.models.families import ModelError, read_config, refuse_byte_order_marks
+
+log = logging.getLogger(__name__)
+
+PROBES = (
+    *("a", "The cat sat on 12345 mats, 2023; hello there", "  two  spaces", " one\n\n\ttwo \n three", "x=3.14*(7-2)"),
+    *(
+        "Don't you'll ÉCOLE naïve",
+        "你好，世界。",
+        "한국어 かな",
+        "🙂👩‍👩‍👧 é e\u0301 ﬁ \u00a0",
+        "<b>\\frac{1}{2}</b>",
+        "\x07\u200b\ufeff",
+    ),
+)
+"""texts on which tokenizers are known to differ"""
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Return the tokenizer of a model folder, or of a folder with adapters. No remote code. Raises ModelError."""
+    path = Path(folder)
+    if not (path / "adapter_config.json").is_file():
+        read_config(path)  # which transformers reads here too, and would blame the tokenizer for
+    if not any(path.glob("*token*")) and not any(path.glob("vocab*")):  # of some families it would make an empty one
+        raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
+    with telling(ModelError, f"{path} has no tokenizer that can be loaded"):
+        refuse_byte_order_marks(path)
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (path / name).is_file():
+                read_json(path / name)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a")["input_ids"])
+        if (path / "tokenizer.json").is_file():
+            tokenizer = _as_the_file_says(tokenizer, path)
+            _warn_of_unread_fields(tokenizer, path)
+    return tokenizer
+
+
+def refuse_end_token(tokenizer: Any) -> None:
+    """Raise ModelError if the tokenizer ends every text with the end token: the response would begin behind it."""
+    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+        raise ModelError(
+            f"the tokenizer ends every text with {tokenizer.eos_token}, so that a prompt is over before its response: "
+            "remove that token from post_processor in tokenizer.json, or set data.chat = true"
+        )
+
+
+def _as_the_file_says(loaded: Any, path: Path) -> Any:
+    """Return `loaded`, or a tokenizer from tokenizer.json itself if the two differ."""
+    file = Tokenizer.from_file(str(path / "tokenizer.json"))
+    file.no_truncation()  # lengths are the caller's affair, as in transformers
+    file.no_padding()
+    difference = _difference(loaded, file)
+    if not difference:
+        return loaded
+    names = {name: getattr(loaded, name) for name in loaded.SPECIAL_TOKENS_ATTRIBUTES}
+    named = {name: token for name, token in names.items() if token and file.token_to_id(str(token)) is not None}
+    own = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **named)
+    if _difference(own, file):
+        _warn(f"tokenizer_config.json in {path} changes what tokenizer.json says, and tlt takes both: {difference}")
+    else:
+        _warn(
+            f"transformers makes a {type(loaded).__name__} of {path} that differs from tokenizer.json, which tlt goes "
+            f"by: {difference}"
+        )
+    return own
+
+
+def _difference(tokenizer: Any, file: Tokenizer) -> str:
+    """Describe the first text that the two encode or decode differently; empty if there is none."""
+    added = [token.content for token in file.get_added_tokens_decoder().values()]
+    for text in (*PROBES, *(f"a{token} b\n{token}c {token}" for token in added)):
+        ours, its = tokenizer(text)["input_ids"], file.encode(text).ids
+        if ours != its:
+            first = next(
+                (i for i, (a, b) in enumerate(zip(ours, its, strict=False)) if a != b), min(len(ours), len(its))
+            )
+            shown = [tokenizer.convert_ids_to_tokens(ids[first : first + 3]) for ids in (ours, its)]
+            return f"token {first} of {text!r} and those behind it are {shown[0]}, by the file {shown[1]}"
+        if file.decoder and Detokenizer(tokenizer)(its) != file.decode(its):
+            return f"{text!r} becomes {Detokenizer(tokenizer)(its)!r} when decoded, by the file {file.decode(its)!r}"
+    return ""
+
+
+def adds(tokenizer: Any) -> dict[str, bool]:
+    """Return whether texts get a first and a last token, under the names of tokenizer_config.json."""
+    ids = tokenizer("a")["input_ids"]
+    first, last = (
+        token is not None and ids[i] == token
+        for i, token in ((0, tokenizer.bos_token_id), (-1, tokenizer.eos_token_id))
+    )
+    return {"add_bos_token": first, "add_eos_token": last}
+
+
+def _warn_of_unread_fields(tokenizer: Any, path: Path) -> None:
+    """transformers 4 goes by these fields for some classes, and transformers 5 by tokenizer.json alone."""
+    file = path / "tokenizer_config.json"
+    config = read_json(file) if file.is_file() else {}
+    for name, is_so in adds(tokenizer).items():
+        if config.get(name) not in (None, is_so):
+            _warn(f"{file} has {name} = {config[name]}, but tokenizer.json decides that, by which it is {is_so}")
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warn once of what several parts of a run load."""
+    log.warning(text)

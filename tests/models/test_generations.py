@@ -1,0 +1,43 @@
+"""A config.json of transformers 5 has the fields of version 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import qwen3
+from transformers import Qwen3Config
+
+from tlt.files import read_json
+from tlt.models.families import decoder_options
+from tlt.rl.hugging_face import save_model
+
+FACTORS = [1.0 + 0.1 * i for i in range(4)]
+HALF = {"original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, **HALF},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **HALF},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": FACTORS, "long_factor": FACTORS, **HALF},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_the_older_fields_alone_make_the_same_model(tmp_path: Path, rope: dict[str, Any]) -> None:
+    model = qwen3(vocab_size=31, rope_parameters={"rope_theta": 5e5, **rope}).float()
+    save_model(model, tmp_path)
+    config = read_json(tmp_path / "config.json")
+    del config["rope_parameters"], config["dtype"]
+    assert config["torch_dtype"] == "float32"
+    assert config.get("rope_scaling", {}).get("rope_type", "default") == rope["rope_type"]
+    assert "rope_theta" not in config.get("rope_scaling", {}), "version 4 warns of fields that it does not know there"
+    older, wanted = decoder_options(Qwen3Config(**config)), decoder_options(model.config)
+    assert torch.equal(older.inv_freq, wanted.inv_freq)
+    assert (older.attention_scaling, older.max_positions) == (wanted.attention_scaling, wanted.max_positions)
