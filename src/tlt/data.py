@@ -15,8 +15,8 @@ from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
-from tlt.tables import DataError, column, messages_of, read_rows
-from tlt.types import Prompt
+from tlt.tables import DataError, messages_of, read_rows
+from tlt.types import Prompt, column
 
 log = logging.getLogger(__name__)
 Question = str | list[dict[str, Any]]
@@ -24,6 +24,7 @@ Question = str | list[dict[str, Any]]
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
+DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seeds item i of a task with seed + i
 
 
@@ -31,6 +32,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
     DataError."""
     rows = list(_task_rows(config) if config.tasks else _file_rows(config))
+    answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
         asked = _asked(question, config)
@@ -47,7 +49,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
                 f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
             )
         text = asked if isinstance(asked, str) else "\n".join(str(message["content"]) for message in asked)
-        prompts.append(Prompt(len(prompts), text, token_ids, data))
+        prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill))
     if left_out := len(rows) - len(prompts):
         said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
         log.warning(said, left_out, len(rows), config.max_prompt_tokens)
@@ -138,7 +140,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     """sha256 of the prompts' tokens and answers: a resumed run must be given the very same."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.token_ids, str(prompt.data.get("answer"))]).encode())
+        digest.update(json.dumps([prompt.token_ids, str(prompt.ground_truth)]).encode())
     return digest.hexdigest()
 
 
@@ -209,10 +211,17 @@ def _file_rows(config: DataConfig) -> list[Row]:
             raise DataError(
                 f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
             )
-        rows.append((question, {**row, "answer": column(row, config.answer_column)}))
+        rows.append((question, row))
     if not rows:
         raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
-    return rows
+    answers = [column(row, config.answer_column) for _, row in rows]
+    if config.answer_column != DEFAULT_ANSWER_COLUMN and all(answer is None for answer in answers):
+        names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
+        raise DataError(
+            f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: its columns are {names}"
+        )
+    # a column of this name stays what it is, whatever data.answer_column says
+    return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]
 
 
 # -- the cursor --------------------------------------------------------------------------------------------------------

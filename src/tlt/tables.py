@@ -85,14 +85,6 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def column(row: Any, name: str) -> Any:
-    """The value under a name, or a path of names such as `reward_model.ground_truth`; None where there is none."""
-    if not isinstance(row, dict) or name in row:
-        return row.get(name) if isinstance(row, dict) else None
-    first, _, rest = name.partition(".")
-    return column(row.get(first), rest) if rest else None
-
-
 def messages_of(question: Any) -> list[dict[str, Any]] | None:
     """A list of messages as TRL and verl have it; None where it is none."""
     if not isinstance(question, Sequence) or isinstance(question, str) or not question:

@@ -53,7 +53,7 @@ class DataConfig(Section):
     chat_arguments: dict[str, Any] = {}
     """with `chat`, of the template, such as { enable_thinking = false }"""
     prefill: str = ""
-    """what each answer begins with: the model goes on from there"""
+    """what each response begins with: the model goes on from there, and rewards see it"""
     size: int = Field(default=2000, gt=0, le=1_000_000)
     """prompts generated from `tasks` (an epoch)"""
     seed: int = Field(default=0, ge=0)

@@ -8,6 +8,11 @@ from tlt.engine.runner import Sampled
 from tlt.types import Row
 
 
+def text_of(row: Row, detokenize: Callable[[Sequence[int]], str] | None) -> str:
+    """Return the text of a finished response: the prompt's prefill, then what was decoded."""
+    return row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
+
+
 class Stops:
     def __init__(self, detokenize: Callable[[Sequence[int]], str] | None) -> None:
         """`detokenize` is needed for stop strings."""
