@@ -156,11 +156,11 @@ class Response:
     advantage: float | None = None
     """None: the policy is not trained on it"""
     decoded: Passes = field(default_factory=Passes)
-    answer: str = ""
-    """what the rewards take for the answer in `text`"""
     """how it came to its tokens"""
     old_logprobs: list[float] | None = None
     """the trainer's, of the policy that decoded it, where it is kept for the next step"""
+    answer: str = ""
+    """what the rewards take for the answer in `text`"""
 
 
 @dataclass
