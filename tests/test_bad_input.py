@@ -332,11 +332,15 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no function": (lambda c: c.set("reward", name="tiny_rewards:f"), r"'tiny_rewards:f' cannot be imported"),
     "a reward as TRL has them": (
         lambda c: own_reward(c, "of_trl"),
-        r"'own_rewards:of_trl' has parameters as TRL names them: write f\(prompt, answer\): .*prompt\.data\['answer'\]",
+        r"'own_rewards:of_trl' wants 'prompts': a function of lists needs reward\.batched = true",
+    ),
+    "a batched reward as TRL has them": (
+        lambda c: (own_reward(c, "of_trl"), c.set("reward", batched=True)),
+        r"has 'completions' as TRL and verl name it, to whom 'prompts' is another thing than to tlt: write f\(prompt",
     ),
     "a reward that asks for a column": (
         lambda c: own_reward(c, "of_a_column"),
-        r"wants 'solution': after prompt and answer there are .*prompt\.data\['answer'\]",
+        r"wants 'solution': the names that are filled are prompt, answer, .*, question",
     ),
     "no callable": (lambda c: c.set("reward", name="tiny_rewards:constant"), r"is not a function"),
     "a module that raises": (
@@ -359,7 +363,11 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     },
     "no answers": (
         lambda c: (c.set("reward", name="exact"), c.set("data", answer_column="solution")),
-        r"prompt 0 has no answer.*data\.answer_column",
+        r"nothing under data\.answer_column = 'solution': its columns are question, answer",
+    ),
+    "no answers under the default": (
+        lambda c: (c.set("reward", name="exact"), c.prompts.write_text('{"question": "new", "solution": "1"}')),
+        r"prompt 0 has no answer .*: set data\.answer_column; its other columns are question, solution",
     ),
     "no answers held out": (
         lambda c: (

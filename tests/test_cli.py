@@ -353,6 +353,15 @@ def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str], r
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_generate_refuses_rows_whose_columns_it_would_overwrite(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "a"}\n{"question": "b", "response": "mine", "index": 7}\n', encoding="utf-8")
+    command = ("generate", str(home / "model"), "--data", str(data), "--out", str(tmp_path / "out.jsonl"))
+    assert "columns that --out writes of each response: rename index, response" in refusal(capsys, *command)
+
+
 def test_generate_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert "give --prompt TEXT or --data FILE" in refusal(capsys, "generate", str(home / "model"))
     assert "--system" in refusal(capsys, "generate", str(home / "model"), "--prompt", "a", "--system", "be brief")

@@ -350,10 +350,23 @@ def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
     options = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth", "chat": True}
     (prompt,) = load_prompts(DataConfig(path=path, **options), lambda asked: (seen.append(asked), [1])[1])
     assert (seen, prompt.text, prompt.data["answer"]) == ([messages], "what?", "72")
-    (plain,) = load_prompts(DataConfig(path=path, prompt_column="a.b", answer_column="no.such"), encode)
+    (plain,) = load_prompts(DataConfig(path=path, prompt_column="a.b"), encode)
     assert (plain.text, plain.data["answer"]) == ("dotted", None)
     with pytest.raises(DataError, match=r"no text under 'reward_model', and no messages"):
         load_prompts(DataConfig(path=path, prompt_column="reward_model"), encode)
+
+
+def test_an_answer_column_that_no_row_has_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"question": "a", "solution": "1"}), json.dumps({"question": "b", "level": 2}))
+    with pytest.raises(DataError, match=r"nothing under data\.answer_column = 'gold': .* question, solution, level$"):
+        load_prompts(DataConfig(path=path, answer_column="gold"), encode)
+
+
+def test_columns_with_our_names_stay_what_they_are(tmp_path: Path) -> None:
+    row = {"question": "a", "solution": "1", "answer": "long", "entry": 2, "stage": 3, "prompt": "p", "response": "r"}
+    config = DataConfig(path=write(tmp_path, json.dumps(row)), answer_column="solution", prefill="<think>")
+    (prompt,) = load_prompts(config, encode)
+    assert (prompt.data, prompt.ground_truth, prompt.prefill) == (row, "1", "<think>")
 
 
 def test_long_prompts_are_left_out_and_counted_where_that_is_asked_for(
@@ -458,6 +471,7 @@ def test_the_system_message_needs_the_chat_template() -> None:
 class BeginsWithOne:
     """A tokenizer that puts its BOS, number 1, before every text; `<s>` in a text is one too."""
 
+    eos_token_id = None
     bos_token, bos_token_id = "<s>", 1
 
     def __call__(self, text: str) -> dict[str, list[int]]:

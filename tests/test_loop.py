@@ -377,6 +377,11 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
     assert result.metrics.tokens == 42  # they were decoded all the same
 
 
+def test_equal_rewards_are_explained_in_the_first_step_alone(caplog: pytest.LogCaptureFixture) -> None:
+    run(Fake(score=lambda prompt, index: 0.0), make_config(steps=3))
+    assert [said.partition(",")[0] for said in caplog.messages] == ["all 6 rewards of the first step are 0"]
+
+
 def test_a_step_in_which_nothing_is_rewarded_is_told_and_a_second_one_ends_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

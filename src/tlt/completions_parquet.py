@@ -69,7 +69,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     answer = row["answer"]
     if answer is not None and not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
-    texts = {name: _text(row[name]) for name in ("prompt", "response", "outcome", "task")}
+    texts = {name: _text(row[name]) for name in ("prompt", "response", "extracted_answer", "outcome", "task")}
     return row | texts | {"answer": answer and _text(answer), "scores": list(row["scores"].items())}
 
 
@@ -84,7 +84,7 @@ def _schema(pyarrow: Any) -> Any:
     return pyarrow.schema(
         {
             **dict.fromkeys(("step", "prompt_id", "epoch", "index"), whole),
-            **dict.fromkeys(("task", "prompt", "response", "answer"), text),
+            **dict.fromkeys(("task", "prompt", "response", "answer", "extracted_answer"), text),
             "reward": real,
             "scores": pyarrow.map_(text, real),
             "outcome": text,

@@ -16,9 +16,9 @@ from typing import Any
 from tlt.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice
 from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
-from tlt.tables import DataError, column, read_rows
+from tlt.tables import DataError, read_rows
 from tlt.tokenizer import refuse_end_token
-from tlt.types import Prompt
+from tlt.types import Prompt, column
 
 log = logging.getLogger(__name__)
 Question = str | Messages
@@ -26,6 +26,7 @@ Question = str | Messages
 Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
+DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seeds item i of a task with seed + i
 
 
@@ -33,6 +34,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
     DataError."""
     rows = list(_task_rows(config) if config.tasks else _file_rows(config))
+    answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
         asked = _asked(question, config)
@@ -52,7 +54,7 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
                 f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
             )
         text = asked if isinstance(asked, str) else "\n".join(message.get("content") or "" for message in asked)
-        prompts.append(Prompt(len(prompts), text, token_ids, data))
+        prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill))
     if left_out := len(rows) - len(prompts):
         said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
         log.warning(said, left_out, len(rows), config.max_prompt_tokens)
@@ -133,7 +135,7 @@ def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
     """Return the sha256 of the prompts as tokens, as texts, and with every column of a file's rows, all of which a
     reward can see. A resumed run must be given the same. If the tokens alone differ, the tokenizer does."""
-    answers = [str(prompt.data.get("answer")) for prompt in prompts]
+    answers = [str(prompt.ground_truth) for prompt in prompts]
     rows = [prompt.data for prompt in prompts] if config.path else []  # generated ones follow from the recipe
     return {
         "prompts": _sha256([prompt.token_ids, answer] for prompt, answer in zip(prompts, answers, strict=True)),
@@ -208,12 +210,19 @@ def _file_rows(config: DataConfig) -> list[Row]:
             raise DataError(
                 f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
             )
-        rows.append((messages or question, {**row, "answer": column(row, config.answer_column)}))
+        rows.append((messages or question, row))
     if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
         log.warning("the tools in the rows of %s reach no prompt: set data.chat_arguments.tools", config.path)
     if not rows:
         raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
-    return rows
+    answers = [column(row, config.answer_column) for _, row in rows]
+    if config.answer_column != DEFAULT_ANSWER_COLUMN and all(answer is None for answer in answers):
+        names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
+        raise DataError(
+            f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: its columns are {names}"
+        )
+    # a column of this name stays what it is, whatever data.answer_column says
+    return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]
 
 
 # -- the cursor --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ from tlt.sampling import make_requests
 from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Response
 
+OURS = ("row", "index", "response", "finish_reason")
+"""what a line of --out has of a response, behind the row's own columns"""
+
 
 class Asked(NamedTuple):
     """What is asked, and in which words."""
@@ -56,6 +59,8 @@ def generate(
     model = model.model_copy(update={"path": str(policy_in(model.path))})
     tokenizer = load_tokenizer(model.path)
     prompts = _prompts(asked, tokenizer, _time_of_the_run(Path(model.path)))
+    if out:
+        refuse_our_columns(prompts, asked.file)
     refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
     params = sampling_params(rollout, model.path, tokenizer)
     if backend.backend == "vllm":
@@ -110,6 +115,12 @@ def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
     return Prompt(number, text, token_ids, {column: text})
 
 
+def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
+    """Raises DataError for rows with a column that a line of --out has of the response."""
+    if taken := [name for name in OURS if any(name in prompt.data for prompt in prompts)]:
+        raise DataError(f"{file} has columns that --out writes of each response: rename {', '.join(taken)}")
+
+
 @contextmanager
 def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], None]]:
     def print_it(response: Response) -> None:
@@ -129,8 +140,8 @@ def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], 
         def write(response: Response) -> None:
             """The row as it was, and what was said; rows come in the order in which they finish."""
             request = response.request
-            said = {"row": request.prompt.prompt_id, "index": request.index, "response": response.text}
-            line = {**request.prompt.data, **said, "finish_reason": response.finish_reason}
+            said = (request.prompt.prompt_id, request.index, response.text, response.finish_reason)
+            line = {**request.prompt.data, **dict(zip(OURS, said, strict=True))}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             file.flush()
 

@@ -26,6 +26,7 @@ from tlt.draft.ahead import Ahead
 from tlt.measure import measure
 from tlt.metrics import timed
 from tlt.rewards import Reward
+from tlt.rewards.alike import warn_if_alike
 from tlt.rewards.unrewarded import Unrewarded
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
@@ -145,6 +146,8 @@ def one_step(parts: Parts, config: Config, watcher: Watcher, step: int) -> StepR
     with timed("total", seconds):
         groups, stats, waves, compared = _decode(parts, config, watcher, step, seconds)
         parts.unrewarded.refuse_another(groups, step, last=step + 1 == config.train.steps)
+        if step == 0:
+            warn_if_alike(groups, config.reward)
         good = usable([*parts.carried, *groups], config)
         count = config.rollout.prompts_per_step if config.rollout.max_waves else len(good)
         before, used, left_over = parts.carried, good[:count], good[count:]

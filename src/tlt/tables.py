@@ -107,11 +107,3 @@ def _pyarrow(path: Path) -> Any:
     except ImportError:
         raise DataError(f"{path} needs pyarrow: pip install 'tlt[parquet]'") from None
     return pyarrow
-
-
-def column(row: Any, name: str) -> Any:
-    """The value under a name, or a path of names such as `reward_model.ground_truth`; None where there is none."""
-    if not isinstance(row, dict) or name in row:
-        return row.get(name) if isinstance(row, dict) else None
-    first, _, rest = name.partition(".")
-    return column(row.get(first), rest) if rest else None

@@ -23,6 +23,14 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
 
+def column(row: Any, name: str) -> Any:
+    """The value under a name, or a path of names such as `reward_model.ground_truth`; None where there is none."""
+    if not isinstance(row, dict) or name in row:
+        return row.get(name) if isinstance(row, dict) else None
+    first, _, rest = name.partition(".")
+    return column(row.get(first), rest) if rest else None
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One question: `prompt_id` is its row in its source, `data` whatever its reward needs."""
@@ -31,6 +39,15 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     data: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
+    answer_column: str = "answer"
+    """of `data`"""
+    prefill: str = ""
+    """text that each response begins with; its tokens are the last of `token_ids`"""
+
+    @property
+    def ground_truth(self) -> Any:
+        """The right answer as the data has it, or None."""
+        return column(self.data, self.answer_column)
 
     @property
     def task(self) -> str:
@@ -129,6 +146,7 @@ class Response:
     finish_reason: str
     """`stop` or `length`"""
     text: str = ""
+    """the prompt's prefill and what was decoded"""
     reward: float | None = None
     """None: it has none, and is left out of its group's statistics and of the update"""
     outcome: str = ""
@@ -141,6 +159,8 @@ class Response:
     """how it came to its tokens"""
     old_logprobs: list[float] | None = None
     """the trainer's, of the policy that decoded it, where it is kept for the next step"""
+    answer: str = ""
+    """what the rewards take for the answer in `text`"""
 
 
 @dataclass

@@ -299,6 +299,14 @@ def said(text: str, *stops: str, strategy: Strategy = PLAIN) -> tuple[str, str]:
     return response.text, response.finish_reason
 
 
+def test_the_text_begins_with_the_prefill_which_is_no_token_of_the_response() -> None:
+    asked = request((3, 4, 5), max_new_tokens=4)
+    with_prefill = replace(asked, prompt=replace(asked.prompt, prefill="<think>."))
+    (plain,), (told,) = (decode(engine(detokenize=detokenizer()), [one]) for one in (asked, with_prefill))
+    assert (told.token_ids, told.logprobs) == (plain.token_ids, plain.logprobs)
+    assert told.text == "<think>." + plain.text
+
+
 @pytest.mark.parametrize("strategy", [PLAIN, CHAIN], ids=["plain", "chain"])
 class TestStopStrings:
     def test_of_one_token(self, strategy: Strategy) -> None:

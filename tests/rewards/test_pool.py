@@ -18,9 +18,10 @@ import pytest
 
 from tlt.config import Config, parse_config
 from tlt.rewards import RewardError, Scored, make_reward
+from tlt.rewards.answers import Answer
 from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.scores import Answer, make_terms
+from tlt.rewards.scores import make_terms
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})
@@ -217,7 +218,8 @@ def test_a_function_may_ask_for_all_there_is() -> None:
 
 
 def test_a_parameter_that_nobody_fills_is_refused_at_the_start() -> None:
-    with pytest.raises(RewardError, match=r"wants 'mood'.*response, token_ids, length, finish_reason, task"):
+    names = "prompt, answer, response, token_ids, length, finish_reason, task, ground_truth"
+    with pytest.raises(RewardError, match=f"wants 'mood': the names that are filled are {names}"):
         make_reward(config("wants_more"), [PROMPT])
 
 

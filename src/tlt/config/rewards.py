@@ -15,8 +15,8 @@ from tlt.config.section import LONGEST, Section
 class RewardTerm(Section):
     name: str = "reasoning_gym"
     """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`, called as f(prompt, answer)
-    -> float, async or not; None: it does not apply. Further parameters that it may have: response (its whole text),
-    token_ids, length (in tokens), finish_reason, task"""
+    -> float, async or not; None: it does not apply. Parameters are filled by their names: prompt, answer, response (the
+    whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and columns of the data"""
     weight: float = Field(default=1.0, ge=-1e30, le=1e30)
     """the reward is the sum of weight * score"""
     pattern: str = ""
@@ -51,7 +51,7 @@ class RewardConfig(RewardTerm):
     terms: list[RewardTerm] = []
     """several rewards to be summed; give these or `name`"""
     answer_marker: str = ""
-    """the answer is the text after the last of these in a response; empty: the whole response"""
+    """the answer is the text after the last of these in a response, letter by letter; empty: the whole response"""
     answer_end: str = ""
     """and before the next of these, such as `</answer>`; empty: up to the end"""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)

@@ -56,7 +56,7 @@ class DataConfig(Section):
     now: str | None = None
     """with `chat`, the time for templates that write the date, such as `2026-11-25`; left out: when the run began"""
     prefill: str = ""
-    """what each answer begins with: the model goes on from there"""
+    """what each response begins with: the model goes on from there, and rewards see it"""
     size: int = Field(default=2000, gt=0, le=1_000_000)
     """prompts generated from `tasks` (an epoch)"""
     seed: int = Field(default=0, ge=0)

@@ -36,7 +36,7 @@ from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
-from tlt.engine.stops import Stops
+from tlt.engine.stops import Stops, text_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.walk import walk
 from tlt.engine.yardstick import Yardstick
@@ -361,7 +361,7 @@ class Engine(Generates):
         return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
 
     def _response(self, row: Row, reason: str) -> Response:
-        text = self.detokenize(row.tokens) if self.detokenize else ""
+        text = text_of(row, self.detokenize)
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, decoded=row.decoded)
 
     def _was_ahead(self, row: Row) -> bool:

@@ -10,6 +10,11 @@ from tlt.engine.spelling import Detokenizer
 from tlt.types import Row
 
 
+def text_of(row: Row, detokenize: Detokenizer | None) -> str:
+    """Return the text of a finished response: the prompt's prefill, then what was decoded."""
+    return row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
+
+
 class Stops:
     def __init__(self, detokenize: Detokenizer | None) -> None:
         """`detokenize` is needed for stop strings."""

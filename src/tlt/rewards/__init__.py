@@ -12,9 +12,12 @@ from typing import Protocol
 
 from tlt.config import Config
 from tlt.config.registry import REWARDS
+from tlt.rewards.answers import Answer, RewardError, extract_answer
+from tlt.rewards.golds import is_blank, right_answers
 from tlt.rewards.isolated import IsolatedScore, Verdict, score
+from tlt.rewards.mathematics import is_mathematics
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.scores import Answer, RewardError, Term, extract_answer, make_terms, sources_sha256
+from tlt.rewards.scores import Term, make_terms, sources_sha256
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward", "refuse_unanswered", "sources_sha256"]
@@ -41,21 +44,51 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     reward = config.reward
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
+    warn_of_marker(config, prompts)
     if all(name in REWARDS and REWARDS[name].quick for name in names):  # no process of their own
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
-    return Scored(ScorePool(partial(IsolatedScore, config, log), computing), reward.answer_marker, reward.answer_end)
+    start = partial(IsolatedScore, config, log, columns_of(prompts))
+    return Scored(ScorePool(start, computing), reward.answer_marker, reward.answer_end)
+
+
+def columns_of(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the columns of the data, and `ground_truth` where a prompt has one."""
+    found = dict.fromkeys(name for prompt in prompts for name in prompt.data)
+    if any(prompt.ground_truth is not None for prompt in prompts):
+        found["ground_truth"] = None
+    return list(found)
 
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises RewardError for a prompt without the answer that a reward of ours compares with."""
-    if not any(term.name in REWARDS and REWARDS[term.name].compares for term in config.reward.all_terms):
+    names = {term.name for term in config.reward.all_terms}
+    if not any(name in REWARDS and REWARDS[name].compares for name in names):
         return
     for prompt in prompts:
-        if prompt.data.get("answer") is None:
-            asked = " ".join(prompt.text.split())[:80]
-            which = f"prompt {prompt.prompt_id} has no answer to compare with"
-            raise RewardError(f"{which} ({asked!r}): set data.answer_column")
+        asked = " ".join(prompt.text.split())[:80]
+        golds = right_answers(prompt)
+        if not golds or any(map(is_blank, golds)):
+            columns = ", ".join(name for name in prompt.data if name != "answer")
+            which = f"prompt {prompt.prompt_id} has no answer to compare with ({asked!r})"
+            raise RewardError(f"{which}: set data.answer_column; its other columns are {columns or 'none'}")
+        for gold in golds if "math" in names else ():
+            if not is_mathematics(str(gold)):
+                raise RewardError(
+                    f"prompt {prompt.prompt_id} ({asked!r}): its answer {str(gold)[:80]!r} cannot be read as "
+                    "mathematics: leave the row out, write words as \\text{...}, or use reward.name = 'exact'"
+                )
+
+
+def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Log a warning if the prompts have the answer marker in another form alone, which the model will imitate."""
+    marker = config.reward.answer_marker
+    shown = [config.data.system, *(prompt.text for prompt in prompts)]
+    if marker and not any(marker.rstrip() in text for text in shown):
+        alike = "".join(marker.split()).casefold()
+        if any(alike in "".join(text.split()).casefold() for text in shown):
+            said = "no prompt has reward.answer_marker = %r, but some have it in other case or spacing"
+            _log.warning(said, marker)
 
 
 class Scorer(Protocol):
@@ -117,9 +150,9 @@ class Scored:
 
     def _set(self, response: Response, verdict: Verdict) -> None:
         response.reward, response.outcome, detail, scores = verdict
-        response.scores = dict(scores)
+        response.scores, response.answer = dict(scores), self._answer(response).answer
         if response.outcome and response.outcome not in self._told:
             self._told.add(response.outcome)
-            prompt, answer = response.request.prompt, self._answer(response).answer
-            said = f"{' '.join(detail.split())[:200]}; prompt {prompt.prompt_id}, answer {answer[:80]!r}"
+            which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
+            said = f"{' '.join(detail.split())[:200]}; {which}"
             _log.warning("a response has no reward (%s: %s); more of these are counted only", response.outcome, said)

@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.config import Config
+from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.output import Output
 from tlt.rewards.processes import descendants, memory, processor_seconds
-from tlt.rewards.scores import Answer, RewardError, Term, make_terms
+from tlt.rewards.scores import Term, make_terms
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
@@ -107,9 +108,9 @@ class IsolatedScore:
     Spawned, never forked: torch's threads do not survive a fork. Raises RewardError if the process cannot start.
     """
 
-    def __init__(self, config: Config, log: Path | None = None) -> None:
-        """What it prints goes to the file `log`."""
-        self.config, self.log = config, log
+    def __init__(self, config: Config, log: Path | None = None, columns: Collection[str] = ()) -> None:
+        """What it prints goes to the file `log`. `columns` are those of the data."""
+        self.config, self.log, self.columns = config, log, columns
         self.at_once = 1
         """responses that it takes together"""
         self._look_at = 0.0
@@ -160,7 +161,7 @@ class IsolatedScore:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self.config, self.log))
+        process = context.Process(target=_serve, args=(theirs, self.config, self.log, self.columns))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until it can ignore them itself
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -195,7 +196,7 @@ def _end(process: BaseProcess, connection: Connection) -> None:
     process.join()
 
 
-def _serve(connection: Connection, config: Config, log: Path | None) -> None:
+def _serve(connection: Connection, config: Config, log: Path | None, columns: Collection[str]) -> None:
     os.setsid()
     _adopt_orphans()
     for number in _NOT_FOR_US:
@@ -206,7 +207,7 @@ def _serve(connection: Connection, config: Config, log: Path | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     output = Output() if log else None
     try:
-        terms = make_terms(config)
+        terms = make_terms(config, columns)
     except BaseException as error:
         if output:
             output.onto_the_screen()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from tlt.rewards.answers import Answer
 from tlt.rewards.isolated import DIED, IsolatedScore, Verdict
-from tlt.rewards.scores import Answer
 from tlt.types import Prompt
 
 _MOST = 64  # processes in all

@@ -13,8 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -24,25 +23,11 @@ from typing import Any, NamedTuple
 from tlt.config import Config, RewardConfig, RewardTerm
 from tlt.config.registry import REWARDS, RewardEntry, maker
 from tlt.data import task_dataset
+from tlt.rewards.answers import Answer, RewardError
+from tlt.rewards.arguments import Fill, fills
+from tlt.rewards.golds import right_answers, same
+from tlt.rewards.mathematics import equal
 from tlt.types import Prompt
-
-
-class RewardError(ValueError):
-    """A reward that cannot be used; the message names it and the remedy."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    """the whole response"""
-    answer: str
-    """what follows the marker"""
-    tokens: int
-    """of the response"""
-    token_ids: tuple[int, ...] = ()
-    finish_reason: str = "stop"
-    """`stop` or `length`"""
-
 
 Score = Callable[[Prompt, Answer], Any]
 """a number, or None where the term does not apply"""
@@ -62,30 +47,25 @@ class Term(NamedTuple):
     """it is asked about several responses at once rather than about one"""
 
 
-def make_terms(config: Config) -> list[Term]:
-    """Those that the recipe's reward section names. Raises RewardError."""
-    counts: Counter[str] = Counter()
+def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
+    """Return those that the recipe's reward section names, for data with these columns. Raises RewardError."""
     terms = []
-    for term in config.reward.all_terms:
-        counts[term.name] += 1
-        number = f"_{counts[term.name]}" if counts[term.name] > 1 else ""
+    for name, term in named_terms(config.reward):
         if ":" in term.name:
-            scores, many = _users(term, config.reward)
+            scores, many = _users(term, config.reward, columns)
         else:
             entry = _entry(term.name)
             scores, many = one_by_one(maker(entry)(term, config)), entry.quick
-        terms.append(Term(term.name + number, term.weight, scores, term.if_fails, many))
+        terms.append(Term(name, term.weight, scores, term.if_fails, many))
     return terms
 
 
-def extract_answer(text: str, marker: str, end: str = "") -> str:
-    """The text after the last `marker` and before the next `end`, stripped; empty if the marker is missing, or no end
-    follows. No marker: the whole text; no end: up to the end."""
-    _, found, answer = text.rpartition(marker) if marker else ("", "yes", text)
-    if end:
-        answer, closed, _ = answer.partition(end)
-        found = found and closed
-    return answer.strip() if found else ""
+def named_terms(config: RewardConfig) -> Iterator[tuple[str, RewardTerm]]:
+    """Yield each term with the name that its scores are recorded under."""
+    counts: Counter[str] = Counter()
+    for term in config.all_terms:
+        counts[term.name] += 1
+        yield term.name + (f"_{counts[term.name]}" if counts[term.name] > 1 else ""), term
 
 
 def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
@@ -124,8 +104,8 @@ def brief(term: RewardTerm, config: Config) -> Score:
 
 
 def exact(prompt: Prompt, answer: Answer) -> float:
-    """1 if the answer is the row's `answer`, as text without outer white space; else 0."""
-    return float(answer.answer == str(prompt.data["answer"]).strip())
+    """1 if the answer is a right answer of the row, else 0."""
+    return float(any(same(gold, answer.answer) for gold in right_answers(prompt)))
 
 
 def matches(pattern: str, prompt: Prompt, answer: Answer) -> float:
@@ -170,52 +150,38 @@ def reasoning_gym(term: RewardTerm, config: Config) -> Score:
 
 
 def mathematics(term: RewardTerm, config: Config) -> Score:
-    """1 if the answer equals the row's `answer` as mathematics (math-verify), else 0."""
+    """1 if the answer equals a right answer of the row as mathematics, else 0."""
     try:
-        from math_verify import parse, verify
+        importlib.import_module("math_verify")
     except ImportError:
         raise RewardError("reward.name = 'math' needs math-verify: pip install 'tlt[math]'") from None
 
-    def read(text: str) -> list[Any]:
-        # its own time limits would call a hang a wrong answer: ours are around the whole process
-        found = parse(text, parsing_timeout=None)  # type: ignore[arg-type]
-        return found or parse(f"${text}$", parsing_timeout=None)  # type: ignore[arg-type]
-
     def score(prompt: Prompt, answer: Answer) -> float:
-        gold = read(str(prompt.data["answer"]))
-        if not gold:
-            raise RewardError(f"prompt {prompt.prompt_id}: {prompt.data['answer']!r} cannot be read as mathematics")
-        return float(verify(gold, read(answer.answer), timeout_seconds=None))
+        return float(any(equal(str(gold), answer.answer) for gold in right_answers(prompt)))
 
     return score
 
 
 # -- the user's own ----------------------------------------------------------------------------------------------------
 
-_MORE: dict[str, Callable[[Prompt, Answer], Any]] = {
-    "response": lambda prompt, answer: answer.text,
-    "token_ids": lambda prompt, answer: list(answer.token_ids),
-    "length": lambda prompt, answer: answer.tokens,
-    "finish_reason": lambda prompt, answer: answer.finish_reason,
-    "task": lambda prompt, answer: prompt.data.get("task", ""),
-}
-"""what a function of the user gets if it has a parameter of this name, behind prompt and answer"""
 
-
-def _users(term: RewardTerm, config: RewardConfig) -> tuple[Callable[[Asked], list[Any]], bool]:
-    """The function f(prompt, answer, ...); with `batched`, f(prompts, answers, ...), of lists. And whether it is asked
-    about many at once."""
+def _users(
+    term: RewardTerm, config: RewardConfig, columns: Collection[str] = ()
+) -> tuple[Callable[[Asked], list[Any]], bool]:
+    """Return the scores by the user's function, or with `batched` by one of lists, and whether it is asked about many
+    at once. `columns` are those of the data."""
     function = _imported(term.name, config.folder)
-    more = _asked_for(function, term.name)
-    if inspect.iscoroutinefunction(function):
-        return lambda asked: asyncio.run(_all_at_once(function, more, asked, config.timeout_seconds)), True
+    filled = fills(function, term.name, columns, term.batched)
+    late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    if late and not term.batched:
+        return lambda asked: asyncio.run(_all_at_once(function, filled, asked, config.timeout_seconds)), True
     if not term.batched:
-        return one_by_one(lambda prompt, answer: function(prompt, answer.answer, **_more(more, prompt, answer))), False
+        return one_by_one(lambda *one: function(**_arguments(filled, *one))), False
 
     def scores(asked: Asked) -> list[Any]:
-        columns = {name: [_MORE[name](*one) for one in asked] for name in more}
         try:
-            found = list(function([prompt for prompt, _ in asked], [answer.answer for _, answer in asked], **columns))
+            given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
+            found = list(asyncio.run(given) if inspect.iscoroutine(given) else given)
         except Exception as error:
             return [error] * len(asked)
         if len(found) != len(asked):
@@ -225,38 +191,18 @@ def _users(term: RewardTerm, config: RewardConfig) -> tuple[Callable[[Asked], li
     return scores, True
 
 
-async def _all_at_once(function: Callable[..., Any], more: Sequence[str], asked: Asked, limit: float) -> list[Any]:
+async def _all_at_once(function: Callable[..., Any], filled: dict[str, Fill], asked: Asked, limit: float) -> list[Any]:
     async def one(prompt: Prompt, answer: Answer) -> Any:
         try:
-            return await asyncio.wait_for(function(prompt, answer.answer, **_more(more, prompt, answer)), limit)
+            return await asyncio.wait_for(function(**_arguments(filled, prompt, answer)), limit)
         except TimeoutError:
             return TimeoutError(f"no answer in {limit:g} s")
 
     return await asyncio.gather(*(one(*pair) for pair in asked), return_exceptions=True)
 
 
-def _more(names: Sequence[str], prompt: Prompt, answer: Answer) -> dict[str, Any]:
-    return {name: _MORE[name](prompt, answer) for name in names}
-
-
-def _asked_for(function: Callable[..., Any], path: str) -> list[str]:
-    """The names of its parameters behind the first two. Raises RewardError for one that nobody fills."""
-    ours = "write f(prompt, answer): a column of your data is prompt.data['answer']"
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # written in C, it does not say
-        return []
-    first = [parameter.name for parameter in parameters[:2]]
-    if first and first[0] in ("prompts", "completions") and first != ["prompts", "answers"]:  # which are our lists
-        raise RewardError(f"reward.name = {path!r} has parameters as TRL names them: {ours}")
-    named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for parameter in named:
-        if parameter.name not in _MORE and parameter.default is parameter.empty:
-            raise RewardError(
-                f"reward.name = {path!r} wants {parameter.name!r}: after prompt and answer there are "
-                f"{', '.join(_MORE)}; {ours}"
-            )
-    return [parameter.name for parameter in named if parameter.name in _MORE]
+def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[str, Any]:
+    return {name: fill(prompt, answer) for name, fill in filled.items()}
 
 
 def sources_sha256(config: RewardConfig) -> str:

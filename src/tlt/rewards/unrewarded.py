@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from tlt.rewards.scores import RewardError
+from tlt.rewards.answers import RewardError
 from tlt.types import Group
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.strategy import PLAIN
 from tlt.engine.protocol import Generates, refuse_impossible
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.stops import Stops
+from tlt.engine.stops import Stops, text_of
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
@@ -211,7 +211,7 @@ class VllmEngine(Generates):
                 if self.on_harvest:
                     prompt = row.request.prompt
                     self.on_harvest(Transcript(len(prompt.token_ids), row.context))
-                text = self.detokenize(row.tokens) if self.detokenize else ""
+                text = text_of(row, self.detokenize)
                 said = row.tokens, row.logprobs, row.full_logprobs
                 responses.append(Response(row.request, *said, reason, text, decoded=row.decoded))
         return responses

@@ -1,0 +1,76 @@
+"""Answers compared as mathematics, by math-verify. It reads LaTeX inside delimiters, and outside of them numbers alone.
+So a text that is LaTeX as a whole, as the answers of MATH are, is put into delimiters first."""
+
+from __future__ import annotations
+
+import re
+
+_DELIMITED = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|\\boxed|\\fbox", re.DOTALL)
+_COMMAND = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_FUNCTIONS = "arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp"
+# a word of prose: neither a product of the usual variables, nor a name that mathematics has in ASCII
+_WORD = re.compile(
+    rf"(?<![A-Za-z])(?!(?:[a-dx-z]+|pi|sqrt|and|or|inf|infinity|percent|pct|{_FUNCTIONS})(?![A-Za-z]))"
+    r"(?:[A-Za-z]{3,}|(?:is|it|as|to|of|so|we|at|by|if|in|be|on|an)(?![A-Za-z]))[A-Za-z]*",
+    re.IGNORECASE,
+)
+_WRITTEN_OTHERWISE = [
+    (re.compile(r"(?<=\d)(?:\\[,!; ]| )(?=\d{3}(?!\d))"), ""),  # 1 234 is 1234
+    (re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])"), r"\1\\frac{\2}{\3}"),  # 1 1/2 is 3/2
+    (re.compile(r"(?<=\d)[eE]([+-]?\d+)(?!\w)"), r"\\times 10^{\1}"),
+    (re.compile(rf"(?<![\\A-Za-z])(pi|{_FUNCTIONS})(?![A-Za-z])"), r"\\\1"),
+    (re.compile(r"\\?\$"), ""),  # a currency
+]
+_CHOICE = re.compile(r"(?:\\[a-z]+\s*\{\s*)*(?:\(([A-E])\)|([A-E]))[\s.}]*", re.DOTALL)
+_TEXT = re.compile(r"(?:\\boxed\s*\{)?\s*\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}[\s.}]*")
+_CHOICES = tuple("ABCDE")
+
+
+def is_mathematics(gold: str) -> bool:
+    """Whether there is anything in a right answer that can be compared as mathematics."""
+    return bool(_CHOICE.fullmatch(gold.strip()) or _TEXT.fullmatch(gold.strip()) or _has_value(delimited(gold)))
+
+
+def _has_value(text: str) -> bool:
+    return bool(_DELIMITED.search(text) or re.search(r"\d", text))
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether the answer is the right one. Needs math-verify."""
+    from math_verify import StringExtractionConfig, parse, verify
+
+    if choice := _CHOICE.fullmatch(gold.strip()):
+        letters = StringExtractionConfig(strings=_CHOICES, lowercase=False)
+        bare = re.sub(r"\\[a-zA-Z]+|[][(){}$\\]", " ", answer)
+        return (choice[1] or choice[2]) in parse(bare, [letters], parsing_timeout=None)  # type: ignore[arg-type]
+    if text := _TEXT.fullmatch(gold.strip()):
+        said = _TEXT.fullmatch(answer.strip(" \n$"))
+        return _folded(text[1]) == _folded(said[1] if said else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
+    # its own time limits would call a hang a wrong answer: ours are around the whole process
+    one, other = (parse(delimited(text), parsing_timeout=None) for text in (gold, answer))  # type: ignore[arg-type]
+    return verify(one, other, timeout_seconds=None)
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(" .()")
+
+
+def delimited(text: str) -> str:
+    """Return a text that math-verify reads: LaTeX in delimiters, or prose with numbers.
+
+    In prose with LaTeX commands but without delimiters, the mathematics is what stands between its last words.
+    """
+    text = text.rpartition("####")[2].strip()  # GSM8K: all that comes before is the way to the answer
+    if _DELIMITED.search(text):
+        return text
+    blanked = _COMMAND.sub(lambda found: " " * len(found[0]), text)
+    words = list(_WORD.finditer(blanked))
+    if words and blanked == text:
+        return text
+    borders = [0, *(border for word in words for border in word.span()), len(text)]
+    pieces = [text[start:end].strip(" .,;:=*\n") for start, end in zip(borders[::2], borders[1::2], strict=True)]
+    found = next(filter(None, reversed(pieces)), "")
+    for pattern, meant in _WRITTEN_OTHERWISE:
+        found = pattern.sub(meant, found)
+    found = " ".join(found.split())
+    return f"${found}$" if found else ""

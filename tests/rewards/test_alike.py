@@ -1,0 +1,43 @@
+"""A first step of equal rewards says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt.config import parse_config
+from tlt.rewards import make_reward
+from tlt.rewards.alike import warn_if_alike
+from tlt.types import Group, Prompt, Request, Response, SamplingParams
+
+PROMPT = Prompt(5, "What is 6 x 7?", (1,), {"answer": "42"})
+
+
+def rewarded(terms: list[dict[str, object]], *texts: str, marker: str = "Answer:") -> str:
+    """What is logged of responses, of which the last one was cut off."""
+    reward = {"terms": terms, "answer_marker": marker}
+    config = parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
+    request = Request(PROMPT, 0, 0, 0, SamplingParams())
+    responses = [Response(request, [1] * len(text), [], [], "stop", text) for text in texts]
+    responses[-1].finish_reason = "length"
+    make_reward(config, [PROMPT])(responses)
+    warn_if_alike([Group(PROMPT, responses[:1]), Group(PROMPT, responses[1:])], config.reward)
+    return responses[0].answer
+
+
+TERMS = [{"name": "exact"}, {"name": "length", "length_from": 50, "length_to": 90}]
+
+
+def test_a_first_step_of_equal_rewards_says_what_each_term_saw(caplog: pytest.LogCaptureFixture) -> None:
+    rewarded(TERMS, "short", "the answer is 42", "a long one that does not end by itself")
+    assert caplog.messages == [
+        "all 3 rewards of the first step are 0, so that it teaches nothing; for example\n"
+        "  prompt 5: 'What is 6 x 7?'\n"
+        "  response, which ended by itself: 'the answer is 42'\n"
+        "  exact: score 0, from the answer '' (the response has no 'Answer:') and the data's answer '42'\n"
+        "  length: score -0, from 16 tokens"
+    ]
+
+
+def test_rewards_that_differ_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert rewarded(TERMS, "Answer: 42", "Answer: 41") == "42"
+    assert caplog.messages == []

@@ -1,0 +1,137 @@
+"""What a function of the user's is called with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config import RewardConfig
+from tlt.rewards import columns_of
+from tlt.rewards.answers import Answer, RewardError
+from tlt.rewards.arguments import fills
+from tlt.rewards.scores import _users
+from tlt.types import Prompt
+
+ROW = {"question": "Q", "answer": "42", "solution": "so 42", "extra_info": {"level": 3}, "answers": ["a column"]}
+PROMPT = Prompt(0, "Q?", (1,), ROW)
+SAID = Answer("I think. Answer: 42", "42", 5, (7, 8), "length")
+
+
+def called(function: Callable[..., Any], lists: bool = False, prompt: Prompt = PROMPT) -> dict[str, Any]:
+    found = fills(function, "own:f", columns_of([prompt]), lists)
+    return {name: fill(prompt, SAID) for name, fill in found.items()}
+
+
+def test_parameters_are_filled_by_their_names() -> None:
+    def ours(prompt: Prompt, answer: str, solution_str: str) -> None: ...
+
+    def of_tlt(token_ids: Any, response: Any, *, length: Any, finish_reason: Any, task: Any) -> None: ...
+
+    def of_columns(prompt: Prompt, answer: str, solution: str, question: str) -> None: ...
+
+    def of_verl(solution_str: str, ground_truth: str, extra_info: Any = None, method: str = "strict") -> None: ...
+
+    assert called(ours) == {"prompt": PROMPT, "answer": "42", "solution_str": SAID.text}
+    assert called(of_tlt) == {
+        "token_ids": [7, 8],
+        "response": SAID.text,
+        "length": 5,
+        "finish_reason": "length",
+        "task": "",
+    }
+    assert called(of_columns) == {"prompt": PROMPT, "answer": "42", "question": "Q", "solution": "so 42"}
+    assert called(of_verl) == {"solution_str": SAID.text, "ground_truth": "42", "extra_info": {"level": 3}}
+    assert called(functools.partial(of_verl, method="loose")).keys() == {"solution_str", "ground_truth", "extra_info"}
+
+
+def test_the_rest_of_the_columns_goes_to_the_keywords() -> None:
+    def of_trl(completions: list[str], **kwargs: Any) -> None: ...
+
+    rest = {"question": "Q", "solution": "so 42", "extra_info": {"level": 3}, "answers": ["a column"]}
+    assert called(of_trl, lists=True) == {"completions": SAID.text, "ground_truth": "42", **rest}
+
+
+def test_names_of_lists_may_be_plurals_and_ours_come_first() -> None:
+    def ours(prompts: Any, answers: Any, task: Any) -> None: ...
+
+    def of_verl(solution_strs: Any, ground_truths: Any, extra_info: Any) -> None: ...
+
+    assert called(ours, lists=True) == {"prompts": PROMPT, "answers": "42", "task": ""}
+    assert called(of_verl, lists=True) == {
+        "solution_strs": SAID.text,
+        "ground_truths": "42",
+        "extra_info": {"level": 3},
+    }
+
+
+def test_the_right_answer_is_a_column_of_its_own_name_or_that_of_the_recipe() -> None:
+    def f(response: str, ground_truth: str) -> None: ...
+
+    nested = Prompt(0, "", (1,), {"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
+    assert called(f, prompt=nested)["ground_truth"] == "7"
+    assert called(f, prompt=Prompt(0, "", (1,), {"answer": "1", "ground_truth": "2"}))["ground_truth"] == "2"
+    with pytest.raises(RewardError, match=r"wants 'ground_truth'"):
+        called(f, prompt=Prompt(0, "", (1,), {"question": "Q"}))
+
+
+REFUSED = {
+    "other names": (lambda p, a: 0.0, r"wants 'p': the names that are filled are prompt, answer, response"),
+    "lists": (lambda prompts, answers: 0.0, r"wants 'prompts': a function of lists needs reward\.batched = true"),
+    "written in C": (max, r"does not say its parameters: wrap it"),
+    "positional": (eval("lambda prompt, answer, /: 0.0"), r"wants 'prompt': a parameter before `/`"),
+    "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that is filled by its name"),
+    "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): let it begin with \(prompt, answer\)"),
+    "verl's prompt": (lambda prompt, solution_str: 0.0, r"\(prompt, solution_str\): let it begin with"),
+    "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): let it begin with"),
+    "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): let it begin with"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_filled_is_refused(case: str) -> None:
+    function, said = REFUSED[case]
+    with pytest.raises(RewardError, match=said):
+        called(function)
+
+
+@pytest.mark.parametrize("name", ["response", "length", "completion", "token_ids"])
+def test_a_column_with_a_name_of_ours_is_ambiguous(name: str) -> None:
+    function = eval(f"lambda {name}: 0.0")
+    prompt = Prompt(0, "", (1,), ROW | {name: "of the data"})
+    with pytest.raises(RewardError, match=rf"wants '{name}', which .* your data has as a column: rename"):
+        called(function, prompt=prompt)
+    assert called(lambda prompt, answer: 0.0, prompt=prompt) == {"prompt": prompt, "answer": "42"}
+
+
+@pytest.mark.parametrize(
+    ("name", "batched"),
+    [
+        ("one", False),
+        ("late", False),
+        ("many", True),
+        ("many_late", True),
+        ("callable", False),
+        ("late_callable", False),
+    ],
+)
+def test_functions_of_every_kind_are_called_alike(tmp_path: Path, name: str, batched: bool) -> None:
+    (tmp_path / "of_names.py").write_text("""
+def one(question, response, scale=2.0): return scale * response.endswith(question)
+async def late(question, response, scale=2.0): return one(question, response, scale)
+def many(questions, responses): return [one(*pair) for pair in zip(questions, responses)]
+async def many_late(questions, responses): return many(questions, responses)
+class Callable:
+    def __call__(self, question, response): return one(question, response)
+callable = Callable()
+class Late:
+    async def __call__(self, question, response): return one(question, response)
+late_callable = Late()
+""")
+    config = RewardConfig(name=f"of_names:{name}", batched=batched, folder=str(tmp_path))
+    scores, _ = _users(config, config, columns_of([PROMPT]))
+    asked = [(Prompt(i, "", (1,), {"question": text}), SAID) for i, text in enumerate(("42", "41"))]
+    assert scores(asked) == [2.0, 0.0]
