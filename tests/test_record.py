@@ -409,7 +409,7 @@ def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(
 def test_one_that_is_not_installed_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     if find_spec("mlflow"):
         pytest.skip("mlflow is installed")
-    with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt\[mlflow\]'"):
+    with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt-rl\[mlflow\]'"):
         train(config_of(tmp_path, run={"trackers": ["mlflow"]}))
     assert not (tmp_path / "run").exists()
 

@@ -17,6 +17,7 @@ from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
 from tlt.tables import DataError, column, messages_of, read_rows
 from tlt.types import Prompt
+from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 Question = str | list[dict[str, Any]]
@@ -161,7 +162,7 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
     except ImportError:
-        raise DataError("data.tasks needs reasoning-gym: pip install 'tlt[tasks]'") from None
+        raise DataError(f"data.tasks needs reasoning-gym: {install_hint('tasks')}") from None
     tasks = [task for task in config.tasks if task.stage == stage]
     specs = [DatasetSpec(task.name, task.weight, dict(task.params)) for task in tasks]
     seed = _first_seed(config.seed) + stage * _NEXT_STAGE

