@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import QUESTIONS, tiny_tree
 
 from tlt import __version__
 from tlt.cli import main
 from tlt.display import Display
+from tlt.generate import _shown
+from tlt.sampling import make_requests
+from tlt.types import Prompt, Response, SamplingParams
 
 HEAVY = ("torch", "transformers", "reasoning_gym", "tensorboard", "rich")
 
@@ -300,10 +305,32 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
     files = ("--data", str(tmp_path / "in.jsonl"), "--prompt-column", "q", "--out", str(tmp_path / "out.jsonl"))
     assert exit_code("generate", str(home / "model"), *files, "--samples", "2", "--max-new-tokens", "6") == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert sorted((line["row"], line["index"], line["q"]) for line in lines) == [
+    assert [(line["row"], line["index"], line["q"]) for line in lines] == [
         (row, index, QUESTIONS[row]) for row in range(2) for index in range(2)
     ]
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
+
+
+def test_generate_writes_in_the_order_of_the_prompts_however_they_finish(tmp_path: Path) -> None:
+    """Each as soon as none before it is still to come; at an interrupt, those that are there."""
+    prompts = [Prompt(row, str(row), (1,), {"q": row}) for row in range(3)]
+    requests = make_requests(prompts, 2, SamplingParams(), 0)
+    done = [Response(request, [], [], [], "stop") for request in requests]
+    out = tmp_path / "out.jsonl"
+
+    def written() -> list[tuple[int, int]]:
+        lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+        return [(line["row"], line["index"]) for line in lines]
+
+    with suppress(KeyboardInterrupt), _shown(out, requests, Console()) as show:
+        show(done[3])
+        show(done[1])
+        assert written() == []
+        show(done[0])
+        assert written() == [(0, 0), (0, 1)]
+        show(done[5])
+        raise KeyboardInterrupt
+    assert written() == [(0, 0), (0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60, dtype=torch.uint8)])

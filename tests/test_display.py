@@ -320,6 +320,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
 
 SUMMARY = {
     "steps": 4,
+    "reward_tenth_steps": 1,
     "reward_first_tenth": 0.1,
     "reward_last_tenth": 0.9,
     "seconds": {"total": 10.0, "rollout": 9.0},
@@ -338,6 +339,9 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     assert "1.75 times plain decoding (measured on 31 plain rounds)" in lines[0].plain
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
+    assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "runs/x")
+    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer[0].plain
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared}, "runs/x")
     assert "times plain decoding" not in both[0].plain, "one figure of one thing"

@@ -103,6 +103,7 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
     lines = read_metrics(home / "whole")
     assert summary["steps"] == STEPS
+    assert summary["reward_tenth_steps"] == 1
     assert summary["reward_first_tenth"] == lines[0]["reward"]
     assert summary["reward_last_tenth"] == lines[-1]["reward"]
     assert len(summary["policy_sha256"]) == 64

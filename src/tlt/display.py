@@ -250,8 +250,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         faster = f", {found['times']:.2f} times plain decoding (measured on {found['plain_rounds']:,.0f} plain rounds)"
     lines = [
         Text(
-            f"{summary['steps']} steps: mean reward {summary['reward_first_tenth']:.3f} in the first tenth, "
-            f"{summary['reward_last_tenth']:.3f} in the last; {summary['seconds']['total']:.0f} s, "
+            f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
             f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}"
         )
     ]
@@ -267,6 +266,13 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
         lines.append(Text(said, "bold red"))
     return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
+
+
+def _first_and_last(summary: dict[str, Any]) -> str:
+    """Return the rewards of the first and the last tenth of the run, and how many steps that is."""
+    first, last, steps = (summary[f"reward_{name}"] for name in ("first_tenth", "last_tenth", "tenth_steps"))
+    some = "step" if steps == 1 else f"{steps} steps"
+    return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
 
 
 def _compared(summary: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_to
 from tlt.files import is_text, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
-from tlt.types import Prompt, Response
+from tlt.types import Prompt, Request, Response
 
 
 class Asked(NamedTuple):
@@ -46,8 +46,8 @@ def generate(
     backend: EngineConfig,
     out: Path | None,
 ) -> None:
-    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out`; and the
-    speed at the end. Raises DataError, and ValueError where the file holds anything."""
+    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out` in the order
+    of the prompts; and the speed at the end. Raises DataError, and ValueError where the file holds anything."""
     if out:
         refuse_to_overwrite(out)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -62,7 +62,7 @@ def generate(
     engine = load_engine(model, speculation, backend, longest)
     requests = make_requests(prompts, samples, params, seed)
     start = time.perf_counter()
-    with _shown(out, console) as show:
+    with _shown(out, requests, console) as show:
         for response in engine.generate(requests):
             show(response)
     seconds = time.perf_counter() - start
@@ -101,7 +101,7 @@ def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
 
 
 @contextmanager
-def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], None]]:
+def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> Iterator[Callable[[Response], None]]:
     def print_it(response: Response) -> None:
         request = response.request
         console.rule(f"prompt {request.prompt.prompt_id}, response {request.index}", align="left")
@@ -114,14 +114,29 @@ def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], 
         file = out.open("w", encoding="utf-8")
     except OSError as error:
         raise DataError(f"{out} cannot be written ({error.strerror}): give another --out") from None
+    places = {request.seed: place for place, request in enumerate(requests)}
+    waiting: dict[int, Response] = {}
+    written = 0
+
+    def write(response: Response) -> None:
+        """Write all responses of which none before them is still to come."""
+        nonlocal written
+        waiting[places[response.request.seed]] = response
+        while written in waiting:
+            file.write(_line(waiting.pop(written)))
+            written += 1
+        file.flush()
+
     with file:
+        try:
+            yield write
+        finally:  # if it was interrupted, some before them never come
+            file.writelines(_line(waiting[place]) for place in sorted(waiting))
 
-        def write(response: Response) -> None:
-            """The row as it was, and what was said; rows come in the order in which they finish."""
-            request = response.request
-            said = {"row": request.prompt.prompt_id, "index": request.index, "response": response.text}
-            line = {**request.prompt.data, **said, "finish_reason": response.finish_reason}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            file.flush()
 
-        yield write
+def _line(response: Response) -> str:
+    """Return a JSON line with the row as it was and what was generated."""
+    request = response.request
+    generated = {"row": request.prompt.prompt_id, "index": request.index, "response": response.text}
+    line = {**request.prompt.data, **generated, "finish_reason": response.finish_reason}
+    return json.dumps(line, ensure_ascii=False, default=str) + "\n"

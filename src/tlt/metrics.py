@@ -104,6 +104,7 @@ def summarize(
     passes = sum(line["rollout"]["row_passes"] for line in lines)
     summary = {
         "steps": len(lines),
+        "reward_tenth_steps": tenth,
         "reward_first_tenth": fmean(line["reward"] for line in lines[:tenth]),
         "reward_last_tenth": fmean(line["reward"] for line in lines[-tenth:]),
         "eval_first": evaluated[0] if evaluated else {},

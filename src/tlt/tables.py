@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.files import parse_json, telling
+from tlt.files import hub_download, parse_json, telling
 from tlt_rl import install_hint
 
 
@@ -36,6 +36,13 @@ def files_of(path: str) -> list[Path]:
         found = [place]
     else:
         found = sorted(map(Path, glob.glob(path)))
+    download = hub_download(path)
+    if not found and download and place.suffix not in KINDS:
+        raise DataError(
+            f"there is no file {path}; if it is a data set's name on the Hugging Face hub, download it first, as tlt "
+            f"fetches nothing: {download} --repo-type dataset, then give the files of one split, such as "
+            f"{place.name}/*/train*.parquet"
+        )
     if not found:
         raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
     return found
