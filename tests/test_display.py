@@ -331,6 +331,7 @@ SUMMARY = {
     "responses": 3840,
     "without_reward": {},
     "workers": [{"idle_seconds_trained": 0.0}] * 2,
+    "peak_memory": {},
 }
 
 
@@ -346,6 +347,13 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     both = closing(SUMMARY | {"compared": compared}, "runs/x")
     assert "times plain decoding" not in both[0].plain, "one figure of one thing"
     assert "3.00 times as long; all 90 tokens are the same" in both[1].plain
+    alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
+    assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
+        "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
+    )
+    three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
+    said = "peak memory: driver 9 MiB, largest worker 8 MiB"
+    assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
     failed = closing(SUMMARY | {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}}, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)

@@ -89,10 +89,11 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
 
 
 def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
-    """But for what only trouble, or an idle worker, brings."""
+    """But for what only trouble, an idle worker or a device brings."""
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     rare = {
         "outcomes/<outcome>",
+        "memory/<process>/cuda",
         "rollout/alarms/<drafter>",
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
     }

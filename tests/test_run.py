@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, ClassVar
 
 import pytest
@@ -113,6 +114,10 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     tokens = sum(line["tokens"] for line in lines)
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])
     assert {"machine", "versions", "commit"} <= set(summary)
+    peaks = [line["memory"]["driver"]["resident"] for line in lines]
+    assert peaks == sorted(peaks), "they are peaks since the process began"
+    assert summary["peak_memory"] == {"driver": {"resident": peaks[-1]}}
+    assert 50 < peaks[-1] <= getrusage(RUSAGE_SELF).ru_maxrss / 1024, "this very process ran it; MiB"
 
 
 def test_seconds_are_disjoint_and_sum_to_the_total(home: Path) -> None:

@@ -265,7 +265,21 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
         said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
         lines.append(Text(said, "bold red"))
+    if peaks := summary["peak_memory"]:
+        lines.append(Text(_memory(**peaks)))
     return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
+
+
+def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
+    """Return the peak memory of the driver and of the worker that had most."""
+    shown = [f"driver {_mib(driver)}"]
+    if workers:
+        shown.append(f"largest worker {_mib(max(workers.values(), key=lambda peak: peak['resident']))}")
+    return f"peak memory: {', '.join(shown)}"
+
+
+def _mib(peak: dict[str, float]) -> str:
+    return f"{peak['resident']:,.0f} MiB" + (f" and {peak['cuda']:,.0f} MiB on CUDA" if "cuda" in peak else "")
 
 
 def _first_and_last(summary: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
-from tlt.metrics import summarize, timed, write_json
+from tlt.metrics import peak_memory, summarize, timed, write_json
 from tlt.mirror import Mirror, latest_of, mirror_of
 from tlt.model_card import model_card
 from tlt.models.weights import folder_sha256
@@ -268,6 +268,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
         result.metrics.workers = _trace(run)
+        result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}
         record.write(result)
         run.display.step(result)
         if stop and done < config.train.steps:
