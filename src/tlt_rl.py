@@ -36,6 +36,10 @@ def main() -> None:
     """Run the command `tlt`, if it is ours."""
     if found := package_in_the_way():
         sys.exit(f"tlt: {found}")
-    from tlt.cli import main as command
+    try:
+        from tlt.cli import main as command
 
-    command()
+        command()
+    except KeyboardInterrupt:  # amid the imports; the command itself ends by sys.exit
+        print("tlt: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -24,7 +24,7 @@ LAYERS = (
     ("parts",),
     ("run",),
     ("generate", "export", "fidelity", "drafting", "bench", "integrations"),
-    ("cli", "__main__"),
+    ("options", "cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400

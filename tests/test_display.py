@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 from tiny import tiny_config
 
@@ -365,6 +366,19 @@ def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
     lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
     assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
+
+
+def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    display = Watched()
+    run.train(tiny_config(tmp_path), False, display)
+    display.stopping("SIGINT: wait")
+    assert capfd.readouterr().err.splitlines()[-1] == "tlt: SIGINT: wait"
+    with patch.object(display, "_live", Live()):
+        display.stopping("SIGTERM: wait")
+        assert "SIGTERM: wait" in shown(display)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_line_of_a_step_says_what_was_seen_ahead(tmp_path: Path) -> None:

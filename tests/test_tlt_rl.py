@@ -86,3 +86,10 @@ def test_theirs_over_ours_is_refused_by_the_command(site: Path, uninstalled: boo
     assert done.stderr.startswith("tlt: another package")
     assert REMEDY in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_amid_the_imports_is_one_line(site: Path) -> None:
+    (site / "tlt" / "models" / "lvvit.py").unlink()
+    (site / "tlt" / "cli.py").write_text("raise KeyboardInterrupt")
+    done = python(site, "import tlt_rl; tlt_rl.main()")
+    assert (done.returncode, done.stderr) == (130, "tlt: interrupted\n")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -48,11 +49,19 @@ class Display:
         self.groups: Sequence[Group] = ()
         """of the last step"""
         self.which = SAMPLE
+        self.asked_to_stop = ""
         self._live: Live | None = None
         self._step_began = time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
+
+    def stopping(self, text: str) -> None:
+        """Show that the run was asked to stop. In a signal handler a console cannot be written to, but its file can."""
+        self.asked_to_stop = text
+        if self._live is None:
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"tlt: {text}\n".encode())
 
     @contextmanager
     def live(
@@ -110,6 +119,8 @@ class Display:
         head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=length), self._time_left())
         head.add_row(name, counted, ProgressBar(1.0, min(1.0, share), width=length), "")
         parts: list[RenderableType] = [head, self._workers(step)]
+        if self.asked_to_stop:
+            parts.insert(0, Text(self.asked_to_stop, "bold yellow"))
         if self.history:
             parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies(), self._drafters()]
         if self.evaluations:

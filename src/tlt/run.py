@@ -128,6 +128,7 @@ def train(
                     run.parts.rollout.remember(run.journal.take_up())
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
+                stop.acknowledge = run.display.stopping
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
             name = signal.Signals(stop.number).name
