@@ -36,7 +36,7 @@ from tlt.stopping import Stopped
 from tlt.types import Response
 
 STEPS = 4
-TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers")
+TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
