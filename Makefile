@@ -79,4 +79,4 @@ lint: all
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl .venv-verl runs build src/tlt.egg-info
+	rm -rf .venv .venv-vllm .venv-trl .venv-verl runs build src/*.egg-info

@@ -297,6 +297,15 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "no chat template": (lambda c: c.set("data", chat=True), r"no chat template: set data\.chat = false"),
     # -- data
+    "a data set's name on the hub": (
+        lambda c: c.set("data", path="openai/gsm8k"),
+        r"there is no file openai/gsm8k;.*hf download openai/gsm8k --local-dir gsm8k --repo-type dataset, .*"
+        r" gsm8k/\*/train\*\.parquet$",
+    ),
+    "a file in a folder that is not there": (
+        lambda c: c.set("data", path="data/none.jsonl"),
+        r"^tlt: there is no file data/none\.jsonl: name a \.jsonl",
+    ),
     "no file": (lambda c: c.prompts.unlink(), r"there is no file .*prompts\.jsonl"),
     "an empty file": (lambda c: c.prompts.write_text(""), r"prompts\.jsonl holds no prompts"),
     "a row that is no JSON": (lambda c: c.prompts.write_text('{"question": "a"}\n{'), r"line 2 is not JSON"),

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import QUESTIONS, tiny_tree
 
 from tlt import __version__
-from tlt.cli import main
+from tlt.cli import _parser, main
 from tlt.display import Display
+from tlt.generate import _shown
+from tlt.sampling import make_requests
+from tlt.types import Prompt, Response, SamplingParams
 
 HEAVY = ("torch", "transformers", "reasoning_gym", "tensorboard", "rich")
 
@@ -97,6 +103,28 @@ def test_help_takes_under_a_second() -> None:
     assert "train" in done.stdout
     assert "verify" in done.stdout
     assert float(done.stderr.splitlines()[-1]) < 1.0
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from parsers(inner)
+
+
+def test_the_help_of_every_command_explains_its_options_and_shows_their_defaults() -> None:
+    options, shown = 0, {}
+    for parser in parsers(_parser()):
+        text = shown[parser.prog] = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), (parser.prog, action.dest)
+            if action.option_strings and action.default not in (None, False, [], "", argparse.SUPPRESS):
+                options += 1
+                assert f"(default: {action.default})" in text
+    assert options > 20
+    assert "--seed SEED of the noise that samples the tokens (default: 0)" in shown["tlt generate"]
+    assert "suffix: repeats earlier text" in shown["tlt generate"]
+    assert not [text for text in shown.values() if re.search(r"\(default: (None|False|\[\])?\)", text)]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,13 +232,14 @@ def test_train_ends_with_what_it_did_and_where_it_is(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
-    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+    capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     monkeypatch.setattr(
         Display, "phase", lambda self, step, name, total: os.kill(os.getpid(), number) if name == "update" else None
     )
     assert exit_code("train", recipe, "--train.steps", "2") == code
-    line = capsys.readouterr().err.splitlines()[-1]
+    acknowledged, line = (line for line in capfd.readouterr().err.splitlines() if line.startswith("tlt: "))
+    assert re.search(r"tlt: SIG\w+: this step has 20 s to end .* A second signal stops it at once", acknowledged)
     assert re.search(r"tlt: stopped by SIG\w+ and saved after step 1 of 2 in .*run: .*--resume", line)
     assert exit_code("train", recipe, "--train.steps", "2", "--resume") == 0
 
@@ -300,10 +329,32 @@ def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str]
     files = ("--data", str(tmp_path / "in.jsonl"), "--prompt-column", "q", "--out", str(tmp_path / "out.jsonl"))
     assert exit_code("generate", str(home / "model"), *files, "--samples", "2", "--max-new-tokens", "6") == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert sorted((line["row"], line["index"], line["q"]) for line in lines) == [
+    assert [(line["row"], line["index"], line["q"]) for line in lines] == [
         (row, index, QUESTIONS[row]) for row in range(2) for index in range(2)
     ]
     assert all(isinstance(line["response"], str) and line["finish_reason"] in ("stop", "length") for line in lines)
+
+
+def test_generate_writes_in_the_order_of_the_prompts_however_they_finish(tmp_path: Path) -> None:
+    """Each as soon as none before it is still to come; at an interrupt, those that are there."""
+    prompts = [Prompt(row, str(row), (1,), {"q": row}) for row in range(3)]
+    requests = make_requests(prompts, 2, SamplingParams(), 0)
+    done = [Response(request, [], [], [], "stop") for request in requests]
+    out = tmp_path / "out.jsonl"
+
+    def written() -> list[tuple[int, int]]:
+        lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+        return [(line["row"], line["index"]) for line in lines]
+
+    with suppress(KeyboardInterrupt), _shown(out, requests, Console()) as show:
+        show(done[3])
+        show(done[1])
+        assert written() == []
+        show(done[0])
+        assert written() == [(0, 0), (0, 1)]
+        show(done[5])
+        raise KeyboardInterrupt
+    assert written() == [(0, 0), (0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("allocate", [lambda: bytearray(1 << 62), lambda: torch.empty(1 << 60, dtype=torch.uint8)])

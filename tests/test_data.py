@@ -172,7 +172,7 @@ def test_what_reasoning_gym_refuses_is_one_sentence(specs: list[dict[str, Any]],
 
 def test_a_task_without_reasoning_gym_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(DataError, match=r"pip install 'tlt\[tasks\]'"):
+    with pytest.raises(DataError, match=r"pip install 'tlt-rl\[tasks\]'"):
         task_dataset(tasks({"name": "gcd"}), stage=0)
 
 
@@ -409,7 +409,7 @@ def test_parquet_faults_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match=r"rows\.parquet, row 1 has no text under 'question'"):
         load_prompts(config, encode)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt\[parquet\]'"):
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
         load_prompts(config, encode)
 
 

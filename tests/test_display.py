@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 from tiny import tiny_config
 
@@ -322,6 +323,7 @@ def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
 
 SUMMARY = {
     "steps": 4,
+    "reward_tenth_steps": 1,
     "reward_first_tenth": 0.1,
     "reward_last_tenth": 0.9,
     "seconds": {"total": 10.0, "rollout": 9.0},
@@ -332,6 +334,7 @@ SUMMARY = {
     "responses": 3840,
     "without_reward": {},
     "workers": [{"idle_seconds_trained": 0.0}] * 2,
+    "peak_memory": {},
 }
 
 
@@ -340,10 +343,20 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     assert "1.75 times plain decoding (measured on 31 plain rounds)" in lines[0].plain
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
+    assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "runs/x")
+    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer[0].plain
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared}, "runs/x")
     assert "times plain decoding" not in both[0].plain, "one figure of one thing"
     assert "3.00 times as long; all 90 tokens are the same" in both[1].plain
+    alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
+    assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
+        "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
+    )
+    three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
+    said = "peak memory: driver 9 MiB, largest worker 8 MiB"
+    assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
     failed = closing(SUMMARY | {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}}, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)
@@ -355,6 +368,19 @@ def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said:
     workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
     lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
     assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
+
+
+def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    display = Watched()
+    run.train(tiny_config(tmp_path), False, display)
+    display.stopping("SIGINT: wait")
+    assert capfd.readouterr().err.splitlines()[-1] == "tlt: SIGINT: wait"
+    with patch.object(display, "_live", Live()):
+        display.stopping("SIGTERM: wait")
+        assert "SIGTERM: wait" in shown(display)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_line_of_a_step_says_what_was_seen_ahead(tmp_path: Path) -> None:

@@ -89,10 +89,11 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
 
 
 def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
-    """But for what only trouble, or an idle worker, brings."""
+    """But for what only trouble, an idle worker or a device brings."""
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     rare = {
         "outcomes/<outcome>",
+        "memory/<process>/cuda",
         "rollout/alarms/<drafter>",
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
     }
@@ -409,7 +410,7 @@ def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(
 def test_one_that_is_not_installed_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     if find_spec("mlflow"):
         pytest.skip("mlflow is installed")
-    with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt\[mlflow\]'"):
+    with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt-rl\[mlflow\]'"):
         train(config_of(tmp_path, run={"trackers": ["mlflow"]}))
     assert not (tmp_path / "run").exists()
 

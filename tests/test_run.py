@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, ClassVar
 
 import pytest
@@ -35,7 +36,7 @@ from tlt.stopping import Stopped
 from tlt.types import Response
 
 STEPS = 4
-TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers")
+TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
@@ -103,6 +104,7 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
     lines = read_metrics(home / "whole")
     assert summary["steps"] == STEPS
+    assert summary["reward_tenth_steps"] == 1
     assert summary["reward_first_tenth"] == lines[0]["reward"]
     assert summary["reward_last_tenth"] == lines[-1]["reward"]
     assert len(summary["policy_sha256"]) == 64
@@ -112,6 +114,10 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     tokens = sum(line["tokens"] for line in lines)
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])
     assert {"machine", "versions", "commit"} <= set(summary)
+    peaks = [line["memory"]["driver"]["resident"] for line in lines]
+    assert peaks == sorted(peaks), "they are peaks since the process began"
+    assert summary["peak_memory"] == {"driver": {"resident": peaks[-1]}}
+    assert 50 < peaks[-1] <= getrusage(RUSAGE_SELF).ru_maxrss / 1024, "this very process ran it; MiB"
 
 
 def test_seconds_are_disjoint_and_sum_to_the_total(home: Path) -> None:

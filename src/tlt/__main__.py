@@ -1,3 +1,3 @@
-from tlt.cli import main
+from tlt_rl import main
 
 main()

@@ -24,12 +24,18 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
+from tlt.options import Parser
 from tlt.progress import shown
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
 _BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
 _LONGEST = 1200  # characters of what an error says
+_RECIPE = "TOML file, such as recipes/quickstart.toml"
+_DRAFTER = (
+    "proposes tokens, which the model verifies; it changes the speed alone. eagle: a learned one (--drafter-path); "
+    "suffix: repeats earlier text; adaptive: the fastest for each round; off: plain decoding"
+)
 _OVERRIDES = (
     "Any field of the configuration can be set by --section.key value, such as --train.steps 10; "
     'an empty one, such as --speculation.path "", takes away what the recipe says. '
@@ -80,9 +86,7 @@ def _one_line(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tlt", description="Faster RL training of reasoning LLMs, with not one token changed."
-    )
+    parser = Parser(prog="tlt", description="Faster RL training of reasoning LLMs, with not one token changed.")
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -92,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands.add_parser("export", help="a run's policy and drafter, as an engine reads them"))
 
     verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
-    verify.add_argument("recipe")
-    verify.add_argument("--steps", type=int, default=2)
-    verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"])
+    verify.add_argument("recipe", help=_RECIPE)
+    verify.add_argument("--steps", type=int, default=2, help="steps to decode and update")
+    verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="of the model")
     verify.add_argument(
         "--backend", choices=["tlt", "vllm"], help="whose decoding is held against ours: engine.backend"
     )
@@ -118,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
-    train.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
+    train.add_argument("recipe", help=_RECIPE)
     train.add_argument("--workers", type=int, help="processes that decode and update together: cluster.workers")
     train.add_argument(
         "--resume",
@@ -154,15 +158,16 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--chat", default="auto", choices=["auto", "on", "off"], help="auto: if there is a template")
     generate.add_argument("--system", default="", help="a system message, where the prompts have none")
     generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=512)
-    generate.add_argument("--temperature", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", default="auto", choices=["auto", "float64", "float32", "bfloat16"])
-    generate.add_argument("--device", default="auto")
+    generate.add_argument("--max-new-tokens", type=int, default=512, help="longest response")
+    generate.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    generate.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all")
+    generate.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
+    generate.add_argument("--seed", type=int, default=0, help="of the noise that samples the tokens")
+    dtypes = ["auto", "float64", "float32", "bfloat16"]
+    generate.add_argument("--dtype", default="auto", choices=dtypes, help="auto: bfloat16 on CUDA, else float32")
+    generate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is one")
     generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="the same tokens by either")
-    generate.add_argument("--drafter", default="suffix", choices=["off", *DRAFTERS, "adaptive"])
+    generate.add_argument("--drafter", default="suffix", choices=["off", *DRAFTERS, "adaptive"], help=_DRAFTER)
     generate.add_argument("--drafter-path", help="folder of a learned drafter")
     generate.set_defaults(command=_generate)
 
@@ -171,7 +176,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("source", type=Path, help="folder of a run, of a model, or of a learned drafter")
     export.add_argument("out", type=Path, help="folder to be written; of a run with its drafter, in drafter/")
     export.add_argument("--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="who is to read it")
-    export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights")
     export.add_argument("--model", type=Path, help="of a drafter: the folder of the model that it drafts for")
     export.set_defaults(command=_export)
 
@@ -181,10 +186,10 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     rollout = kinds.add_parser(
         "rollout", help="tokens per second by batch size and strategy, beside the peers installed"
     )
-    rollout.add_argument("recipe")
+    rollout.add_argument("recipe", help=_RECIPE)
     rollout.add_argument("--batches", default="1,8,32", help="requests decoded at once, comma-separated")
     rollout.add_argument("--tail", type=int, default=0, help="also one rollout of so many requests, all at once")
-    rollout.add_argument("--repeats", type=int, default=3)
+    rollout.add_argument("--repeats", type=int, default=3, help="measurements of each, of which the median counts")
     rollout.add_argument(
         "--look-ahead",
         type=int,
@@ -193,13 +198,13 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         help="policy updates between the target that decoded ahead and the one that decodes now; 0: none did",
     )
     rollout.add_argument("--only", default="", help="strategies whose names begin so, comma-separated, beside plain")
-    rollout.add_argument("--peers", default="auto", choices=["auto", "none"])
+    rollout.add_argument("--peers", default="auto", choices=["auto", "none"], help="auto: those installed")
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
     train = kinds.add_parser("train", help="whole runs from the same start, by how they speculate", epilog=_OVERRIDES)
-    train.add_argument("recipe")
-    train.add_argument("--workers", type=int, default=2)
-    train.add_argument("--steps", type=int, default=30)
+    train.add_argument("recipe", help=_RECIPE)
+    train.add_argument("--workers", type=int, default=2, help="processes of each run")
+    train.add_argument("--steps", type=int, default=30, help="of each run")
     train.add_argument("--modes", default=",".join(_BENCH_MODES), help="in this order, comma-separated")
     train.add_argument("--json", type=Path, help="write the result to this file")
     train.set_defaults(command=_bench_train)
@@ -208,14 +213,14 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 def _add_draft(draft: argparse.ArgumentParser) -> None:
     kinds = draft.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="from the recipe's model and prompts alone", epilog=_OVERRIDES)
-    train.add_argument("recipe")
+    train.add_argument("recipe", help=_RECIPE)
     train.add_argument("--out", type=Path, required=True, help="folder for the drafter")
-    train.add_argument("--tokens", type=int, default=100_000, help="harvested before training (%(default)s)")
-    train.add_argument("--seconds", type=float, default=300, help="of training, with its evaluations (%(default)s)")
+    train.add_argument("--tokens", type=int, default=100_000, help="harvested before training")
+    train.add_argument("--seconds", type=float, default=300, help="of training, with its evaluations")
     train.set_defaults(command=_draft_train)
     judge = kinds.add_parser("eval", help="accept length and agreement on held-out prompts", epilog=_OVERRIDES)
-    judge.add_argument("recipe")
-    judge.add_argument("--seconds", type=float, default=120, help="of decoding (%(default)s)")
+    judge.add_argument("recipe", help=_RECIPE)
+    judge.add_argument("--seconds", type=float, default=120, help="of decoding")
     judge.add_argument("--json", type=Path, help="write the result to this file")
     judge.set_defaults(command=_draft_eval)
 

@@ -14,6 +14,7 @@ from tlt.config import ConfigError
 from tlt.config.sections import RunConfig
 from tlt.metrics import MetricsError
 from tlt.types import Group, Passes
+from tlt_rl import install_hint
 
 FOLDER = "completions"
 
@@ -21,7 +22,7 @@ FOLDER = "completions"
 def refuse_without_pyarrow(run: RunConfig) -> None:
     """Raises ConfigError."""
     if run.completions_format == "parquet" and not find_spec("pyarrow"):
-        raise ConfigError("run.completions_format = 'parquet' needs pyarrow: pip install 'tlt[parquet]'")
+        raise ConfigError(f"run.completions_format = 'parquet' needs pyarrow: {install_hint('parquet')}")
 
 
 class ParquetCompletions:

@@ -19,6 +19,7 @@ from tlt.files import is_text
 from tlt.tables import DataError, read_rows
 from tlt.tokenizer import refuse_end_token
 from tlt.types import Prompt, column
+from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 Question = str | Messages
@@ -161,7 +162,7 @@ def task_dataset(config: DataConfig, stage: int) -> Any:
         import reasoning_gym
         from reasoning_gym.composite import DatasetSpec
     except ImportError:
-        raise DataError("data.tasks needs reasoning-gym: pip install 'tlt[tasks]'") from None
+        raise DataError(f"data.tasks needs reasoning-gym: {install_hint('tasks')}") from None
     tasks = [task for task in config.tasks if task.stage == stage]
     specs = [DatasetSpec(task.name, task.weight, dict(task.params)) for task in tasks]
     seed = _first_seed(config.seed) + stage * _NEXT_STAGE

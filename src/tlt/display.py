@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -49,12 +50,20 @@ class Display:
         self.groups: Sequence[Group] = ()
         """of the last step"""
         self.which = SAMPLE
+        self.asked_to_stop = ""
         self._live: Live | None = None
         self._work = Work("train", None, "steps")
         self._step_began = time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
+
+    def stopping(self, text: str) -> None:
+        """Show that the run was asked to stop. In a signal handler a console cannot be written to, but its file can."""
+        self.asked_to_stop = text
+        if self._live is None:
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"tlt: {text}\n".encode())
 
     @contextmanager
     def live(
@@ -116,6 +125,8 @@ class Display:
         head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=length), self._time_left())
         head.add_row(name, counted, ProgressBar(1.0, min(1.0, share), width=length), "")
         parts: list[RenderableType] = [head, self._workers(step)]
+        if self.asked_to_stop:
+            parts.insert(0, Text(self.asked_to_stop, "bold yellow"))
         if self.history:
             parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies(), self._drafters()]
         if self.evaluations:
@@ -256,8 +267,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         faster = f", {found['times']:.2f} times plain decoding (measured on {found['plain_rounds']:,.0f} plain rounds)"
     lines = [
         Text(
-            f"{summary['steps']} steps: mean reward {summary['reward_first_tenth']:.3f} in the first tenth, "
-            f"{summary['reward_last_tenth']:.3f} in the last; {summary['seconds']['total']:.0f} s, "
+            f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
             f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}"
         )
     ]
@@ -272,7 +282,28 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
         said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
         lines.append(Text(said, "bold red"))
+    if peaks := summary["peak_memory"]:
+        lines.append(Text(_memory(**peaks)))
     return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
+
+
+def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
+    """Return the peak memory of the driver and of the worker that had most."""
+    shown = [f"driver {_mib(driver)}"]
+    if workers:
+        shown.append(f"largest worker {_mib(max(workers.values(), key=lambda peak: peak['resident']))}")
+    return f"peak memory: {', '.join(shown)}"
+
+
+def _mib(peak: dict[str, float]) -> str:
+    return f"{peak['resident']:,.0f} MiB" + (f" and {peak['cuda']:,.0f} MiB on CUDA" if "cuda" in peak else "")
+
+
+def _first_and_last(summary: dict[str, Any]) -> str:
+    """Return the rewards of the first and the last tenth of the run, and how many steps that is."""
+    first, last, steps = (summary[f"reward_{name}"] for name in ("first_tenth", "last_tenth", "tenth_steps"))
+    some = "step" if steps == 1 else f"{steps} steps"
+    return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
 
 
 def _compared(summary: dict[str, Any]) -> str:

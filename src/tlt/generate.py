@@ -23,7 +23,7 @@ from tlt.files import is_text, read_json, refuse_to_overwrite
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
 from tlt.tokenizer import load_tokenizer
-from tlt.types import Prompt, Response
+from tlt.types import Prompt, Request, Response
 
 OURS = ("row", "index", "response", "finish_reason")
 """what a line of --out has of a response, behind the row's own columns"""
@@ -51,8 +51,8 @@ def generate(
     backend: EngineConfig,
     out: Path | None,
 ) -> None:
-    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out`; and the
-    speed at the end. Raises DataError, and ValueError where the file holds anything."""
+    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out` in the order
+    of the prompts; and the speed at the end. Raises DataError, and ValueError where the file holds anything."""
     if out:
         refuse_to_overwrite(out)
     console = progress.console()
@@ -69,7 +69,7 @@ def generate(
     engine = load_engine(model, speculation, backend, longest)
     requests = make_requests(prompts, samples, params, seed)
     start = time.perf_counter()
-    with _shown(out, console) as show, progress.working("generate", len(requests), "responses") as work:
+    with _shown(out, requests, console) as show, progress.working("generate", len(requests), "responses") as work:
         for response in engine.generate(requests):
             show(response)
             work.advance()
@@ -122,7 +122,7 @@ def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
 
 
 @contextmanager
-def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], None]]:
+def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> Iterator[Callable[[Response], None]]:
     def print_it(response: Response) -> None:
         request = response.request
         console.rule(f"prompt {request.prompt.prompt_id}, response {request.index}", align="left")
@@ -135,14 +135,29 @@ def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], 
         file = out.open("w", encoding="utf-8")
     except OSError as error:
         raise DataError(f"{out} cannot be written ({error.strerror}): give another --out") from None
+    places = {request.seed: place for place, request in enumerate(requests)}
+    waiting: dict[int, Response] = {}
+    written = 0
+
+    def write(response: Response) -> None:
+        """Write all responses of which none before them is still to come."""
+        nonlocal written
+        waiting[places[response.request.seed]] = response
+        while written in waiting:
+            file.write(_line(waiting.pop(written)))
+            written += 1
+        file.flush()
+
     with file:
+        try:
+            yield write
+        finally:  # if it was interrupted, some before them never come
+            file.writelines(_line(waiting[place]) for place in sorted(waiting))
 
-        def write(response: Response) -> None:
-            """The row as it was, and what was said; rows come in the order in which they finish."""
-            request = response.request
-            said = (request.prompt.prompt_id, request.index, response.text, response.finish_reason)
-            line = {**request.prompt.data, **dict(zip(OURS, said, strict=True))}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            file.flush()
 
-        yield write
+def _line(response: Response) -> str:
+    """Return a JSON line with the row as it was and what was generated."""
+    request = response.request
+    generated = (request.prompt.prompt_id, request.index, response.text, response.finish_reason)
+    line = {**request.prompt.data, **dict(zip(OURS, generated, strict=True))}
+    return json.dumps(line, ensure_ascii=False, default=str) + "\n"

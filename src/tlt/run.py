@@ -32,7 +32,7 @@ from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
-from tlt.metrics import summarize, timed, write_json
+from tlt.metrics import peak_memory, summarize, timed, write_json
 from tlt.mirror import Mirror, latest_of, mirror_of
 from tlt.model_card import model_card
 from tlt.model_files import model_files, write_files
@@ -126,6 +126,7 @@ def train(
                     run.parts.rollout.remember(run.journal.take_up())
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
+                stop.acknowledge = run.display.stopping
                 return _saved_whatever_happens(run, resume, stop)
         except GivenUp:
             name = signal.Signals(stop.number).name
@@ -271,6 +272,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
         result.metrics.workers = _trace(run)
+        result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}
         record.write(result)
         run.display.step(result)
         if stop and done < config.train.steps:

@@ -35,6 +35,8 @@ class StopRequest:
         """whether there may be something to save; before, the first signal ends the run at once"""
         self.over = False
         """whether the run ends by itself already, by whatever cause: signals are noted alone"""
+        self.acknowledge: Callable[[str], None] = lambda text: None
+        """shows at once that the first signal came; called in a signal handler"""
         self.amid_update: Callable[[], bool] = lambda: False
         """whether the state cannot be saved at this moment; then the step gets the same time once more"""
         self._more = 1
@@ -51,6 +53,10 @@ class StopRequest:
         if not self.begun:
             raise GivenUp
         signal.setitimer(signal.ITIMER_REAL, self.patience)
+        self.acknowledge(
+            f"{signal.Signals(number).name}: this step has {self.patience:g} s to end (run.stop_within), twice as many "
+            "amid an update; then the run saves and stops. A second signal stops it at once and saves nothing."
+        )
 
     def time_is_up(self, number: int, frame: FrameType | None) -> None:
         if self.over:

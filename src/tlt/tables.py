@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tlt.files import parse_json, read_json, telling
+from tlt.files import hub_download, parse_json, read_json, telling
+from tlt_rl import install_hint
 
 
 class DataError(ValueError):
@@ -42,6 +43,13 @@ def files_of(path: str) -> list[Path]:
     else:
         found = [file for file in map(Path, glob.glob(path)) if file.is_file()]
     found = sorted(file for file in found if file.name not in _NOT_DATA and not file.match("cache-*.arrow"))
+    download = hub_download(path)
+    if not found and download and place.suffix not in KINDS:
+        raise DataError(
+            f"there is no file {path}; if it is a data set's name on the Hugging Face hub, download it first, as tlt "
+            f"fetches nothing: {download} --repo-type dataset, then give the files of one split, such as "
+            f"{place.name}/*/train*.parquet"
+        )
     if not found:
         raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
     return found
@@ -105,5 +113,5 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{path} needs pyarrow: pip install 'tlt[parquet]'") from None
+        raise DataError(f"{path} needs pyarrow: {install_hint('parquet')}") from None
     return pyarrow

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from tlt.config import ConfigError
 from tlt.config.registry import TRACKERS, maker
 from tlt.metrics import write_json
+from tlt_rl import install_hint
 
 _log = logging.getLogger(__name__)
 _IDS = "trackers.json"
@@ -109,7 +110,7 @@ def names_of(trackers: Sequence[str] | None) -> list[str]:
         return ["tensorboard"] if find_spec("tensorboard") else []
     for name in trackers:
         if not find_spec(TRACKERS[name].package):
-            raise ConfigError(f"run.trackers names {name}, which is not installed: pip install 'tlt[{name}]'")
+            raise ConfigError(f"run.trackers names {name}, which is not installed: {install_hint(name)}")
     return list(trackers)
 
 

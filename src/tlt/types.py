@@ -286,6 +286,8 @@ class StepMetrics:
     seconds['compare']"""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    """of the driver and each worker: peak memory so far in MiB, `resident` and on its device, `cuda`"""
     tokens_seen: int = 0
     """of prompts and responses, in all steps so far"""
     seconds_left: float = 0.0

@@ -157,7 +157,7 @@ def test_math_compares_values_not_text(gold: Any, given: str, reward: float) -> 
 
 def test_math_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(RewardError, match=r"pip install 'tlt\[math\]'"):
+    with pytest.raises(RewardError, match=r"pip install 'tlt-rl\[math\]'"):
         make_score(config(name="math"))
 
 

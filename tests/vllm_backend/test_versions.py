@@ -10,7 +10,7 @@ from tlt.vllm.versions import VllmError, is_tested, require_vllm
 
 def test_a_missing_one_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: None)
-    with pytest.raises(VllmError, match=r"needs vLLM 0\.32: pip install 'tlt\[vllm\]'"):
+    with pytest.raises(VllmError, match=r"needs vLLM 0\.32: pip install 'tlt-rl\[vllm\]'"):
         require_vllm()
 
 

@@ -94,5 +94,8 @@ class LocalRollout:
     def trace(self) -> list[list[Span]]:
         return [self.tracer.drain()]
 
+    def peak_memory(self) -> dict[str, dict[str, float]]:
+        return {}
+
     def close(self) -> None:
         """There is nothing to end: nothing of it outlives the process."""

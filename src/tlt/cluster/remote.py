@@ -59,6 +59,9 @@ class ClusterRollout:
         work = self.crew.everyone("trace")
         return [state + work.get(index, []) for index, state in enumerate(states)]
 
+    def peak_memory(self) -> dict[str, dict[str, float]]:
+        return {f"worker {index}": peak for index, peak in self.crew.everyone("peak_memory").items()}
+
     def close(self) -> None:
         self.coordinator.drafter.tell(lambda it: it.close())
         self.crew.pool.close()

@@ -32,6 +32,7 @@ from tlt.draft.guard import Guard
 from tlt.draft.horizon import RoundCosts
 from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
+from tlt.metrics import peak_memory
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
 from tlt.rl.parity import take_weights
@@ -334,6 +335,9 @@ class Worker:
     def trace(self) -> list[Span]:
         """Spans since the last call of this."""
         return self.tracer.drain()
+
+    def peak_memory(self) -> dict[str, float]:
+        return peak_memory()
 
     def tuner_state(self) -> dict[str, Any]:
         return self.engine.tuner.state()

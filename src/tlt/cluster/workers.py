@@ -26,6 +26,7 @@ from tlt.cluster.pool import ClusterError, Handle, WorkerLost
 from tlt.cluster.sweeper import MARK
 from tlt.config import Config, ConfigError
 from tlt.stopping import SIGNALS, GivenUp
+from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
 _BESIDE = "beside"  # calls that do not wait for the one under way
@@ -234,7 +235,7 @@ def _import_ray(alone: bool) -> Any:
         with _own_signals():
             import ray
     except ImportError:
-        raise ConfigError("cluster.workers above 1 needs Ray: pip install 'tlt[cluster]'") from None
+        raise ConfigError(f"cluster.workers above 1 needs Ray: {install_hint('cluster')}") from None
     return ray
 
 

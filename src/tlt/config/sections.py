@@ -244,18 +244,18 @@ class RunConfig(Section):
     keep: int = Field(default=2, gt=0)
     """checkpoints kept, the newest ones"""
     mirror: str | None = None
-    """where each checkpoint is copied to in the background, such as `s3://bucket/run` (tlt[s3]) or another place that
-    fsspec knows (tlt[mirror]); --resume fetches the newest one from there, if this machine has none as new"""
+    """where each checkpoint is copied to in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another place
+    that fsspec knows (tlt-rl[mirror]); --resume fetches the newest one from there, if this machine has none as new"""
     compare_every: int = Field(default=0, ge=0)
     """before every so many-th step its requests are decoded once more, by plain decoding on the same workers, so that
     the run can say what it saved, and that no token differs; 0 is never"""
     trackers: list[str] | None = None
     """`tensorboard`, `wandb`, `mlflow`: where metrics are shown beside metrics.jsonl, each an extra, such as
-    tlt[wandb]; left out: TensorBoard, where it is installed"""
+    tlt-rl[wandb]; left out: TensorBoard, where it is installed"""
     completions_mb: int = Field(default=1024, ge=0)
     """completions.jsonl keeps every response, and drops the oldest beyond so many MiB; 0: none is kept"""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
-    """`parquet`: completions/ in its place, a file a step (tlt[parquet])"""
+    """`parquet`: completions/ in its place, a file a step (tlt-rl[parquet])"""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
 

@@ -115,6 +115,9 @@ class SeveralWorkers:
     def trace(self) -> list[list[Span]]:
         return []
 
+    def peak_memory(self) -> dict[str, dict[str, float]]:
+        return {}
+
     def close(self) -> None: ...
 
 

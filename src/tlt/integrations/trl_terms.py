@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from tlt.config import EngineConfig
 from tlt.integrations import UnsupportedError
 from tlt.types import SamplingParams
+from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ def refuse_version() -> None:
     try:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError("TRL is not installed: pip install 'tlt[trl]'") from None
+        raise UnsupportedError(f"TRL is not installed: {install_hint('trl')}") from None
     first, last = (".".join(map(str, number)) for number in TESTED)
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < TESTED[0]:
-        raise UnsupportedError(f"TRL {version} is too old: tlt works inside {first} to {last}, pip install 'tlt[trl]'")
+        raise UnsupportedError(f"TRL {version} is too old: tlt works inside {first} to {last}, {install_hint('trl')}")
     if found > TESTED[1]:
         log.warning("TRL %s is newer than those that tlt was tested inside of, %s to %s", version, first, last)
 

@@ -28,6 +28,7 @@ from tlt.rewards.arguments import Fill, fills
 from tlt.rewards.golds import right_answers, same
 from tlt.rewards.mathematics import equal
 from tlt.types import Prompt
+from tlt_rl import install_hint
 
 Score = Callable[[Prompt, Answer], Any]
 """a number, or None where the term does not apply"""
@@ -154,7 +155,7 @@ def mathematics(term: RewardTerm, config: Config) -> Score:
     try:
         importlib.import_module("math_verify")
     except ImportError:
-        raise RewardError("reward.name = 'math' needs math-verify: pip install 'tlt[math]'") from None
+        raise RewardError(f"reward.name = 'math' needs math-verify: {install_hint('math')}") from None
 
     def score(prompt: Prompt, answer: Answer) -> float:
         return float(any(equal(str(gold), answer.answer) for gold in right_answers(prompt)))

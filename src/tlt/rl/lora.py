@@ -14,6 +14,7 @@ from tlt.config.lora import LoraConfig
 from tlt.models.families import ModelError
 from tlt.rl.hugging_face import is_tied, load_model
 from tlt.rl.policy import Policy
+from tlt_rl import install_hint
 
 FILE = "adapter_model.safetensors"
 _PEFT = "base_model.model."  # before each name in PEFT's files
@@ -142,5 +143,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ModelError("train.lora needs PEFT: pip install 'tlt[lora]'") from None
+        raise ModelError(f"train.lora needs PEFT: {install_hint('lora')}") from None
     return peft

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 
+from tlt_rl import install_hint
+
 TESTED = ("0.32",)
 
 
@@ -29,7 +31,7 @@ def require_vllm() -> None:
     found, tested = vllm_version(), " or ".join(TESTED)
     if found is None:
         raise VllmError(
-            f"engine.backend = 'vllm' needs vLLM {tested}: pip install 'tlt[vllm]', on a machine without a GPU "
+            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')}, on a machine without a GPU "
             "make vllm, or leave engine.backend = 'tlt'"
         )
     if not is_tested(found):

@@ -1,0 +1,21 @@
+"""The parser of the command line: its help shows the default of every option."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+class _Help(argparse.HelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Return the option's help and its default, unless that is nothing or off."""
+        default, off = action.default, (None, False, "", argparse.SUPPRESS)
+        if default == [] or any(default is value for value in off) or not action.option_strings:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", _Help)
+        super().__init__(**options)
