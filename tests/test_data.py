@@ -312,9 +312,9 @@ LINES = b'{"question": "one"}\r\n{"question": "zwei \xe2\x80\x93"}\r\n'
     [
         ("rows.jsonl", b"\xef\xbb\xbf" + LINES),
         ("rows.json", b"\xef\xbb\xbf[" + LINES.replace(b"}\r\n{", b"},\r\n{") + b"]"),
-        ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("rows.json.gz", gzip.compress(b"\xef\xbb\xbf" + LINES)),
-        ("rows.txt", gzip.compress(LINES)),
+        ("rows.txt", gzip.compress(LINES, mtime=0)),
     ],
 )
 def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: bytes) -> None:
@@ -330,7 +330,7 @@ def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: 
         ("rows.jsonl", LINES.decode().encode("utf-16"), r"rows\.jsonl, line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
-        ("rows.jsonl.gz", gzip.compress(LINES)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
+        ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
         ("rows.jsonl", b"", r"rows\.jsonl holds no prompts"),
         ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl holds no prompts"),
     ],
