@@ -313,7 +313,7 @@ LINES = b'{"question": "one"}\r\n{"question": "zwei \xe2\x80\x93"}\r\n'
         ("rows.jsonl", b"\xef\xbb\xbf" + LINES),
         ("rows.json", b"\xef\xbb\xbf[" + LINES.replace(b"}\r\n{", b"},\r\n{") + b"]"),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)),
-        ("rows.json.gz", gzip.compress(b"\xef\xbb\xbf" + LINES)),
+        ("rows.json.gz", gzip.compress(b"\xef\xbb\xbf" + LINES, mtime=0)),
         ("rows.txt", gzip.compress(LINES, mtime=0)),
     ],
 )
