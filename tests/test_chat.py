@@ -33,6 +33,13 @@ QWEN3 = (  # earlier reasoning goes
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
     "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}{% endfor %}" + END
 )
+CALLS = (  # content is read where there are no tool calls, as in Qwen 2.5, and users alternate with assistants
+    "{% set turn = namespace(of='user') %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ '' + m.content }}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if m.role != turn.of %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set turn.of = 'user' if m.role == 'assistant' else 'assistant' %}{% endif %}{% endfor %}" + END
+)
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 USER = {"role": "user", "content": "u"}
@@ -130,6 +137,16 @@ def test_what_a_template_drops_is_refused(
             QWEN3,
             [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, said("tool", "5")],
             "<user>u<assistant><call>add<tool>5<bot>",
+        ),
+        (
+            CALLS,
+            [USER, {"role": "assistant", "tool_calls": [CALL]}, said("tool", "5"), said("assistant", "b"), USER],
+            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
+        ),
+        (
+            CALLS,
+            [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5"), said("assistant", "b"), USER],
+            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
         ),
         (EVERY + "{# human #}", [said("human", "u")], "<human>u<bot>"),
         (EVERY, [said("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
