@@ -20,6 +20,7 @@ from tlt.config import Config, ConfigError, DataConfig
 from tlt.data import DataError, encoder, load_prompts
 from tlt.display import Display
 from tlt.generate import Asked, _prompts, _time_of_the_run
+from tlt.tables import read_rows
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
 EVERY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END
@@ -47,6 +48,11 @@ USER = {"role": "user", "content": "u"}
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
+
+
+def stream(table: pyarrow.Table, path: Path) -> None:
+    with pyarrow.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +106,24 @@ def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dic
     with pytest.raises(DataError, match=fault) as error:
         shown(EVERY, [message])
     assert "\n" not in str(error.value)
+
+
+def test_half_a_character_in_messages_is_refused(shown: Any) -> None:
+    with pytest.raises(DataError, match=r"^prompt 0 holds half of a surrogate pair, which is no text: .*\\ud800"):
+        shown(EVERY, [said("user", "a\ud800")])
+
+
+@pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
+def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: Any) -> None:
+    """Arrow fills the keys that another row has with null."""
+    add = {"function": {"name": "add", "arguments": {"a": 1, "more": {"b": [2]}}}}
+    say = {"function": {"name": "say", "arguments": {"word": "x", "more": {"loud": True}}}}
+    rows = [[USER, said("assistant", "", tool_calls=[call]), said("tool", "5")] for call in (add, say)]
+    rows.append([USER, said("assistant", None, tool_calls=[add, say]), said("tool", "5")])
+    name = f"p.{'arrow' if save is stream else 'parquet'}"
+    save(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / name)
+    read = [row["question"] for _, row in read_rows(str(tmp_path / name))]
+    assert read == rows
 
 
 # -- templates that drop -----------------------------------------------------------------------------------------------
@@ -226,6 +250,23 @@ def test_templates_are_shown_one_time(shown: Any) -> None:
     assert given == "Today Date: now<user>u<bot>"
     today = shown(DATED.replace(" %H:%M:%S", ""), "u")
     assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+
+
+def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, tokenizer: Any) -> None:
+    template = (
+        "{% if enable_thinking is defined and not enable_thinking %}brief {% endif %}"
+        "{% set style = style or 'plain' %}{{ style }}{% generation %}" + EVERY + "{% endgeneration %}"
+    )
+    given = {"enable_thinking": False, "style": "terse"}
+    assert shown(template, "u", chat_arguments=given) == "brief terse<user>u<bot>"
+    with pytest.raises(
+        DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
+    ):
+        shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
+    for name in ("zzz", "tools"):
+        with pytest.raises(DataError, match=f"does not read {name} of data.chat_arguments: leave it out$"):
+            shown(template, "u", chat_arguments={name: []})
+    assert shown(template, "u", chat_arguments={"chat_template": EVERY}) == "<user>u<bot>"
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tlt.config import DataConfig
 from tlt.files import parse_json
@@ -82,6 +83,7 @@ class ChatTemplate:
         self.tokenizer, self.arguments = tokenizer, config.chat_arguments
         self.now = datetime.fromisoformat(config.now) if config.now else datetime.now()
         self._tried: set[tuple[Any, ...]] = set()
+        self._refuse_unread_arguments()
 
     def render(self, turns: Messages) -> str:
         """Return the text up to where the model's answer begins, or goes on if the last message is the assistant's.
@@ -115,6 +117,25 @@ class ChatTemplate:
                 "begin: write it as the template does"
             )
         return whole
+
+    def _refuse_unread_arguments(self) -> None:
+        from jinja2 import meta
+        from transformers.utils import chat_template_utils
+
+        asked = self.arguments.get("chat_template"), self.arguments.get("tools")
+        template = self.tokenizer.get_chat_template(*asked)
+        try:
+            # with the tags that transformers adds to the language
+            environment = cast(Any, chat_template_utils)._compile_jinja_template(template).environment
+        except Exception as error:
+            raise DataError(f"the tokenizer's chat template is not one: {error}") from None
+        read = meta.find_undeclared_variables(environment.parse(template)) | {"chat_template"}
+        for name in self.arguments.keys() - read:
+            near = difflib.get_close_matches(name, read, cutoff=0.5)
+            raise DataError(
+                f"the chat template does not read {name} of data.chat_arguments: "
+                + (f"did you mean {' or '.join(near)}?" if near else "leave it out")
+            )
 
     def _refuse_unknown_roles(self, turns: Messages) -> None:
         """Many templates write whatever role they are given."""

@@ -26,6 +26,7 @@ _SPLITS = {  # the words by which `datasets` knows the split of a file
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
+_OF_FUNCTIONS = ("tool_calls", "tools")  # their objects have other keys in each row
 _GZIP = b"\x1f\x8b"
 
 
@@ -115,7 +116,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     pyarrow = _pyarrow(path)
     with telling(DataError, f"{path} is not a Parquet file that can be read"):
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    yield from _numbered(rows)
 
 
 def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
@@ -126,7 +127,20 @@ def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
         pyarrow.ipc.open_stream(source) as stream,
     ):
         rows = stream.read_all().to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    yield from _numbered(rows)
+
+
+def _numbered(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(rows):
+        yield f"row {number}", {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any, in_call: bool = False) -> Any:
+    """Drop the nulls in tool calls. Arrow gives the arguments of one function to the calls of all, as null."""
+    if isinstance(value, dict):
+        kept = {key: _without_nulls(item, in_call or key in _OF_FUNCTIONS) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None or not (in_call or key in _OF_FUNCTIONS)}
+    return [_without_nulls(item, in_call) for item in value] if isinstance(value, list) else value
 
 
 def _pyarrow(path: Path) -> Any:
