@@ -126,6 +126,12 @@ def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: A
     assert read == rows
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_is_put_before_prompts_that_have_none(shown: Any, role: str) -> None:
+    assert shown(EVERY, [USER], system="s") == "<system>s<user>u<bot>"
+    assert shown(EVERY, [said(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
+
+
 # -- templates that drop -----------------------------------------------------------------------------------------------
 
 
@@ -211,6 +217,14 @@ def test_templates_are_tried_once_for_each_sequence_of_roles(tokenizer: Any, mon
     assert len(calls) > first + 6
 
 
+def test_templates_are_tried_on_later_messages_with_other_keys(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    encode = encoder(tokenizer, DataConfig(path="-", chat=True))
+    encode([USER, said("assistant", "b"), USER])
+    with pytest.raises(DataError, match="leaves out the tool_calls"):
+        encode([USER, said("assistant", "b", tool_calls=[CALL]), USER])
+
+
 # -- an answer that is begun already -----------------------------------------------------------------------------------
 
 
@@ -221,6 +235,10 @@ def test_an_answer_goes_on_from_all_of_its_beginning(shown: Any, tokenizer: Any,
     assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
     theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
     assert shown(EVERY, messages) == theirs
+
+
+def test_an_answer_goes_on_though_an_earlier_message_holds_our_mark(shown: Any) -> None:
+    assert shown(EVERY, [said("user", "zq0qz"), said("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
 
 
 def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
@@ -250,6 +268,15 @@ def test_templates_are_shown_one_time(shown: Any) -> None:
     assert given == "Today Date: now<user>u<bot>"
     today = shown(DATED.replace(" %H:%M:%S", ""), "u")
     assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+
+
+def test_the_clock_of_transformers_goes_on_after_a_prompt(shown: Any, tokenizer: Any) -> None:
+    shown(DATED, "u", now="2001-02-03")
+    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+    with pytest.raises(DataError, match="refuses a prompt"):
+        shown(DATED + "{{ raise_exception('no') }}", "u", now="2001-02-03")
+    tokenizer.chat_template = DATED
+    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
 
 
 def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, tokenizer: Any) -> None:

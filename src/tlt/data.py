@@ -100,7 +100,7 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 
     def encode(question: Question) -> Sequence[int]:
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        if config.system and turns[0]["role"] != "system":
+        if config.system and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": config.system})
         whole = template.render(turns)
         refuse_tag_twice(whole, config.prefill)
