@@ -20,6 +20,7 @@ from tlt.config import Config, ConfigError, DataConfig
 from tlt.data import DataError, encoder, load_prompts
 from tlt.display import Display
 from tlt.generate import Asked, _prompts, _time_of_the_run
+from tlt.tables import read_rows
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
 EVERY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END
@@ -33,6 +34,13 @@ QWEN3 = (  # earlier reasoning goes
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
     "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}{% endfor %}" + END
 )
+CALLS = (  # content is read where there are no tool calls, as in Qwen 2.5, and users alternate with assistants
+    "{% set turn = namespace(of='user') %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ '' + m.content }}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if m.role != turn.of %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set turn.of = 'user' if m.role == 'assistant' else 'assistant' %}{% endif %}{% endfor %}" + END
+)
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 USER = {"role": "user", "content": "u"}
@@ -40,6 +48,11 @@ USER = {"role": "user", "content": "u"}
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
+
+
+def stream(table: pyarrow.Table, path: Path) -> None:
+    with pyarrow.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +108,30 @@ def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dic
     assert "\n" not in str(error.value)
 
 
+def test_half_a_character_in_messages_is_refused(shown: Any) -> None:
+    with pytest.raises(DataError, match=r"^prompt 0 holds half of a surrogate pair, which is no text: .*\\ud800"):
+        shown(EVERY, [said("user", "a\ud800")])
+
+
+@pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
+def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: Any) -> None:
+    """Arrow fills the keys that another row has with null."""
+    add = {"function": {"name": "add", "arguments": {"a": 1, "more": {"b": [2]}}}}
+    say = {"function": {"name": "say", "arguments": {"word": "x", "more": {"loud": True}}}}
+    rows = [[USER, said("assistant", "", tool_calls=[call]), said("tool", "5")] for call in (add, say)]
+    rows.append([USER, said("assistant", None, tool_calls=[add, say]), said("tool", "5")])
+    name = f"p.{'arrow' if save is stream else 'parquet'}"
+    save(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / name)
+    read = [row["question"] for _, row in read_rows(str(tmp_path / name))]
+    assert read == rows
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_is_put_before_prompts_that_have_none(shown: Any, role: str) -> None:
+    assert shown(EVERY, [USER], system="s") == "<system>s<user>u<bot>"
+    assert shown(EVERY, [said(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
+
+
 # -- templates that drop -----------------------------------------------------------------------------------------------
 
 
@@ -130,6 +167,16 @@ def test_what_a_template_drops_is_refused(
             QWEN3,
             [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, said("tool", "5")],
             "<user>u<assistant><call>add<tool>5<bot>",
+        ),
+        (
+            CALLS,
+            [USER, {"role": "assistant", "tool_calls": [CALL]}, said("tool", "5"), said("assistant", "b"), USER],
+            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
+        ),
+        (
+            CALLS,
+            [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5"), said("assistant", "b"), USER],
+            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
         ),
         (EVERY + "{# human #}", [said("human", "u")], "<human>u<bot>"),
         (EVERY, [said("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
@@ -170,6 +217,14 @@ def test_templates_are_tried_once_for_each_sequence_of_roles(tokenizer: Any, mon
     assert len(calls) > first + 6
 
 
+def test_templates_are_tried_on_later_messages_with_other_keys(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    encode = encoder(tokenizer, DataConfig(path="-", chat=True))
+    encode([USER, said("assistant", "b"), USER])
+    with pytest.raises(DataError, match="leaves out the tool_calls"):
+        encode([USER, said("assistant", "b", tool_calls=[CALL]), USER])
+
+
 # -- an answer that is begun already -----------------------------------------------------------------------------------
 
 
@@ -180,6 +235,10 @@ def test_an_answer_goes_on_from_all_of_its_beginning(shown: Any, tokenizer: Any,
     assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
     theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
     assert shown(EVERY, messages) == theirs
+
+
+def test_an_answer_goes_on_though_an_earlier_message_holds_our_mark(shown: Any) -> None:
+    assert shown(EVERY, [said("user", "zq0qz"), said("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
 
 
 def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
@@ -209,6 +268,32 @@ def test_templates_are_shown_one_time(shown: Any) -> None:
     assert given == "Today Date: now<user>u<bot>"
     today = shown(DATED.replace(" %H:%M:%S", ""), "u")
     assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+
+
+def test_the_clock_of_transformers_goes_on_after_a_prompt(shown: Any, tokenizer: Any) -> None:
+    shown(DATED, "u", now="2001-02-03")
+    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+    with pytest.raises(DataError, match="refuses a prompt"):
+        shown(DATED + "{{ raise_exception('no') }}", "u", now="2001-02-03")
+    tokenizer.chat_template = DATED
+    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+
+
+def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, tokenizer: Any) -> None:
+    template = (
+        "{% if enable_thinking is defined and not enable_thinking %}brief {% endif %}"
+        "{% set style = style or 'plain' %}{{ style }}{% generation %}" + EVERY + "{% endgeneration %}"
+    )
+    given = {"enable_thinking": False, "style": "terse"}
+    assert shown(template, "u", chat_arguments=given) == "brief terse<user>u<bot>"
+    with pytest.raises(
+        DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
+    ):
+        shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
+    for name in ("zzz", "tools"):
+        with pytest.raises(DataError, match=f"does not read {name} of data.chat_arguments: leave it out$"):
+            shown(template, "u", chat_arguments={name: []})
+    assert shown(template, "u", chat_arguments={"chat_template": EVERY}) == "<user>u<bot>"
 
 
 @pytest.mark.parametrize(

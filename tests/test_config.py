@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,29 @@ def test_a_parameter_of_a_task_is_finite_too() -> None:
     tasks = [{"name": "chain_sum", "params": {"weights": [1.0, float("nan")]}}]
     said = refusal_of({"data": {"tasks": tasks}})
     assert "data.tasks.0.params.weights.1: must be a finite number (got nan)" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "value", "said"),
+    [
+        ("data.chat_arguments.date_string", "2026-11-25", r"chat_arguments\.date_string: must be in quotes, as text"),
+        ("engine.vllm.times", "[08:00:00]", r"engine\.vllm\.times\.0: must be in quotes, as text \(got 08:00:00\)"),
+    ],
+)
+def test_a_date_without_quotes_is_refused(recipe: Path, override: str, value: str, said: str) -> None:
+    assert re.search(said, refusal(recipe, f"--{override}", value))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"data": {"tasks": [{"name": "chain_sum", "params": {"x": {1}}}]}},
+        {"data": {"path": "-", "chat": True, "chat_arguments": {"tools": [{"x": len}]}}},
+        {"engine": {"vllm": {"x": Path()}}},
+    ],
+)
+def test_arguments_that_a_checkpoint_cannot_hold_are_refused(section: dict[str, Any]) -> None:
+    assert "input was not a valid JSON value" in refusal_of(section)
 
 
 def test_an_empty_stop_string_is_refused(recipe: Path) -> None:

@@ -304,6 +304,35 @@ def test_a_data_set_that_cannot_be_read_as_it_was_saved_is_refused(tmp_path: Pat
         texts(old)
 
 
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        (("test-00000-of-00001.jsonl", "train-00000-of-00001.jsonl"), ("*test*.jsonl", "*train*.jsonl")),
+        (("gsm8k_train.jsonl", "gsm8k_validation.jsonl"), ("*train*.jsonl", "*validation*.jsonl")),
+        (("Dev.jsonl", "train0.jsonl", "train1.jsonl"), ("*Dev*.jsonl", "*train*.jsonl")),
+    ],
+)
+def test_a_folder_with_several_splits_is_refused(
+    tmp_path: Path, names: tuple[str, ...], patterns: tuple[str, ...]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
+    given = ", ".join(f"{tmp_path}/{pattern}" for pattern in patterns)
+    with pytest.raises(DataError, match=rf"holds files of several splits, .*: give one of {re.escape(given)}$"):
+        texts(tmp_path)
+    assert sorted(text for pattern in patterns for text in texts(tmp_path / pattern)) == sorted(names)
+    assert texts(tmp_path / "*.jsonl") == sorted(names), "a pattern says which files are meant"
+
+
+def test_a_folder_of_one_split_is_read_without_what_other_programs_left_there(tmp_path: Path) -> None:
+    names = ["latest.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "training_test.jsonl"]
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
+    (tmp_path / "dataset_infos.json").write_text('{"main": {"splits": {}}}', encoding="utf-8")
+    (tmp_path / "._test.jsonl").write_bytes(b"\x00\x05\x16\x07Mac OS X")
+    assert texts(tmp_path) == names
+
+
 LINES = b'{"question": "one"}\r\n{"question": "zwei \xe2\x80\x93"}\r\n'
 
 

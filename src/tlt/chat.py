@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tlt.config import DataConfig
 from tlt.files import parse_json
@@ -82,6 +83,7 @@ class ChatTemplate:
         self.tokenizer, self.arguments = tokenizer, config.chat_arguments
         self.now = datetime.fromisoformat(config.now) if config.now else datetime.now()
         self._tried: set[tuple[Any, ...]] = set()
+        self._refuse_unread_arguments()
 
     def render(self, turns: Messages) -> str:
         """Return the text up to where the model's answer begins, or goes on if the last message is the assistant's.
@@ -116,6 +118,25 @@ class ChatTemplate:
             )
         return whole
 
+    def _refuse_unread_arguments(self) -> None:
+        from jinja2 import meta
+        from transformers.utils import chat_template_utils
+
+        asked = self.arguments.get("chat_template"), self.arguments.get("tools")
+        template = self.tokenizer.get_chat_template(*asked)
+        try:
+            # with the tags that transformers adds to the language
+            environment = cast(Any, chat_template_utils)._compile_jinja_template(template).environment
+        except Exception as error:
+            raise DataError(f"the tokenizer's chat template is not one: {error}") from None
+        read = meta.find_undeclared_variables(environment.parse(template)) | {"chat_template"}
+        for name in self.arguments.keys() - read:
+            near = difflib.get_close_matches(name, read, cutoff=0.5)
+            raise DataError(
+                f"the chat template does not read {name} of data.chat_arguments: "
+                + (f"did you mean {' or '.join(near)}?" if near else "leave it out")
+            )
+
     def _refuse_unknown_roles(self, turns: Messages) -> None:
         """Many templates write whatever role they are given."""
         for turn in turns:
@@ -139,7 +160,11 @@ class ChatTemplate:
     def _refuse_dropped(self, turns: Messages) -> None:
         """Raise DataError for a message that does not reach the text. What a template leaves out of a model's own
         earlier words is as in its training: its reasoning, and what it says with a tool call."""
-        marked = [turn | {"content": (turn.get("content") or "") + _mark(i)} for i, turn in enumerate(turns)]
+        plain = self._apply(turns)
+        marked = [
+            turn if turn.get("tool_calls") else turn | {"content": turn["content"] + _mark(i)}
+            for i, turn in enumerate(turns)
+        ]
         text = self._apply(marked)
         for i, turn in enumerate(turns):
             said = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
@@ -150,10 +175,17 @@ class ChatTemplate:
                 )
             for key in ("tool_calls", "tools"):
                 without = [*turns[:i], {k: v for k, v in turn.items() if k != key}, *turns[i + 1 :]]
-                if turn.get(key) and self._apply(without) == self._apply(turns):
+                if turn.get(key) and self._writes(without, plain):
                     raise DataError(
                         f"the tokenizer's chat template leaves out the {key} of {said}: leave such rows out"
                     )
+
+    def _writes(self, turns: Messages, text: str) -> bool:
+        """Return whether the template makes this text of the messages. It may refuse a message that lost a key."""
+        try:
+            return self._apply(turns) == text
+        except DataError:
+            return False
 
 
 def _mark(place: int) -> str:

@@ -39,8 +39,9 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
         asked = _asked(question, config)
-        if not is_text(str(asked)):
-            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {str(asked)[:80]!a}")
+        written = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False, default=str)
+        if not is_text(written):
+            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {written[:80]!a}")
         try:
             token_ids = tuple(encode(asked))
         except DataError as error:
@@ -99,7 +100,7 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 
     def encode(question: Question) -> Sequence[int]:
         turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        if config.system and turns[0]["role"] != "system":
+        if config.system and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": config.system})
         whole = template.render(turns)
         refuse_tag_twice(whole, config.prefill)

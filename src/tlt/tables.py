@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ class DataError(ValueError):
 
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
 _OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # beside the .arrow files of a data set that `datasets` saved
-_NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json"}
+_NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json", "dataset_infos.json"}
+_SPLITS = {  # the words by which `datasets` knows the split of a file
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_OF_FUNCTIONS = ("tool_calls", "tools")  # their objects have other keys in each row
 _GZIP = b"\x1f\x8b"
 
 
@@ -37,7 +44,8 @@ def files_of(path: str) -> list[Path]:
     if (place / "dataset_dict.json").is_file() or all((place / name).is_file() for name in _OF_ONE_SPLIT):
         return _saved(place)
     if place.is_dir():
-        found = [file for file in place.iterdir() if file.name.endswith(KINDS)]
+        found = [file for file in place.iterdir() if file.name.endswith(KINDS) and not file.name.startswith(".")]
+        _refuse_splits(found)
     elif place.is_file():
         return [place]
     else:
@@ -53,6 +61,20 @@ def files_of(path: str) -> list[Path]:
     if not found:
         raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
     return found
+
+
+def _refuse_splits(files: list[Path]) -> None:
+    """Raise DataError for files of several splits, as data sets of the Hugging Face hub have them in one folder."""
+    by_split: dict[str, str] = {}
+    for file in sorted(files):
+        word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in _SPLITS), None)
+        if word:
+            by_split[_SPLITS[word.lower()]] = str(file.parent / f"*{word}*{file.suffix}")
+    if len(by_split) > 1:
+        raise DataError(
+            f"{files[0].parent} holds files of several splits, {', '.join(by_split)}: give one of "
+            f"{', '.join(by_split.values())}"
+        )
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -94,7 +116,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     pyarrow = _pyarrow(path)
     with telling(DataError, f"{path} is not a Parquet file that can be read"):
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    yield from _numbered(rows)
 
 
 def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
@@ -105,7 +127,20 @@ def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
         pyarrow.ipc.open_stream(source) as stream,
     ):
         rows = stream.read_all().to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    yield from _numbered(rows)
+
+
+def _numbered(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(rows):
+        yield f"row {number}", {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any, in_call: bool = False) -> Any:
+    """Drop the nulls in tool calls. Arrow gives the arguments of one function to the calls of all, as null."""
+    if isinstance(value, dict):
+        kept = {key: _without_nulls(item, in_call or key in _OF_FUNCTIONS) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None or not (in_call or key in _OF_FUNCTIONS)}
+    return [_without_nulls(item, in_call) for item in value] if isinstance(value, list) else value
 
 
 def _pyarrow(path: Path) -> Any:

@@ -22,6 +22,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings holds an empty text: leave it out")
+
 
 def column(row: Any, name: str) -> Any:
     """The value under a name, or a path of names such as `reward_model.ground_truth`; None where there is none."""

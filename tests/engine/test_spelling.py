@@ -47,10 +47,10 @@ def byte_level() -> Any:
     return with_specials(words)
 
 
-def byte_fallback() -> Any:
+def byte_fallback(more: str = "") -> Any:
     """As in Llama 2: the decoder strips the space that a text begins with, and joins bytes only if all are valid."""
     merges = [("▁", "a"), ("a", "b"), ("é", "▁")]
-    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefé\n", *map("".join, merges)]
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefé\n", *more, *map("".join, merges)]
     words = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, byte_fallback=True))
     words.normalizer = normalizers.Replace(" ", "▁")
     words.decoder = decoders.Sequence(
@@ -112,6 +112,20 @@ def test_random_tokens_stop_where_transformers_stops(make: Any) -> None:
             assert first_stop(stops, tokens, strings) == wanted, (strings, tokenizer.convert_ids_to_tokens(tokens))
             ended += wanted is not None
     assert ended > 100
+
+
+def test_a_token_may_be_the_replacement_character_itself() -> None:
+    """As in Llama 2's vocabulary, where it is no sign of half a character."""
+    tokenizer = byte_fallback("\N{REPLACEMENT CHARACTER}")
+    spell = Detokenizer(tokenizer).spell
+    assert spell(tokenizer.get_vocab()["\N{REPLACEMENT CHARACTER}"]) == b"\xef\xbf\xbd"
+    assert spell(tokenizer.get_vocab()["<0xEF>"]) == b"\xef"
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    """It would end every response at its first token."""
+    with pytest.raises(ValueError, match=r"stop_strings holds an empty text: leave it out"):
+        SamplingParams(stop_strings=("</answer>", ""))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -88,6 +89,8 @@ def _no_values(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, f"must be a finite number (got {tree})"
     if isinstance(tree, int) and abs(tree) >= 2**63:
         yield key, "must be a number of at most 63 bits"
+    if isinstance(tree, (date, time)):
+        yield key, f"must be in quotes, as text (got {tree})"
     if isinstance(tree, str) and not (is_text(tree) and "\0" not in tree):
         yield key, f"must be text (got {tree!a})"
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()

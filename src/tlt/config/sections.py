@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tlt.config.lora import LoraConfig
 from tlt.config.registry import TRACKERS
@@ -28,7 +28,7 @@ class TaskConfig(Section):
     """a reasoning-gym task, such as `chain_sum`"""
     weight: float = Field(default=1.0, gt=0, le=1e30)
     """share of the mixture, against the other tasks' weights"""
-    params: dict[str, Any] = {}
+    params: dict[str, JsonValue] = {}
     """the task's own parameters, as reasoning-gym names them"""
     stage: int = Field(default=0, ge=0)
     """a curriculum: the first epoch goes through the stages in order, later ones mix them all"""
@@ -51,7 +51,7 @@ class DataConfig(Section):
     """put that text into the tokenizer's chat template, as the user's turn; lists of messages need it"""
     system: str = ""
     """with `chat`, a system message before prompts that have none"""
-    chat_arguments: dict[str, Any] = {}
+    chat_arguments: dict[str, JsonValue] = {}
     """with `chat`, of the template, such as { enable_thinking = false }"""
     now: str | None = None
     """with `chat`, the time for templates that write the date, such as `2026-11-25`; left out: when the run began"""
@@ -123,7 +123,7 @@ class EngineConfig(Section):
     """bound of the key-value cache; a request that does not fit waits, one that outgrows it is preempted and resumed"""
     prefill_tokens: int = Field(default=2048, gt=0)
     """tokens of one prefill pass, padding counted"""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, JsonValue] = {}
     """more arguments for vLLM, by its own names, such as `tensor_parallel_size` or `enforce_eager`"""
 
     @property
