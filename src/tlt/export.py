@@ -42,6 +42,7 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
 
     The folder is written under another name, compared with the source, and renamed."""
     refuse_to_overwrite(out)
+    out = out.resolve()  # `.` has no name of its own
     draft = out.parent / f".{out.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

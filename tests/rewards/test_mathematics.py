@@ -178,3 +178,20 @@ def test_a_right_answer_that_is_empty_is_refused(name: str, gold: Any) -> None:
     row = {"question": "q", "solution": "1", "answer": gold}
     with pytest.raises(RewardError, match=r"prompt 0 has no answer .*its other columns are question, solution"):
         refuse_unanswered(config(name), [Prompt(0, "one", (1,), row)])
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        (".5", "5", False),
+        (".5", "0.5", True),
+        ("5", ".5", False),
+        ("-.5", "-1/2", True),
+        ("A", "A, B, C, D", False),
+        ("A", "A or B", False),
+        ("B", "A triangle has three sides, so it is B.", True),
+        ("A", "A is the answer", True),
+    ],
+)
+def test_a_decimal_point_counts_and_several_choices_are_none(gold: str, answer: str, right: bool) -> None:
+    assert equal(gold, answer) == right

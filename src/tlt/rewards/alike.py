@@ -16,18 +16,27 @@ _SHOWN = 500
 
 
 def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
-    """Log a response, what each reward term saw of it, and its scores, if all rewards of the step are equal.
+    """Log a response, what each reward term saw of it, and its scores, if all rewards of the step are equal, or all
+    scores but those of the length.
 
     It is the longest response that ended by itself, because an answer that was cut off is 0 for that reason.
     """
     rewarded = [response for group in groups for response in group.responses if response.reward is not None]
-    if len(rewarded) < 2 or len({response.reward for response in rewarded}) > 1:
+    names = [name for name, term in named_terms(config) if term.name != "length"]
+    scores = {tuple(response.scores.get(name) for name in names) or response.reward for response in rewarded}
+    if len(rewarded) < 2 or len(scores) > 1:
         return
     shown = max(rewarded, key=lambda response: (response.finish_reason == "stop", len(response.token_ids)))
     ended = "ended by itself" if shown.finish_reason == "stop" else "was cut off, as all others were"
     terms = [f"{name}: {_score(shown, name)}, from {seen(term, shown, config)}" for name, term in named_terms(config)]
+    if len({response.reward for response in rewarded}) == 1:
+        what = f"all {len(rewarded)} rewards of the first step are {shown.reward:g}, so that it teaches nothing"
+    else:
+        what = (
+            f"all {len(rewarded)} responses of the first step score alike but for length, which alone it teaches"
+        )
     lines = [
-        f"all {len(rewarded)} rewards of the first step are {shown.reward:g}, so that it teaches nothing; for example",
+        f"{what}; for example",
         f"prompt {shown.request.prompt.prompt_id}: {_end(shown.request.prompt.text)!r}",
         f"response, which {ended}: {_end(shown.text)!r}",
         *terms,

@@ -24,6 +24,9 @@ _WRITTEN_OTHERWISE = [
 _CHOICE = re.compile(r"(?:\\[a-z]+\s*\{\s*)*(?:\(([A-E])\)|([A-E]))[\s.}]*", re.DOTALL)
 _TEXT = re.compile(r"(?:\\boxed\s*\{)?\s*\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}[\s.}]*")
 _CHOICES = tuple("ABCDE")
+_LETTER = re.compile(r"(?<![A-Za-z'])[A-E](?![A-Za-z'])")
+_ARTICLE = re.compile(r"(?<![A-Za-z'])A(?= (?!is\b|or\b|and\b|because\b)[a-z])")
+_AROUND = re.compile(r"^(?:[ ,;:=*\n]|\.(?!\d))+|[ .,;:=*\n]+$")  # no decimal point in front of digits
 
 
 def is_mathematics(gold: str) -> bool:
@@ -42,7 +45,8 @@ def equal(gold: str, answer: str) -> bool:
     if choice := _CHOICE.fullmatch(gold.strip()):
         letters = StringExtractionConfig(strings=_CHOICES, lowercase=False)
         bare = re.sub(r"\\[a-zA-Z]+|[][(){}$\\]", " ", answer)
-        return (choice[1] or choice[2]) in parse(bare, [letters], parsing_timeout=None)  # type: ignore[arg-type]
+        said, right = set(_LETTER.findall(_ARTICLE.sub("", bare))), choice[1] or choice[2]
+        return said <= {right} and right in parse(bare, [letters], parsing_timeout=None)  # type: ignore[arg-type]
     if text := _TEXT.fullmatch(gold.strip()):
         said = _TEXT.fullmatch(answer.strip(" \n$"))
         return _folded(text[1]) == _folded(said[1] if said else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
@@ -68,7 +72,7 @@ def delimited(text: str) -> str:
     if words and blanked == text:
         return text
     borders = [0, *(border for word in words for border in word.span()), len(text)]
-    pieces = [text[start:end].strip(" .,;:=*\n") for start, end in zip(borders[::2], borders[1::2], strict=True)]
+    pieces = [_AROUND.sub("", text[start:end]) for start, end in zip(borders[::2], borders[1::2], strict=True)]
     found = next(filter(None, reversed(pieces)), "")
     for pattern, meant in _WRITTEN_OTHERWISE:
         found = pattern.sub(meant, found)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -182,7 +182,10 @@ def _users(
     def scores(asked: Asked) -> list[Any]:
         try:
             given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
-            found = list(asyncio.run(given) if inspect.iscoroutine(given) else given)
+            given = asyncio.run(given) if inspect.iscoroutine(given) else given
+            if isinstance(given, str | bytes | Mapping | Set):  # these would be iterated as well
+                raise TypeError(f"it gave a {type(given).__name__}, not a list of numbers")
+            found = list(given)
         except Exception as error:
             return [error] * len(asked)
         if len(found) != len(asked):

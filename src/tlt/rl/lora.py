@@ -33,10 +33,13 @@ class AdaptedPolicy(Policy):
         file = Path(folder) / FILE
         if file.is_file():
             inner = {_inner(name): tensor for name, tensor in load_file(file).items()}
-            if unknown := model.load_state_dict(inner, strict=False).unexpected_keys:
+            found = model.load_state_dict(inner, strict=False)
+            if unknown := found.unexpected_keys:
                 raise ModelError(
                     f"{file} has adapters that train.lora does not ask for ({unknown[0]}): set its targets"
                 )
+            if missing := [name for name in found.missing_keys if ".lora_" in name]:
+                raise ModelError(f"{file} lacks the adapter {missing[0]}: restore it, or set train.lora.targets")
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -77,6 +80,9 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     if tied := is_tied(model):
         _set_head(model, model.get_input_embeddings().weight.clone(), tied=False)
     adapted = peft.PeftModel.from_pretrained(model, str(adapters)).eval()
+    wanted = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    if odd := sorted(wanted ^ load_file(adapters / FILE).keys()):  # PEFT leaves out what does not fit
+        raise ModelError(f"{adapters / FILE} does not fit adapter_config.json beside it, see {odd[0]}: restore it")
     tokens = torch.arange(min(_TOKENS, model.config.vocab_size))[None]
     trained = adapted(tokens).logits.softmax(-1)
     model = adapted.merge_and_unload()
