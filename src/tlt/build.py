@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -177,7 +178,7 @@ def make_tuner(
     drafters, layout = make_drafters(config, target, layer)
     arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
     known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
-    return Bandit(arms, profile(target, engine, drafters, arms, layout), known)
+    return Bandit(arms, partial(profile, target, engine, drafters, arms, layout), known)
 
 
 def steps_ahead(config: SpeculationConfig) -> int:
