@@ -185,7 +185,7 @@ def tuned(world: World, seed: int) -> float:
         rows: {arm: world.typical(arm, rows) * rng.uniform(0.93, 1.07) for arm in world.seconds}
         for rows in (1, 2, 4, 8, 16, 32, 64)
     }
-    bandit = Bandit(world.seconds, profile, world.chances, seed)
+    bandit = Bandit(world.seconds, lambda: profile, world.chances)
     drafters = {arm.drafter for arm in world.seconds}
     return spent(
         play(

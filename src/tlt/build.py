@@ -187,9 +187,12 @@ def make_tuner(
     drafters, layout = make_drafters(config, target, layer)
     arms = with_ahead(strategies([drafter.name for drafter in drafters], config.trees))
     known = {drafter.name: drafter.agreement for drafter in drafters if drafter.agreement is not None}
-    with working("start-up profile"):
-        seconds = profile(target, engine, drafters, arms, layout)
-    return Bandit(arms, seconds, known)
+
+    def measure() -> dict[int, dict[Strategy, float]]:
+        with working("start-up profile"):
+            return profile(target, engine, drafters, arms, layout)
+
+    return Bandit(arms, measure, known)
 
 
 def steps_ahead(config: SpeculationConfig) -> int:

@@ -21,7 +21,6 @@ def test_what_was_cut_short_says_nothing_of_what_would_have_come() -> None:
     three, in the same round: one right to the end, one wrong at the third."""
     guesses = AcceptanceModel()
     guesses.add(EAGLE, [3, 3], [4, 3])
-    guesses.seen[EAGLE] *= 64 / 63  # as though it were the same round, of the same weight
     guesses.add(EAGLE, [2] * 10, [2] * 3 + [3] * 5 + [1] * 2)
     assert chances(guesses, 3) == pytest.approx([10 / 12, 7 / 10, 1 / 2])
     assert [reached for reached, _ in guesses.levels(EAGLE, 4)] == pytest.approx([12, 10, 2, 0])
@@ -59,17 +58,22 @@ def test_chains_of_any_depth_find_the_same_chances() -> None:
 
 def test_it_follows_a_change_and_keeps_drafters_apart() -> None:
     guesses = AcceptanceModel()
-    for _ in range(200):
-        guesses.add(EAGLE, [2] * 4, [3] * 4)
-    for _ in range(200):
-        guesses.add(("suffix", 2), [2] * 4, [1] * 4)
+    for turn in range(400):
+        guesses.age()
+        if turn < 200:
+            guesses.add(EAGLE, [2] * 4, [3] * 4)
+        else:
+            guesses.add(("suffix", 2), [2] * 4, [1] * 4)
     assert chances(guesses, 1) == [1.0]  # the older it is, the less it counts, but it says what it said
     assert guesses.levels(EAGLE, 1)[0][0] < 20
     for _ in range(200):
+        guesses.age()
         guesses.add(EAGLE, [2] * 4, [1] * 4)
     assert guesses.chance(EAGLE, 0, 0.5, weight=2.0) < 0.01
-    guesses.fade("eagle", 0.0)
+    guesses.forget("eagle")
     assert set(guesses.seen) == {("suffix", 2)}
+    guesses.assume(EAGLE, 3, 0.5, rows=8)
+    assert guesses.levels(EAGLE, 4) == [(8, 4), (4, 2), (2, 1), (0, 0)]
 
 
 def test_its_state_is_a_copy_that_survives_json() -> None:

@@ -352,7 +352,7 @@ def test_tokens_with_the_bandit() -> None:
     arms = strategies(["eagle", "suffix"], trees=True)
     rng = np.random.default_rng(0)
     profile = {rows: {arm: float(rng.uniform(0.5, 2.0)) for arm in arms} for rows in (1, 4, 16)}
-    bandit, record = Bandit(arms, profile), Bandit.record
+    bandit, record = Bandit(arms, lambda: profile), Bandit.record
 
     def by_a_random_clock(result: RoundResult) -> None:
         record(bandit, result._replace(seconds=float(rng.uniform(0.5, 2.0))))

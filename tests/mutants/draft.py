@@ -601,20 +601,6 @@ MUTANTS = [
         "rl/test_teacher.py",
     ),
     Mutant(
-        "a drafter that is of no use in a bucket is never tried there again",
-        "engine/bandit.py",
-        "            guesses.fade(drafter, 0.0)\n",
-        "            pass\n",
-        "engine/test_tuner.py",
-    ),
-    Mutant(
-        "what was seen of a drafter counts for its successor as before",
-        "engine/bandit.py",
-        "0.0 if much_better else _ROWS_OF_PREDECESSOR",
-        "0.0 if much_better else 1e9",
-        "engine/test_tuner.py",
-    ),
-    Mutant(
         "nobody is told to forget",
         "draft/lifecycle.py",
         "[Forget(self.workers)] if is_fresh and self.gate.fresh(in_use) else []",

@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(
         "how far look-aheads are right is not learned",
         "engine/bandit.py",
-        "                guesses.add(_LOOK_AHEAD, levels, right)\n",
+        "            self.seen_ahead.add(_LOOK_AHEAD, levels, right)\n",
         "            pass\n",
         TUNER,
     ),
@@ -337,8 +337,8 @@ MUTANTS = [
     Mutant(
         "what look-aheads were worth is not read back",
         "engine/bandit.py",
-        "drafters = {arm.drafter for arm in self.strategies} | {_LOOK_AHEAD[0]}",
-        "drafters = {arm.drafter for arm in self.strategies}",
+        'self.seen_ahead.load_state(state.get("seen_ahead", ()), {_LOOK_AHEAD[0]})',
+        "pass",
         TUNER,
     ),
     # -- many workers

@@ -138,9 +138,9 @@ class Worker:
     def decode(self, work: Work, seconds: float) -> Slice:
         """Decode for so many seconds, at least one round, or until nothing is left. Raises ValueError for a request
         that can never run."""
-        began = time.perf_counter()
         engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)
         self._enter_rollout(work.rollout, work.drafts, engine)
+        began = time.perf_counter()  # the first rollout begins with the start-up profile, which is no part of a slice
         other.release()
         engine.look_ahead(())
         self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}

@@ -22,11 +22,14 @@ class AcceptanceModel:
         self.seen: dict[Source, np.ndarray] = {}
         """[levels, 2]: rows that reached it, and rows that were right"""
 
-    def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
-        """A round: `tokens` that each row committed, the target's own one among them, with a draft of so many levels
-        (at most)."""
+    def age(self) -> None:
+        """Have what was seen count for less: a round has passed, in which this drafter or another one was used."""
         for levels in self.seen.values():
             levels *= _KEPT
+
+    def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count `tokens` that each row committed, the target's own one among them, with a draft of so many levels (at
+        most)."""
         deepest = max(depths)
         levels = self.seen.get(source, np.zeros((0, 2)))
         if len(levels) < deepest:
@@ -46,13 +49,13 @@ class AcceptanceModel:
         """Of this level, counted from 0."""
         return chance(self.levels(source, level + 1)[level], prior, weight)
 
-    def fade(self, drafter: str, rows: float) -> None:
-        """What was seen of the drafter counts as at most so many rows from now on; 0: it is forgotten."""
-        if rows == 0:
-            self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
-        for source, levels in self.seen.items():
-            if source[0] == drafter and levels.max(initial=0.0) > rows:
-                levels *= rows / levels.max()
+    def assume(self, source: Source, depth: int, chance: float, rows: float) -> None:
+        """Count so many rows, of which this share was right at every level."""
+        reached = rows * chance ** np.arange(depth)
+        self.seen[source] = np.stack([reached, reached * chance], axis=1)
+
+    def forget(self, drafter: str) -> None:
+        self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
 
     def state(self) -> list[Any]:
         """Plain data."""

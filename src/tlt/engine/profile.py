@@ -1,4 +1,4 @@
-"""The start-up profile: what a round takes by live rows and strategy, in a few seconds, before anything was decoded."""
+"""The start-up profile: what a round takes by live rows and strategy, from a few timed passes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
-_PROMPT, _NEW, _REPEATS = 96, 64, 5
-_LONG_ENOUGH = 0.15  # seconds of a call, after which it is not repeated: what takes long varies little
-_SHORT, _LONG = 1, 5  # levels of the drafts that are timed: the first one costs more than those below
-_ROWS, _NODES = (1, 4, 16, 64, 256), (1, 4, 17, 33, 64)
-_MOST_TOKENS = 4096  # of a pass that is timed; what wider ones take is told from the others
+_SECONDS = 2.0  # for all timed calls; what these do not show is learned from the rounds of the rollout
+_REPEATS = 5
+_ROWS = 16
+_NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the passes that are timed
+_LEVELS = (1, 3)  # of the drafts that are timed: the first level costs more than those below
+_TOKENS = 8  # of the prompt, and of a response
 
 
 def profile(
@@ -35,93 +36,95 @@ def profile(
     strategies: Sequence[Strategy],
     layout: FeatureLayout | None,
 ) -> dict[int, dict[Strategy, float]]:
-    """rows -> strategy -> seconds of a round, from synthetic rows. The drafters are used up: give fresh ones."""
-    counts = sorted({min(rows, config.max_rows) for rows in _ROWS})
-    return {rows: _profile_rows(target, config, drafters, strategies, layout, rows) for rows in counts}
+    """Return rows -> strategy -> seconds of a round. The drafters are used up: give fresh ones.
+
+    What a pass over B rows of N tokens takes depends on B x N alone. So passes over one row and over a few rows are
+    timed, and all others follow from these."""
+    shapes = sorted({(s.drafter, s.branching) for s in strategies if s.drafter != PLAIN.drafter})
+    passes: dict[int, float] = {}
+    drafts: dict[tuple[str, int, int], dict[int, float]] = {}
+    for count, seconds in {1: _SECONDS / 3, min(_ROWS, config.max_rows): _SECONDS * 2 / 3}.items():
+        engine = _engine(target, config, drafters, layout, count)
+        live = len(engine.rows)  # a small cache holds fewer
+        nodes = [n for n in _NODES if n <= most_nodes(live, target.options.vocab_size)]
+        calls: dict[Hashable, tuple[int, Callable[[], object]]] = {
+            (*shape, level): (0, partial(_draft, engine, shape, level)) for shape in shapes for level in _LEVELS
+        }
+        calls |= {n: (n * live, partial(_verify, engine, n)) for n in nodes}
+        for name, least in _least_seconds(calls, seconds, target.device).items():
+            if isinstance(name, int):
+                passes[name * live] = least
+            elif isinstance(name, tuple):
+                drafts.setdefault(name, {})[live] = least
+    counts = sorted({min(2**power, config.max_rows) for power in range(config.max_rows.bit_length() + 1)})
+    return {count: {s: _seconds_of(s, count, passes, drafts) for s in strategies} for count in counts}
 
 
-def _profile_rows(
-    target: Decoder,
-    config: EngineConfig,
-    drafters: Sequence[Drafter],
-    strategies: Sequence[Strategy],
-    layout: FeatureLayout | None,
+def _seconds_of(
+    strategy: Strategy,
     rows: int,
-) -> dict[Strategy, float]:
-    most = most_nodes(rows, target.options.vocab_size)
-    nodes = [n for n in _NODES if n <= most and (n * rows <= _MOST_TOKENS or n <= _NODES[2])]
-    widest = Strategy("plain", max(max(s.depth for s in strategies), nodes[-1] - 1), 1, nodes[-1])
+    passes: Mapping[int, float],
+    drafts: Mapping[tuple[str, int, int], Mapping[int, float]],
+) -> float:
+    verifying = _extrapolate(passes, rows * strategy.nodes)
+    if strategy.drafter == PLAIN.drafter:
+        return verifying
+    first, low = (_extrapolate(drafts[strategy.drafter, strategy.branching, level], rows) for level in _LEVELS)
+    further = max(0.0, low - first) / (_LEVELS[1] - _LEVELS[0])
+    return verifying + first + (strategy.depth - _LEVELS[0]) * further
+
+
+def _extrapolate(points: Mapping[int, float], x: int) -> float:
+    """Interpolate, and go on along the last two points beyond them."""
+    *_, before, last = min(points), *sorted(points)
+    beyond = max(0, x - last) / max(1, last - before)
+    return interpolate(points, x) + beyond * max(0.0, points[last] - points[before])
+
+
+def _engine(
+    target: Decoder, config: EngineConfig, drafters: Sequence[Drafter], layout: FeatureLayout | None, rows: int
+) -> Engine:
+    """Return an engine in which so many rows have begun to decode the same prompt."""
+    widest = Strategy(PLAIN.drafter, max(_NODES) - 1, 1, max(_NODES))
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
-    longest = min(_PROMPT + _NEW, target.options.max_positions)
-    new = min(_NEW, -(-longest // 2))
+    length = min(_TOKENS, target.options.max_positions // 2)
     # a small cache has room for one row of the profile all the same
-    engine.cache.bound_tokens = max(engine.cache.bound_tokens, longest + engine.rollout.scheduler.headroom)
-    engine.start(_requests(rows, target.options.vocab_size, min(_PROMPT, longest - new), new))
+    engine.cache.bound_tokens = max(engine.cache.bound_tokens, 2 * length + engine.rollout.scheduler.headroom)
+    prompt = Prompt(-1, "", tuple(i % target.options.vocab_size for i in range(length)))
+    engine.start([Request(prompt, 0, 0, i, SamplingParams(max_new_tokens=length)) for i in range(rows)])
     engine.round()  # prefill
-    drafts = {(s.drafter, d, s.branching) for s in strategies if s.drafter != PLAIN.drafter for d in (_SHORT, _LONG)}
-    least = _least_seconds(
-        {
-            **{n: partial(_verify, engine, widest, _chain(n, target.options.max_positions - longest)) for n in nodes},
-            **{d: partial(_draft, engine, Strategy(*d, widest.verify_tokens)) for d in drafts},
-            PLAIN: engine.round,  # the last call, because the rows may end with it
-        },
-        min(_REPEATS, new - 1),
-        target.device,
-    )
-    # more nodes or levels take no less; short calls may be timed so by noise
-    verify = {n: max(0.0, least[n] - least[1]) for n in nodes}
-    costs = {PLAIN: least[PLAIN]}
-    for s in strategies:
-        drafting = 0.0
-        if s.drafter != PLAIN.drafter:
-            short, long = (least[s.drafter, depth, s.branching] for depth in (_SHORT, _LONG))
-            drafting = short + (s.depth - _SHORT) * max(0.0, long - short) / (_LONG - _SHORT)
-        costs[s] = least[PLAIN] + _extrapolate(verify, s.nodes) + drafting
-    return costs
+    return engine
 
 
-def _extrapolate(seconds: Mapping[int, float], nodes: int) -> float:
-    """Beyond the widest pass that was timed, as its width grows."""
-    widest = max(seconds)
-    return interpolate(seconds, nodes) * max(1.0, (nodes - 1) / max(1, widest - 1))
-
-
-def _verify(engine: Engine, strategy: Strategy, tree: DraftTree) -> None:
-    engine.make_room(strategy)  # rows have grown since the last round; a small cache holds fewer of them by now
+def _verify(engine: Engine, nodes: int) -> None:
+    strategy = Strategy(PLAIN.drafter, nodes - 1, 1, nodes)
+    engine.make_room(strategy)
+    tree = DraftTree.chain(0, [0] * (nodes - 1))
     engine.verify(engine.open_round(strategy), [tree] * len(engine.rows))
 
 
-def _draft(engine: Engine, strategy: Strategy) -> None:
-    engine.draft(engine.open_round(strategy))
-
-
-def _requests(rows: int, vocab_size: int, length: int, new: int) -> list[Request]:
-    """Make requests of random prompts that no stop token ends."""
-    tokens = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
-    params = SamplingParams(max_new_tokens=new)
-    return [Request(Prompt(-1 - i, "", tuple(t)), 0, 0, i, params) for i, t in enumerate(tokens)]
-
-
-def _chain(nodes: int, deepest: int) -> DraftTree:
-    """Make a chain whose nodes below `deepest` share its position, because the model has no position beyond."""
-    order = list(range(nodes))
-    depths = [min(n, deepest) for n in order]
-    return DraftTree([0] * nodes, [max(0, n - 1) for n in order], depths, [1.0] * nodes, [-1] * nodes)
+def _draft(engine: Engine, shape: tuple[str, int], levels: int) -> None:
+    drafter, branching = shape
+    engine.draft(engine.open_round(Strategy(drafter, levels, branching, max(_NODES))))
 
 
 def _least_seconds(
-    calls: Mapping[Hashable, Callable[[], object]], repeats: int, device: torch.device
+    calls: Mapping[Hashable, tuple[int, Callable[[], object]]], most: float, device: torch.device
 ) -> dict[Hashable, float]:
-    """Of each call, in turns and at its fastest: a machine that is slow for a moment must not make one look dear."""
-    least, spent = dict.fromkeys(calls, math.inf), dict.fromkeys(calls, 0.0)
-    for _ in range(repeats):
-        for name, call in calls.items():
-            if spent[name] > _LONG_ENOUGH:
-                continue
+    """Return the least seconds of each call (tokens of its pass, function), made in turns. The calls are sorted by
+    their tokens. A call is left out if all would take longer than `most` seconds with it."""
+    least: dict[Hashable, float] = {}
+    began, rate = time.perf_counter(), 0.0
+    for _ in range(_REPEATS):
+        for name, (tokens, call) in calls.items():
             start = time.perf_counter()
+            expected = least.get(name, rate * tokens)
+            if rate and start - began + expected > most:
+                continue
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - start
-            least[name], spent[name] = min(least[name], seconds), spent[name] + seconds
+            least[name] = min(least.get(name, math.inf), seconds)
+            rate = seconds / tokens if tokens else rate
     return least

@@ -32,9 +32,7 @@ def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
     if len({response.reward for response in rewarded}) == 1:
         what = f"all {len(rewarded)} rewards of the first step are {shown.reward:g}, so that it teaches nothing"
     else:
-        what = (
-            f"all {len(rewarded)} responses of the first step score alike but for length, which alone it teaches"
-        )
+        what = f"all {len(rewarded)} responses of the first step score alike but for length, which alone it teaches"
     lines = [
         f"{what}; for example",
         f"prompt {shown.request.prompt.prompt_id}: {_end(shown.request.prompt.text)!r}",
