@@ -214,7 +214,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     },
     "a config.json that is UTF-16": (
         lambda c: c.edit(c.model / "config.json", lambda text: text.decode().encode("utf-16")),
-        r"config\.json is not valid JSON: it is UTF-16 or UTF-32: save it as UTF-8\)$",
+        r"config\.json begins with a byte-order mark: save it as UTF-8 without one",
     ),
     "no weights": (lambda c: c.weights.unlink(), r"safetensors"),
     "truncated weights": (lambda c: c.edit(c.weights, half), r"model\.safetensors"),
@@ -345,7 +345,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a batched reward as TRL has them": (
         lambda c: (own_reward(c, "of_trl"), c.set("reward", batched=True)),
-        r"has 'completions' as TRL and verl name it, to whom 'prompts' is another thing than to tlt: write f\(prompt",
+        r"has the parameters \(prompts, completions\b.*let it begin with \(prompt, answer\)",
     ),
     "a reward that asks for a column": (
         lambda c: own_reward(c, "of_a_column"),
