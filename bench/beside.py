@@ -50,7 +50,7 @@ class Pair:
         while "decode" in calls:
             if train and "spot" not in calls:
                 self.spots += 1
-                calls["spot"] = self.pool.submit(1, "spot", self.config.cluster.slice_seconds, self.spots)
+                calls["spot"] = self._train()
             for handle in self.pool.wait(list(calls.values())):
                 name = next(name for name, call in calls.items() if call == handle)
                 result = self.pool.result(calls.pop(name))
@@ -64,6 +64,9 @@ class Pair:
             self.pool.interrupt(1, self.spots)
             self.pool.wait([calls["spot"]])
         return slices
+
+    def _train(self) -> Any:
+        return self.pool.submit(1, "train_drafter", None, self.config.cluster.slice_seconds, self.spots)
 
     def _decode(self, worker: int, requests: Sequence[Request] = ()) -> Any:
         return self.pool.submit(worker, "decode", Work(self.rollouts, requests), SLICE)

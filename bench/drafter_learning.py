@@ -5,7 +5,7 @@
 
 Seconds are CPU time of one thread, so that they do not depend on what else the machine does. Every seed has its own
 random weights and its own order of the same harvest. The accept length, on held-out prompts, is that of the drafter
-that would go live: the replica of the last judged stretch.
+that would be published: the one of the last stretch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from tlt.config import load_config
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.draft.gate import THRESHOLDS
+from tlt.draft.schedule import RULE
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
 from tlt.drafting import Workbench, evaluate, harvest
@@ -45,16 +45,16 @@ def learn(bench: Workbench, items: list[Harvest], seed: int, points: list[float]
         spot.harvest(item)
     for _ in range(2):  # drafters are judged on the last rollout, and trained on those before it
         spot.target_moved()
-    rows, spent, micro_batches, candidate = [], 0.0, 0, spot.replica()
+    rows, spent, micro_batches, candidate = [], 0.0, 0, spot.state()
     for point in points:
         began = time.process_time()
         while spent + time.process_time() - began < point:
             micro_batches += spot.train(0.0).micro_batches
-            if micro_batches % THRESHOLDS.stretch == 0:
-                candidate = spot.replica()
+            if micro_batches % RULE.stretch == 0:
+                candidate = spot.state()
         spent += time.process_time() - began
         assert candidate, "of training that is finite"
-        result = evaluate(bench, spot.publish(candidate.tensors, None), CHAIN)
+        result = evaluate(bench, spot.publish(candidate, None), CHAIN)
         rows.append(
             {"seed": seed, "seconds": point, "micro_batches": micro_batches, "accept_length": result["accept_length"]}
         )

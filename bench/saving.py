@@ -4,8 +4,8 @@
 
 The drafter has the shape for a target of that hidden size. Three ways are timed in turn: everything at once (the
 trainable tensors, Adam's moments, and the target's embedding and head, as in a plain save), only trained tensors at
-once, and only trained tensors in the background. For the latter the caller waits for a copy, which averaging and
-judging need anyway; so the copy is also timed alone.
+once, and only trained tensors in the background. For the latter the caller waits for a copy, which
+handing the state to another worker needs anyway; so the copy is also timed alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from tlt.draft.average import Replica
 from tlt.draft.eagle import EagleLayer, EagleOptions
-from tlt.draft.saving import DrafterSaver, write
+from tlt.draft.saving import DrafterSaver, TrainerState, write
 from tlt.metrics import provenance, write_json
 
 VOCABULARY = 32_768
@@ -38,16 +36,16 @@ def shape(hidden: int) -> EagleOptions:
     )
 
 
-def training_state(options: EagleOptions) -> dict[str, Tensor]:
-    """Tensors as in `SpotTrainer.replica`: the weights to publish, those in training, and Adam's two moments."""
+def training_state(options: EagleOptions) -> TrainerState:
+    """Tensors as in `SpotTrainer.state`: the weights to publish, those in training, and Adam's two moments."""
     names = {name: t.detach() for name, t in EagleLayer(options).named_parameters()}
     kinds = ("mean", "weight", "exp_avg", "exp_avg_sq")
     tensors = {f"{kind}.{name}": torch.rand_like(t) for kind in kinds for name, t in names.items()}
     return tensors | {"steps": torch.tensor(1.0, dtype=torch.float64)}
 
 
-def snapshot(tensors: dict[str, Tensor]) -> Replica:
-    return Replica({name: tensor.clone() for name, tensor in tensors.items()}, 0)
+def snapshot(tensors: TrainerState) -> TrainerState:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def main() -> None:
@@ -74,19 +72,19 @@ def measure(options: EagleOptions, folder: Path, repeats: int) -> dict[str, Any]
     stalls: dict[str, list[float]] = {"everything": [], "trained": [], "background": [], "copy": [], "written": []}
     for turn in range(repeats):
         began = time.perf_counter()
-        write(folder / "everything", options, turn, Replica(tensors, 0), None)
+        write(folder / "everything", options, turn, tensors, None)
         file = folder / "everything" / "frozen.safetensors"
         save_file({"frozen": frozen}, file)
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
         stalls["everything"].append(time.perf_counter() - began)
         began = time.perf_counter()
-        write(folder / "trained", options, turn, Replica(tensors, 0), None)
+        write(folder / "trained", options, turn, tensors, None)
         stalls["trained"].append(time.perf_counter() - began)
         began = time.perf_counter()
-        replica = snapshot(tensors)
+        copy = snapshot(tensors)
         stalls["copy"].append(time.perf_counter() - began)
-        saver.save(turn, replica)
+        saver.save(turn, copy)
         stalls["background"].append(time.perf_counter() - began)
         saver.wait()
         stalls["written"].append(time.perf_counter() - began)

@@ -17,7 +17,6 @@ COLOURS = {
     "frozen": "#4e79a7",
     "spot": "#59a14f",
     "adaptive": "#b07aa1",
-    "serial": "#e15759",
 }
 PANELS = (("accept_length", "accept length"), ("seconds_by_step", "seconds a step"))
 WIDTH, HEIGHT, EDGE, GAP = 560, 240, 56, 64

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 from tiny import tiny_config
+from tlt.draft.horizon import Decision
 
 from tlt import run as run_module
 from tlt import trackers as trackers_module
@@ -23,7 +24,6 @@ from tlt.completions import CompletionsWriter, read_completions
 from tlt.completions_parquet import ParquetCompletions
 from tlt.config import Config, ConfigError
 from tlt.display import Display
-from tlt.draft.horizon import Decision
 from tlt.measure import measure, tokens_of
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.trackers import Place, Trackers, known_id, names_of, remember_id, scalars

@@ -29,7 +29,7 @@ from tlt.progress import shown
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
-_BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
+_BENCH_MODES = ("plain", "suffix", "frozen", "spot", "adaptive")
 _LONGEST = 1200  # characters of what an error says
 _RECIPE = "TOML file, such as recipes/quickstart.toml"
 _DRAFTER = (

@@ -239,10 +239,8 @@ def _version(m: StepMetrics) -> str:
 
 
 def _training(spot: dict[str, float]) -> str:
-    """Whether the drafter is trained, and for what."""
-    if "saves" not in spot:
-        return ""
-    return f", trained to save {spot['saves']:.1f} s by the end" if spot["saves"] > 0 else ", at rest"
+    """Return whether the drafter is trained or rests."""
+    return ", at rest" if spot["rests"] else ", in training"
 
 
 def _seen_ahead(m: StepMetrics) -> float:
@@ -264,7 +262,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
     if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
-        faster = f", {found['times']:.2f} times plain decoding (measured on {found['plain_rounds']:,.0f} plain rounds)"
+        faster = f", {found['times']:.2f} times plain decoding"
     lines = [
         Text(
             f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "

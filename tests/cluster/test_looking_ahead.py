@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pools import Choose, TestPool
 from tiny import tiny_config
+from tlt.cluster.idle import IdleTime
+from tlt.draft.guard import Guard
 
 from tlt.cluster.ahead import LookingAhead, Value, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
-from tlt.cluster.idle import IdleTime
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadSlice, AheadWork, Slice, Work
 from tlt.draft.ahead import Ahead
-from tlt.draft.guard import Guard
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 

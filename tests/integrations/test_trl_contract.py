@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import EOS, tiny_model
+from tlt.cluster.budget import Budget
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlt.cluster.budget import Budget
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.draft.saving import write

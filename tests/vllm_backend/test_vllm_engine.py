@@ -14,12 +14,12 @@ import fake_vllm
 import pytest
 import torch
 from tiny import tiny_config
+from tlt.draft.gate import THRESHOLDS
 
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
-from tlt.draft.gate import THRESHOLDS
 from tlt.engine.engine import Engine
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.rl.parity import check_parity, take_weights
