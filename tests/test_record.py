@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 from tiny import tiny_config
-from tlt.draft.horizon import Decision
 
 from tlt import run as run_module
 from tlt import trackers as trackers_module
@@ -53,7 +52,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config_of(home)  # makes the model
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     sections: dict[str, Any] = {
-        "speculation": {"drafter": "adaptive", "training": {"budget": 1.0}},
+        "speculation": {"drafter": "adaptive", "training": {"extra": 1.0}},
         "train": {"kl_weight": 0.1, "steps": 3},
         "rollout": {"max_waves": 2, "temperature": 1.0},
         "eval": {"every": 2, "path": str(home / "held_out.jsonl"), "samples": 2},
@@ -95,7 +94,7 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         "outcomes/<outcome>",
         "memory/<process>/cuda",
         "rollout/alarms/<drafter>",
-        *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
+        *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
     }
     missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
     assert missing <= rare
@@ -103,11 +102,6 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
 
 def test_the_page_explains_every_key_of_a_completion(everything: Path) -> None:
     assert names_in("completions.jsonl") == set(read_completions(everything)[0])
-
-
-def test_the_page_explains_every_number_of_a_decision_to_train() -> None:
-    """But for whether it was to train, which is in the decision's name."""
-    assert names_in("Decisions on training the drafter") == set(Decision._fields) - {"trains"}
 
 
 def test_names_have_no_spaces_and_every_number_has_one() -> None:

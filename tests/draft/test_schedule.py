@@ -136,8 +136,10 @@ def test_evaluations_are_summed_by_column() -> None:
 
 @pytest.mark.parametrize(
     ("in_use", "candidate", "is_published"),
-    [(5.0, 4.8, True), (5.0, 4.95, False), (5.0, 5.0, False), (10.0, 0.0, False), (0.0, 0.0, False)]
-    + [(math.nan, 5.0, False), (5.0, math.nan, False), (math.inf, math.inf, False)],
+    [
+        *((5.0, 4.8, True), (5.0, 4.95, False), (5.0, 5.0, False), (10.0, 0.0, False), (0.0, 0.0, False)),
+        *((math.nan, 5.0, False), (5.0, math.nan, False), (math.inf, math.inf, False)),
+    ],
 )
 def test_a_candidate_must_save_two_percent_of_the_rounds(in_use: float, candidate: float, is_published: bool) -> None:
     schedule = Schedule(20)

@@ -143,27 +143,6 @@ MUTANTS = [
         TRL,
     ),
     Mutant(
-        "one of several processes trains its drafter before it waits",
-        "integrations/trl.py",
-        "None if self.others.group else self.budget",
-        "self.budget",
-        TRL,
-    ),
-    Mutant(
-        "time that is spent waiting for other processes is left unused",
-        "integrations/trl.py",
-        "self.others.wait(self._use_idle_time)",
-        "self.others.wait(lambda is_over: None)",
-        TRL,
-    ),
-    Mutant(
-        "the drafter's training is not told of new weights",
-        "integrations/trl.py",
-        "            self.budget.tell(lambda budget: budget.trainer.target_moved())\n",
-        "",
-        TRL,
-    ),
-    Mutant(
         "a model that TRL trains in bfloat16 is decoded with in float32",
         "integrations/trl_weights.py",
         "torch.bfloat16 if trainer.args.bf16 else self.model.dtype",
@@ -203,13 +182,6 @@ MUTANTS = [
         "integrations/trl.py",
         "resumed = trainer.state.global_step > 0",
         "resumed = False",
-        TRL,
-    ),
-    Mutant(
-        "drafters of another run in the folder have higher numbers, and push out the new ones",
-        "cluster/budget.py",
-        "self.life.version = newest_number(self.folder)",
-        "pass",
         TRL,
     ),
     Mutant(

@@ -371,13 +371,6 @@ MUTANTS = [
         CREW,
     ),
     Mutant(
-        "a drafter at rest is looked at in every rollout, however long that takes",
-        "draft/lifecycle.py",
-        "self._looking < 0.0 and",
-        "True and",
-        "draft/test_lifecycle.py",
-    ),
-    Mutant(
         "two workers decode the same request ahead",
         "cluster/ahead.py",
         "for index, requests in self._at.items() if index != worker}",
@@ -396,13 +389,6 @@ MUTANTS = [
         "draft/ahead.py",
         "known is not None and known.ended",
         "known is not None",
-        CREW,
-    ),
-    Mutant(
-        "what was held in one rollout is held in the next",
-        "cluster/ahead.py",
-        "        self._at = {}\n        self._drafted",
-        "        self._drafted",
         CREW,
     ),
     Mutant(
@@ -469,20 +455,6 @@ MUTANTS = [
         CREW,
     ),
     Mutant(
-        "a look-ahead saves whole passes, whatever the drafter is worth",
-        "cluster/ahead.py",
-        "(1 / self.accept_length - 1 /",
-        "(1 - 1 /",
-        CREW,
-    ),
-    Mutant(
-        "all that was decoded ahead is held to be accepted",
-        "cluster/ahead.py",
-        "min(1.0, self._seen / self._drafted)",
-        "1.0",
-        CREW,
-    ),
-    Mutant(
         "what an older target decoded is taken for its own",
         "cluster/worker.py",
         "if ahead and ahead.version == self.target.version]",
@@ -530,12 +502,5 @@ MUTANTS = [
         "if heard := lost.heard.get(seed):",
         "if heard := lost.heard.get(-1):",
         "cluster/test_coordinator.py",
-    ),
-    Mutant(
-        "an idle worker does what saves less",
-        "cluster/idle.py",
-        "return training > ahead",
-        "return training < ahead",
-        CREW,
     ),
 ]

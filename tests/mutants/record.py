@@ -84,18 +84,4 @@ MUTANTS = [
         "(1 if which != BEST else -1)",
         DISPLAY,
     ),
-    Mutant(
-        "what plain decoding takes is told from rows of coming steps too",
-        "engine/yardstick.py",
-        "plain * sum(own) / rows",
-        "plain * sum(tokens) / rows",
-        "engine/test_yardstick.py",
-    ),
-    Mutant(
-        "one round in two is plain",
-        "engine/yardstick.py",
-        "% self.every == _FIRST",
-        "% _FIRST == 0",
-        "engine/test_yardstick.py",
-    ),
 ]

@@ -273,13 +273,6 @@ MUTANTS = [
         ENGINE,
     ),
     Mutant(
-        "what is published is in use by the trainer alone",
-        "cluster/worker.py",
-        "self.engine.draft_with(trainer.publish(common.tensors, agreement))",
-        "trainer.publish(common.tensors, agreement)",
-        ENGINE,
-    ),
-    Mutant(
         "a drafter learns from responses without their prompts",
         "vllm/engine.py",
         "self.on_harvest(Transcript(len(prompt.token_ids), row.context))",

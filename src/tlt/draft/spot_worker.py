@@ -1,4 +1,4 @@
-"""The drafter's training on one worker, behind a fault barrier. `cluster/drafter_training.py` decides which calls are made."""
+"""Training of the drafter on one worker, behind a fault barrier. `cluster/drafter_training.py` makes the calls."""
 
 from __future__ import annotations
 
