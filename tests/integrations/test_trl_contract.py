@@ -15,6 +15,7 @@ from tiny import EOS, tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tlt.cluster.local import OwnTraining
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.draft.saving import write
