@@ -95,6 +95,7 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         "outcomes/<outcome>",
         "memory/<process>/cuda",
         "rollout/alarms/<drafter>",
+        "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
     }
     missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
