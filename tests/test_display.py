@@ -202,7 +202,7 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
         "12.34",
         "version 12",
         "eagle 81%",
-        "2.30 times plain",
+        "2.30 times as",
     ):
         assert whole in picture, whole
 
@@ -335,17 +335,25 @@ SUMMARY = {
 
 def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     lines = closing(SUMMARY, "runs/x")
-    assert "1.75 times plain decoding (measured on 31 plain rounds)" in lines[0].plain
+    assert "1.75 times as fast as plain decoding, measured on 31 rounds" in lines[0].plain
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
     both = closing(SUMMARY | {"compared": compared}, "runs/x")
-    assert "times plain decoding" not in both[0].plain, "one figure of one thing"
-    assert "3.00 times as long; all 90 tokens are the same" in both[1].plain
+    assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
+    assert "3.00 times as fast as plain decoding, measured on" in both[1].plain
     failed = closing(SUMMARY | {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}}, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)
     assert "plain decoding" not in failed[0].plain
+
+
+def test_a_run_that_gained_little_says_what_would_help() -> None:
+    def said(times: float) -> bool:
+        lines = closing(SUMMARY | {"against_plain": {"times": times, "plain_rounds": 3.0}}, "runs/x")
+        return any("tlt draft train" in line.plain for line in lines)
+
+    assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("version", "said"), [(3, "the last one that was better is number 3"), (0, "none was better")])
