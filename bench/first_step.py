@@ -104,7 +104,10 @@ def main() -> None:
         start = statistics.median(run["start_seconds"] for run in runs)
         same = all(rollout["same"] for run in runs for rollout in run["rollouts"])
         times = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"batch {batch}, temperature {temperature}: start {start:.1f} s, times as fast as plain {times}, {same=}")
+        print(
+            f"batch {batch}, temperature {temperature}: start {start:.1f} s, times as fast as plain {times}, {same=}",
+            flush=True,
+        )
         cases.append(
             {"batch": batch, "temperature": temperature, "ratio": ratios, "start_seconds": start, "runs": runs}
         )
