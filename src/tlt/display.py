@@ -271,7 +271,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     faster = ""
     if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
         faster = (
-            f", {found['times']:.2f} times as fast as plain decoding, measured on {found['plain_rounds']:,.0f} rounds"
+            f", {summary['times_plain']:.2f} times as fast as plain decoding, measured on {found['plain_rounds']:,.0f} rounds"
         )
     lines = [
         Text(
@@ -281,7 +281,7 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     ]
     if summary["compared"]:
         lines.append(Text(_compared(summary)))
-    times = _times(summary)
+    times = summary["times_plain"]
     if times is not None and times < _GAIN:
         lines.append(Text(_NO_GAIN))
     if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
@@ -327,14 +327,6 @@ def _compared(summary: dict[str, Any]) -> str:
         )
     seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
     return (
-        f"rollouts took {rollouts:.1f} s: {_times(summary):.2f} times as fast as plain decoding, measured on "
+        f"rollouts took {rollouts:.1f} s: {summary['times_plain']:.2f} times as fast as plain decoding, measured on "
         f"{found['steps']} steps ({seconds}), {same}"
     )
-
-
-def _times(summary: dict[str, Any]) -> float | None:
-    """Return how many times as fast as plain decoding the rollouts were: by steps that were decoded twice, else by
-    rounds. None if nothing was measured."""
-    if found := summary["compared"]:
-        return found["plain_seconds"] / found["rollout_seconds"]
-    return summary["against_plain"].get("times")
