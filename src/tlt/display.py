@@ -270,9 +270,8 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
     if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
-        faster = (
-            f", {summary['times_plain']:.2f} times as fast as plain decoding, measured on {found['plain_rounds']:,.0f} rounds"
-        )
+        rounds = f"{found['plain_rounds']:,.0f} rounds"
+        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding, measured on {rounds}"
     lines = [
         Text(
             f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
