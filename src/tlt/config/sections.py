@@ -13,6 +13,8 @@ from tlt.config.rewards import RewardConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
+_MOST_RESPONSES = 1_000_000  # of a step
+
 
 class ModelConfig(Section):
     path: str
@@ -105,13 +107,22 @@ class RolloutConfig(Section):
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
     """a response ends with the first of them, or with one of the model's end tokens; they may name special tokens, such
     as `<|im_end|>`"""
-    max_waves: int = Field(default=0, ge=0)
+    max_waves: int = Field(default=0, ge=0, le=1000)
     """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
     that differ. 0: one wave, every group is used"""
     leftover: Literal["carry", "drop"] = "carry"
     """groups that dynamic sampling has decoded beyond those open the next step, or are dropped, as DAPO does"""
     overlong_tokens: int = Field(default=0, ge=0)
     """soft overlong penalty: over the last so many of max_new_tokens a reward sinks by up to 1; 0: off"""
+
+    @model_validator(mode="after")
+    def _so_many_as_end(self) -> RolloutConfig:
+        if self.prompts_per_step * self.group_size > _MOST_RESPONSES:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self.prompts_per_step} times rollout.group_size = {self.group_size} is "
+                f"more than {_MOST_RESPONSES:,} responses a step, which would not end: lower one of them"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -174,7 +185,7 @@ class TrainConfig(Section):
     here, so that runs which round differently no longer end in the same bits. 0: off"""
     updates_per_step: int = Field(default=1, gt=0)
     """optimizer steps on each rollout: its responses, in prompt order, are split into this many mini-batches"""
-    epochs: int = Field(default=1, gt=0)
+    epochs: int = Field(default=1, gt=0, le=1000)
     """how often the update goes through all of these"""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """tokens of one forward and backward pass, packing gaps counted"""
@@ -192,7 +203,7 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     every: int = Field(default=0, ge=0)
     """steps between evaluations on held-out prompts: before the first, every so many, and at the end; 0 is never"""
-    samples: int = Field(default=4, gt=0)
+    samples: int = Field(default=4, gt=0, le=10_000)
     """responses to each prompt"""
     size: int = Field(default=64, gt=0, le=250_000)
     """prompts, from `data.tasks` with another seed or from `path`, less those that training has"""
