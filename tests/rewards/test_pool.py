@@ -204,6 +204,13 @@ def test_a_function_of_lists_is_called_once() -> None:
         assert all(v.outcome == "error" and said in v.detail for v in verdicts)
 
 
+@pytest.mark.parametrize("word", ["dict", "set", "str", "bytes"])
+def test_what_has_as_many_items_as_there_are_responses_and_is_no_list_gives_no_reward(word: str) -> None:
+    verdicts = score_all(make_terms(config("of_lists", batched=True)), [(PROMPT, Answer(word, word, 1))] * 2)
+    assert [(v.reward, v.outcome) for v in verdicts] == [(None, "error")] * 2
+    assert all(f"it gave a {word}, not a list of numbers" in v.detail for v in verdicts)
+
+
 def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
     found = outcome_of("of_lists", "a", "hang", "c", batched=True, timeout_seconds=1.5)
     assert [outcome for _, outcome in found] == ["", "timeout", ""]

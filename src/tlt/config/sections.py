@@ -13,6 +13,8 @@ from tlt.config.rewards import RewardConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
+_MOST_RESPONSES = 1_000_000  # of a step
+
 
 class ModelConfig(Section):
     path: str
@@ -112,7 +114,7 @@ class RolloutConfig(Section):
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
     """A response ends after the first of these strings, or at an end token of the model. A string may name a special
     token, such as `<|im_end|>`."""
-    max_waves: int = Field(default=0, ge=0)
+    max_waves: int = Field(default=0, ge=0, le=1000)
     """Dynamic sampling: decode up to this many times `prompts_per_step` prompts in a step, until `prompts_per_step`
     groups have rewards that differ. 0 decodes once and uses every group."""
     leftover: Literal["carry", "drop"] = "carry"
@@ -121,6 +123,15 @@ class RolloutConfig(Section):
     overlong_tokens: int = Field(default=0, ge=0)
     """Soft penalty for long responses: over the last `overlong_tokens` tokens before `max_new_tokens`, the reward falls
     by up to 1. 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _so_many_as_end(self) -> RolloutConfig:
+        if self.prompts_per_step * self.group_size > _MOST_RESPONSES:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self.prompts_per_step} times rollout.group_size = {self.group_size} is "
+                f"more than {_MOST_RESPONSES:,} responses a step, which would not end: lower one of them"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -190,7 +201,7 @@ class TrainConfig(Section):
     updates_per_step: int = Field(default=1, gt=0)
     """Number of optimizer steps on each rollout. The responses are split into this many mini-batches, in prompt
     order."""
-    epochs: int = Field(default=1, gt=0)
+    epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes of the update over the rollout."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass, gaps of the packing included."""
@@ -209,7 +220,7 @@ class EvalConfig(Section):
     every: int = Field(default=0, ge=0)
     """Number of steps between evaluations on held-out prompts. One is also run before the first step and at the end. 0
     turns them off."""
-    samples: int = Field(default=4, gt=0)
+    samples: int = Field(default=4, gt=0, le=10_000)
     """Number of responses to each held-out prompt."""
     size: int = Field(default=64, gt=0, le=250_000)
     """Number of held-out prompts, from `data.tasks` with another seed or from `path`. Prompts that training has are
