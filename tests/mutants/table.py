@@ -187,6 +187,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rewards.scores", "rewards/test_scores.py"): [
         ("exact", "opposite", 0, "One right answer is enough."),
         ("length_penalty", "opposite", 0, "The length penalty is at most 1."),
+    ],
+    ("rewards.scores", "rewards/test_pool.py"): [
         ("_users.scores", "drop", 7, "A batched reward returns one number for each response."),
     ],
     ("rewards.pool", "rewards/test_pool.py"): [
@@ -221,7 +223,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_go_on", "opposite", 0, "Nothing is drafted behind a stop token."),
         ("_children", "drop", 9, "Siblings are distinct tokens."),
         ("_go_on", "compare", 1, "No draft goes beyond max_new_tokens."),
-        ("_cut", "unwrap", 15, "Parents come before their children."),
+        ("_cut", "operand", 0, "The most likely nodes are verified."),
         ("stack", "drop", 15, "A node sees its ancestors."),
         ("_check_shapes", "negate", 1, "A drafter that returns a wrong shape is refused."),
     ],
@@ -245,7 +247,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("draft.features", "draft/test_features.py"): [
         ("FeatureWindow.copy", "unwrap", 1, "A sibling claims only entries that its source still has."),
-        ("FeatureWindow._settle", "always", 2, "Of two entries at one place the later wins."),
     ],
     ("draft.buffer", "draft/test_buffer.py"): [
         ("Harvest.cut", "operand", 3, "A piece keeps its position in the sequence."),
