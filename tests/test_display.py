@@ -358,7 +358,8 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
     said = "peak memory: driver 9 MiB, largest worker 8 MiB"
     assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
-    failed = closing(SUMMARY | {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}, "times_plain": None}, "runs/x")
+    unknown = {"against_plain": {}, "times_plain": None}
+    failed = closing(SUMMARY | unknown | {"without_reward": {"timeout": 10, "error": 2}}, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)
     assert "plain decoding" not in failed[0].plain
