@@ -22,6 +22,7 @@ from tlt.loop import StepResult
 from tlt.progress import working
 from tlt.types import WorkerNow
 
+_ONE_RUN = Path(__file__).with_name("one_run.py")
 _AWAKE = 0.1  # seconds for Ray to do what it missed while it was stopped
 
 
@@ -102,10 +103,10 @@ class Run(Protocol):
 
 
 class Process:
-    """`tlt.bench.one_run` in a process of its own."""
+    """bench/one_run.py in a process of its own."""
 
     def __init__(self, config_file: Path, threads: int) -> None:
-        command = [sys.executable, "-m", "tlt.bench.one_run", str(config_file), str(threads)]
+        command = [sys.executable, str(_ONE_RUN), str(config_file), str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self._run = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._ended = False
@@ -149,7 +150,7 @@ def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str]
             with working(f"start {name}"):
                 going[name] = start()
                 _wait(name, going[name])
-        with working("bench train", steps, "steps") as work:
+        with working("runs in turn", steps, "steps") as work:
             for step in range(steps):
                 seconds = {}
                 for name, run in going.items():
