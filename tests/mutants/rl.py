@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-POLICY, UPDATE = "rl/policy.py", "rl/test_policy.py"
+POLICY, UPDATE, SHARED = "rl/policy.py", "rl/test_policy.py", "rl/test_shared_prefix.py"
 
 MUTANTS = [
     # -- advantages and groups
@@ -275,6 +275,56 @@ MUTANTS = [
         "masters = dtype",
         UPDATE,
     ),
+    # -- shared prompts
+    Mutant(
+        "a response's token attends to the one after it",
+        "rl/shared_prefix.py",
+        ".tril(before)",
+        ".tril(before + 1)",
+        SHARED,
+    ),
+    Mutant(
+        "a layer's window is ignored in responses",
+        "rl/shared_prefix.py",
+        "window = window if window and window < before + own else None",
+        "window = None",
+        SHARED,
+    ),
+    Mutant(
+        "the model's own scaling is ignored",
+        "rl/shared_prefix.py",
+        "is_causal=mask is None, scale=scaling",
+        "is_causal=mask is None",
+        SHARED,
+    ),
+    Mutant(
+        "positions of a response go on from the one before",
+        "rl/batching.py",
+        "positions += range(len(prompt), len(prompt) + len(responses[i]))",
+        "positions += range(len(tokens) - len(responses[i]), len(tokens))",
+        SHARED,
+    ),
+    Mutant(
+        "the first token of each response but the first is predicted by the response before",
+        "rl/shared_prefix.py",
+        "found += [last, own[:-1]] if len(own) else []",
+        "found += [last, own[:-1]] if len(own) else []\n                last = own[-1:] if len(own) else last",
+        SHARED,
+    ),
+    Mutant(
+        "a model is not compared before it shares prompts",
+        "rl/shared_prefix.py",
+        "        _compare(model)\n",
+        "        pass\n",
+        SHARED,
+    ),
+    Mutant(
+        "the prompt is not counted against the budget",
+        "rl/batching.py",
+        "                need = len(prompts[i]) + len(responses[i])\n",
+        "                need = len(responses[i])\n",
+        SHARED,
+    ),
     # -- many workers
     Mutant(
         "gradients are the mean of the members'",
@@ -286,15 +336,15 @@ MUTANTS = [
     Mutant(
         "responses are dealt out by their number",
         "rl/parallel.py",
-        "loads[lightest] += tokens[place]",
+        "loads[lightest] += sizes[place]",
         "loads[lightest] += 1",
         "rl/test_parallel.py",
     ),
     Mutant(
         "as many shards as there are members to compute them",
         "rl/parallel.py",
-        "shards: list[list[int]] = [[] for _ in range(group.shards)]\n    loads = [0] * group.shards",
-        "shards: list[list[int]] = [[] for _ in range(group.size)]\n    loads = [0] * group.size",
+        "parts)], work, group.shards) for parts in cuts)",
+        "parts)], work, group.size) for parts in cuts)",
         "rl/test_parallel.py",
     ),
     Mutant(

@@ -23,10 +23,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
     cast = _autocast(micro.input_ids.device, autocast)
+    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
+    shared = {"shared_row": micro.shared} if micro.shared else {}
     with cast:
-        hidden = model.base_model(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False
-        ).last_hidden_state[micro.predicts]
+        hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
     head = model.get_output_embeddings()
 
     def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
