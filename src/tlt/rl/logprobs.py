@@ -33,7 +33,9 @@ def token_logprobs(
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        log_p = torch.log_softmax(wide / max(temperature, lowest_temperature(wide.dtype)), dim=-1)
+        if temperature != 1.0:  # a division by 1 would write and read all logits again, and their gradient
+            wide = wide / max(temperature, lowest_temperature(wide.dtype))
+        log_p = torch.log_softmax(wide, dim=-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         with torch.no_grad():
             return chosen, -(log_p.exp() * log_p).sum(-1)
