@@ -4,7 +4,7 @@
 
 recipes/longtail.toml is run as a curriculum of two stages: sums and greatest common divisors, then, from the middle of
 the run on, prime factors and counts of bits. The drafter was trained on the first stage alone (it is made here, once,
-if --drafter names no folder). The modes are those of `tlt bench train`, which take turns step by step, and `bound`: the
+if --drafter names no folder). The modes are those of bench/train.py, which take turns step by step, and `bound`: the
 mode `frozen` with assets/tiny-drafter, which was trained on all four tasks; it shows the most that adapting can give.
 In the result `adaptive` is spot training without look-ahead (the mode `spot`), and `adaptive+ahead` is spot training
 with look-ahead (the mode `adaptive`).
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from train import Mode, mode_config, run_in_turn
 
 from tlt.bench.rollout import ratio
-from tlt.bench.train import Mode, mode_config, run_in_turn
 from tlt.config import Config, load_config, parse_config
 from tlt.drafting import train_drafter
 from tlt.metrics import provenance, write_json

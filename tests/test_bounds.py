@@ -28,8 +28,6 @@ from tlt.run import train
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {
     ("data.size", "most"): "a million problems take minutes to generate",
-    ("rollout.prompts_per_step", "most"): "it is how much is decoded",
-    ("rollout.group_size", "most"): "it is how much is decoded",
     ("eval.samples", "most"): "it is how much is decoded",
     ("train.steps", "most"): "it is how much is decoded",
     ("train.epochs", "most"): "it is how long an update takes",

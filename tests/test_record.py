@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import types
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
@@ -95,6 +96,7 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         "outcomes/<outcome>",
         "memory/<process>/cuda",
         "rollout/alarms/<drafter>",
+        "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
     }
     missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
@@ -148,6 +150,13 @@ def test_rewards_terms_and_tasks_by_hand() -> None:
         "without_spread_share": 0.5,
     }
     assert tokens_of(groups) == 3 * (2 + 2) + 3 * (1 + 2)
+
+
+def test_tasks_that_are_free_text_have_no_metrics() -> None:
+    counted, other = group([1.0, 3.0], "sums"), group([2.0, 4.0], "Tell me of Rome.")
+    other.prompt = replace(other.prompt, counts_by_task=False)
+    line = measure(0, [counted, other], RolloutStats(tokens=9), {}, {}, {"total": 2.0, "rollout": 1.0})
+    assert set(line.tasks) == {"sums"}
 
 
 def test_terms_and_tasks_of_a_run_are_those_of_its_completions(everything: Path) -> None:

@@ -104,6 +104,8 @@ def summarize(
             seconds[key] = seconds.get(key, 0.0) + value
     tokens = sum(line["tokens"] for line in lines)
     passes = sum(line["rollout"]["row_passes"] for line in lines)
+    compared = _compared(lines)
+    by_rounds = against_plain(line["rollout"].get("against_plain", {}) for line in lines)
     summary = {
         "steps": len(lines),
         "reward_tenth_steps": tenth,
@@ -120,9 +122,10 @@ def summarize(
         "useful_share": useful_share((line.get("workers", []), line["rollout"]) for line in lines),
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
         "by_step": _by_step(lines),
-        "compared": _compared(lines),
+        "compared": compared,
         "accept_length": tokens / passes if passes else 1.0,
-        "against_plain": against_plain(line["rollout"].get("against_plain", {}) for line in lines),
+        "against_plain": by_rounds,
+        "times_plain": compared["plain_seconds"] / compared["rollout_seconds"] if compared else by_rounds.get("times"),
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),

@@ -47,6 +47,8 @@ class Prompt:
     """of `data`"""
     prefill: str = ""
     """text that each response begins with; its tokens are the last of `token_ids`"""
+    counts_by_task: bool = True
+    """whether the metrics have rewards by task"""
 
     @property
     def ground_truth(self) -> Any:

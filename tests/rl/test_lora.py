@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import random_batch, save_tokenizer, save_weights, tiny_tree
 from transformers import AutoModelForCausalLM
 
@@ -137,6 +137,26 @@ def test_adapters_that_the_recipe_does_not_ask_for_are_not_passed_over(folder: P
     adapted(folder, folder, targets=["q_proj", "lm_head"]).save(tmp_path)
     with pytest.raises(ModelError, match=r"train\.lora does not ask for \(lm_head\.lora_A"):
         adapted(tmp_path / "policy", folder, targets=["q_proj"])
+
+
+@pytest.mark.parametrize("fault", ["missing", "odd"])
+def test_a_file_of_adapters_that_lacks_one_or_has_another_is_refused(folder: Path, tmp_path: Path, fault: str) -> None:
+    """PEFT loads what fits, and leaves the others at random."""
+    adapted(folder, folder).save(tmp_path)
+    file = tmp_path / "policy" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".lora_B." in name)
+    tensor = tensors.pop(name)
+    if fault == "odd":
+        tensors |= {name: tensor, name.replace(".0.", ".7."): tensor.clone()}
+    save_file(tensors, file)
+    with pytest.raises(
+        ModelError, match=r"adapter_model\.safetensors does not fit adapter_config\.json .*: restore it"
+    ):
+        whole_model(tmp_path / "policy", torch.float32)
+    said = "lacks the adapter" if fault == "missing" else r"train\.lora does not ask for"
+    with pytest.raises(ModelError, match=said):
+        adapted(tmp_path / "policy", folder)
 
 
 def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""One training run of `tlt bench train`, in a process of its own: python -m tlt.bench.one_run CONFIG THREADS MODE"""
+"""One training run of bench/train.py, in a process of its own: python bench/one_run.py CONFIG THREADS MODE"""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import forks
 import torch
+from turns import Pausing, TakingTurns, Turn, over_pipes
 
-from tlt.bench import forks
 from tlt.bench.serial import serially
-from tlt.bench.turns import Pausing, TakingTurns, Turn, over_pipes
 from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.workers import RayPool
 from tlt.config import parse_config

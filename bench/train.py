@@ -1,4 +1,6 @@
-"""`tlt bench train`: the same training run with plain decoding, and with each way to speculate and to use idle time.
+"""The same training run with plain decoding, and with each way to speculate and to use idle time.
+
+    python bench/train.py recipes/longtail.toml [--workers 2] [--steps 30] [--modes plain,frozen] [--section.key value]
 
 All runs start from the same policy and end in the same one, except for explained forks. So step by step the very same
 work is compared. Each is an ordinary run of `tlt train` in a process of its own; they take turns, step by step. All are
@@ -7,27 +9,29 @@ alive at once: if memory does not suffice for that, give fewer modes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import shutil
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forks import FILE as RESPONSES
+from forks import Comparison, compare
 from rich.console import Console
 from rich.table import Table
+from turns import Process, Run, of_the_step, race
 
 from tlt import progress
-from tlt.bench.forks import FILE as RESPONSES
-from tlt.bench.forks import Comparison, compare
 from tlt.bench.rollout import ratio
-from tlt.bench.turns import Process, Run, of_the_step, race
 from tlt.build import settled
-from tlt.config import Config, ConfigError, parse_config
+from tlt.config import Config, ConfigError, load_config, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
 from tlt.resume import at_the_time_of_the_run
 from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
@@ -137,7 +141,7 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
 
 def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
     if config.speculation.drafter != "adaptive":
-        raise ConfigError("tlt bench train needs speculation.drafter = 'adaptive'")
+        raise ConfigError("bench/train.py needs speculation.drafter = 'adaptive'")
     if "frozen" in names and config.speculation.path is None:
         raise ConfigError(
             "--modes: frozen needs speculation.path, a drafter to start from: make one with tlt draft train, or leave "
@@ -247,3 +251,27 @@ def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
     for title, cell in rows.items():
         table.add_row(title, *map(cell, results))
     console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="TOML file, such as recipes/longtail.toml")
+    parser.add_argument("--workers", type=int, default=2, help="processes of each run (default 2)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of each run (default 30)")
+    parser.add_argument("--modes", default=",".join(MODES), help="modes to run, in this order, comma-separated")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    asked, overrides = parser.parse_known_args(argv)
+    modes = asked.modes.split(",")
+    if min(asked.workers, asked.steps) < 1:
+        parser.error("--workers and --steps must be at least 1")
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        parser.error(f"--modes: unknown mode {unknown[0]!r}, use {', '.join(MODES)}")
+    try:
+        bench_train(load_config(asked.recipe, overrides), asked.workers, asked.steps, modes, asked.json)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
