@@ -328,6 +328,7 @@ SUMMARY = {
     "seconds": {"total": 10.0, "rollout": 9.0},
     "tokens_per_second": 100.0,
     "accept_length": 2.0,
+    "useful_share": 0.85,
     "against_plain": {"times": 1.75},
     "times_plain": 1.75,
     "compared": {},
@@ -341,6 +342,7 @@ SUMMARY = {
 def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     lines = closing(SUMMARY, "runs/x")
     assert "1.75 times as fast as plain decoding" in lines[0].plain
+    assert lines[0].plain.endswith(", 85% of the workers' time useful")
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
     assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain

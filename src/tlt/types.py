@@ -291,6 +291,8 @@ class StepMetrics:
     seconds['compare']"""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""
+    useful_share: float = 0.0
+    """Share of the workers' time in the step that was useful, as `tlt.metrics.useful_share` defines it"""
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     """of the driver and each worker: peak memory so far in MiB, `resident` and on its device, `cuda`"""
     tokens_seen: int = 0
