@@ -36,7 +36,7 @@ from tlt.stopping import Stopped
 from tlt.types import Response
 
 STEPS = 4
-TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers", "memory")
+TIMES = ("seconds", "seconds_left", "useful_share", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
@@ -114,6 +114,8 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     tokens = sum(line["tokens"] for line in lines)
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])
     assert {"machine", "versions", "commit"} <= set(summary)
+    shares = [line["useful_share"] for line in lines]
+    assert 0 < min(shares) <= summary["useful_share"] <= max(shares) <= 1
     peaks = [line["memory"]["driver"]["resident"] for line in lines]
     assert peaks == sorted(peaks), "they are peaks since the process began"
     assert summary["peak_memory"] == {"driver": {"resident": peaks[-1]}}

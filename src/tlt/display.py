@@ -20,7 +20,7 @@ from rich.text import Text
 from tlt.config import Config
 from tlt.keys import listening
 from tlt.loop import StepResult
-from tlt.metrics import against_plain
+from tlt.metrics import against_plain, useful_share
 from tlt.progress import Work, working
 from tlt.sample_view import KEYS, SAMPLE, choose, picture
 from tlt.trace import STATES
@@ -204,7 +204,9 @@ class Display:
         workers = [worker for m in self.history for worker in m.workers]
         states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
         width = self._width - 8
-        return [stacked("time", phases, _PHASES, width), stacked("workers", states, COLOURS, width)]
+        useful = useful_share((m.workers, m.rollout) for m in self.history)
+        spent = stacked("workers", states, COLOURS, width).append(f"  useful\N{NO-BREAK SPACE}{useful:.0%}", "bold")
+        return [stacked("time", phases, _PHASES, width), spent]
 
     def _strategies(self) -> Text:
         """What the last rollout's rounds used, the most frequent first, and drafters that went wrong."""
@@ -245,10 +247,8 @@ def _version(m: StepMetrics) -> str:
 
 
 def _training(spot: dict[str, float]) -> str:
-    """Whether the drafter is trained, and for what."""
-    if "saves" not in spot:
-        return ""
-    return f", trained to save {spot['saves']:.1f} s by the end" if spot["saves"] > 0 else ", at rest"
+    """Return whether the drafter is trained or rests."""
+    return ", at rest" if spot["rests"] else ", in training"
 
 
 def _seen_ahead(m: StepMetrics) -> float:
@@ -270,12 +270,12 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
     if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
-        rounds = f"{found['plain_rounds']:,.0f} rounds"
-        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding, measured on {rounds}"
+        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
     lines = [
         Text(
             f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
-            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}"
+            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}, "
+            f"{summary['useful_share']:.0%} of the workers' time useful"
         )
     ]
     if summary["compared"]:
