@@ -282,13 +282,17 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
         ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),
-        ("Crew._forget", "drop", 1, "Calls of a lost worker are forgotten."),
-        ("Crew._source", "drop", 0, "A run without workers ends with an error."),
         ("Crew.everyone", "operand", 1, "A lost worker's call is repeated."),
     ],
-    ("cluster.worker", "cluster/test_worker.py"): [
+    ("cluster.crew", "cluster/test_coordinator.py"): [
+        ("Crew._forget", "drop", 1, "Calls of a lost worker are forgotten."),
+        ("Crew._source", "drop", 0, "A run without workers ends with an error."),
+    ],
+    ("cluster.worker", "cluster/test_coordinator.py"): [
         ("Worker.rollback", "drop", 2, "A broken update is rolled back."),
         ("Worker._enter_rollout", "drop", 2, "A new rollout drops the rows of the previous one."),
+    ],
+    ("cluster.worker", "cluster/test_worker.py"): [
         ("Worker.interrupt", "drop", 0, "Idle work ends when the worker is needed."),
         ("Worker._news", "drop", 2, "Each token is reported once."),
     ],
