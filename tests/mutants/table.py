@@ -167,6 +167,14 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("pack", "operand", 12, "Packed sequences do not see each other."),
         ("_least_work", "operand", 18, "A micro-batch stays within its token budget."),
     ],
+    ("rl.batching", "rl/test_shared_prefix.py"): [
+        ("plan_shared", "operand", 2, "A shared prompt counts against the token budget."),
+    ],
+    ("rl.shared_prefix", "rl/test_shared_prefix.py"): [
+        ("SharedRow.mask", "unwrap", 0, "No token of a response attends to a later one."),
+        ("SharedRow.mask", "unwrap", 4, "Responses keep the attention window of each layer."),
+        ("share_prefixes", "unwrap", 0, "A model is compared before it shares prompts."),
+    ],
     ("rl.logprobs", "rl/test_logprobs.py"): [
         ("token_logprobs.law", "operand", 1, "The trainer's log-probabilities use the rollout's temperature."),
     ],
@@ -176,6 +184,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Policy.update", "drop", 3, "The learning rate follows its schedule."),
     ],
     ("rl.parallel", "rl/test_parallel.py"): [
+        ("_deal", "opposite", 0, "The next part goes to the shard with least work."),
+        ("own_shards", "opposite", 1, "The busiest shard has as little work as possible."),
         ("in_order", "constant", 4, "Every shard counts in the sum."),
         ("sum_gradients", "drop", 9, "Every member gets the sum of gradients."),
         ("take_gradients", "drop", 2, "A shard begins without the gradients of the one before."),

@@ -206,10 +206,14 @@ def test_several_members_end_where_one_does(folder: Path, loss: str, size: int, 
         assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize("way", [{"kl_weight": 0.1}, {"kl_weight": 0.1, "kl_in": "reward"}, {"epochs": 2}])
-def test_the_bits_do_not_depend_on_how_many_members_there_are(folder: Path, way: dict[str, Any]) -> None:
+def test_the_bits_do_not_depend_on_how_many_members_there_are(folder: Path, way: dict[str, Any], shared: bool) -> None:
     """In float32, where what is computed together rounds together. One shard of four is empty at times."""
     batch = replace(random_batch(VOCAB, responses=7), rewards=[[0.0, 1.0, 2.0], [1.0, 0.0, 1.0, 0.5]])
+    if shared:
+        first, second = tuple(range(12)), tuple(range(20, 0, -1))
+        batch.prompt_ids = [first] * 3 + [second] * 4
     settings = {"updates_per_step": 2, "micro_batch_tokens": 64, **way}
     found = [updated(folder, n, batch, shards=4, dtype=torch.float32, **settings) for n in (4, 3, 2, 1)]
     losses = {metrics["loss"] for members in found for metrics, _ in members}
