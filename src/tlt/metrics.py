@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt import __version__
+from tlt.energy import total_energy
 from tlt.files import parse_json
 from tlt.trace import AHEAD, IDLE, SPOT, STATES, Tracer
 from tlt.types import StepMetrics
@@ -120,6 +121,7 @@ def summarize(
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
         "by_step": _by_step(lines),
         "compared": _compared(lines),
+        "energy": total_energy(lines),
         "accept_length": tokens / passes if passes else 1.0,
         "against_plain": against_plain(line["rollout"].get("against_plain", {}) for line in lines),
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),

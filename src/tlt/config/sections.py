@@ -256,6 +256,12 @@ class RunConfig(Section):
     """completions.jsonl keeps every response, and drops the oldest beyond so many MiB; 0: none is kept"""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"
     """`parquet`: completions/ in its place, a file a step (tlt-rl[parquet])"""
+    report: bool = True
+    """Write report.html, one page on the whole run, at each checkpoint and at the end; see docs/report.md."""
+    watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
+    """Power of a busy CPU core in watts. This is only used to estimate energy where no counter measures it."""
+    price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
+    """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
     overwrite: bool = False
     """start afresh in a folder that already holds a run"""
 
