@@ -13,8 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
-    ("types", "config", "sampling", "host", "files", "metrics", "trace", "stopping", "resume", "restarts", "progress"),
-    ("completions", "completions_parquet", "trackers"),
+    ("types", "config", "sampling", "host", "files", "metrics", "trace", "energy"),
+    ("stopping", "resume", "restarts", "progress"),
+    ("completions", "completions_parquet", "trackers", "report"),
     ("models", "attention"),
     ("draft",),
     ("engine", "vllm"),

@@ -26,6 +26,7 @@ from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.options import Parser
 from tlt.progress import shown
+from tlt.report.command import add_report
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train a policy by a recipe", epilog=_OVERRIDES))
 
     _add_generate(commands.add_parser("generate", help="answer prompts with a model folder"))
+    add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
     _add_export(commands.add_parser("export", help="a run's policy and drafter, as an engine reads them"))
 
     verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)

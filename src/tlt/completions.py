@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,13 @@ def record(response: Response) -> dict[str, Any]:
         "length": len(response.token_ids),
         "finish_reason": response.finish_reason,
         "decoded": vars(response.decoded),
+        "proposed": runs_of(response.proposed),
     }
+
+
+def runs_of(proposed: str) -> str:
+    """Return one letter a token as run lengths: `sss..a` is `3s2.1a`."""
+    return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))
 
 
 def read_completions(folder: Path) -> list[dict[str, Any]]:

@@ -93,5 +93,6 @@ def _schema(pyarrow: Any) -> Any:
             "length": whole,
             "finish_reason": text,
             "decoded": pyarrow.struct([(field.name, whole) for field in fields(Passes)]),
+            "proposed": text,
         }
     )

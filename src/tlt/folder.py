@@ -24,6 +24,7 @@ FILES = {
     "summary.json": b'{\n  "steps": ',
     "trackers.json": b"{\n  ",
     "trace.json": b'{"traceEvents": [',
+    "report.html": b"<!doctype html>",
     **dict.fromkeys(("journal.bin", "reward.log", "ray.log"), b""),
 }
 """what a run writes there, and how it begins, beside its workers' logs, which go on in the same files"""

@@ -23,6 +23,7 @@ from torch import Tensor
 from tlt.config import Config
 from tlt.data import Cursor
 from tlt.draft.ahead import Ahead
+from tlt.energy import MeteredTracer
 from tlt.measure import measure
 from tlt.metrics import timed
 from tlt.rewards import Reward
@@ -31,7 +32,7 @@ from tlt.rewards.unrewarded import Unrewarded
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
 from tlt.sampling import request_seed
-from tlt.trace import Span, Tracer
+from tlt.trace import Span
 from tlt.types import (
     Group,
     Prompt,
@@ -130,7 +131,7 @@ class Parts:
     sampling: SamplingParams
     carried: list[Group] = field(default_factory=list)
     """groups that the step before left over; they open the next one"""
-    tracer: Tracer = field(default_factory=Tracer)
+    tracer: MeteredTracer = field(default_factory=MeteredTracer)
     """of the driver's own phases"""
     unrewarded: Unrewarded = field(default_factory=Unrewarded)
 

@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt import __version__
+from tlt.energy import total_energy
 from tlt.files import parse_json
 from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
@@ -123,6 +124,7 @@ def summarize(
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
         "by_step": _by_step(lines),
         "compared": compared,
+        "energy": total_energy(lines),
         "accept_length": tokens / passes if passes else 1.0,
         "against_plain": by_rounds,
         "times_plain": compared["plain_seconds"] / compared["rollout_seconds"] if compared else by_rounds.get("times"),

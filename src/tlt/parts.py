@@ -19,6 +19,7 @@ from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
 from tlt.data import encoder, load_prompts, make_cursor
 from tlt.draft.spot_worker import SpotWorker
+from tlt.energy import Meter, MeteredTracer
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
 from tlt.rewards import make_reward
@@ -59,7 +60,8 @@ def make_parts(
     note(about_model(config))
     with working("start the policy and its workers"):
         rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
-    return Parts(prompts, cursor, rollout, reward, policy, sampling), policy
+    tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
+    return Parts(prompts, cursor, rollout, reward, policy, sampling, tracer=tracer), policy
 
 
 def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:

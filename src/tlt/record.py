@@ -15,6 +15,7 @@ from tlt.journal import Journal
 from tlt.loop import StepResult, Watcher
 from tlt.measure import tokens_of
 from tlt.metrics import MetricsWriter
+from tlt.report import Page
 from tlt.trackers import Place, Trackers, names_of
 from tlt.types import Response
 
@@ -32,6 +33,7 @@ class Record:
         kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
         writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
         self.completions = writers[config.run.completions_format] if limit else None
+        self.page = Page(folder, config.run.report)
         self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:

@@ -11,22 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tlt import checkpoint
-from tlt.build import (
-    eval_sampling,
-    refuse_misfits,
-    settled,
-    steps_ahead,
-)
+from tlt.build import eval_sampling, refuse_misfits, settled, steps_ahead
 from tlt.checkpoint import Checkpoint
 from tlt.completions_parquet import refuse_without_pyarrow
 from tlt.config import Config
-from tlt.data import (
-    Cursor,
-    DataError,
-    encoder,
-    fingerprints,
-    load_held_out,
-)
+from tlt.data import Cursor, DataError, encoder, fingerprints, load_held_out
 from tlt.display import Display
 from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
@@ -147,6 +136,7 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         record.write_last_evaluation(config.train.steps, evaluation)
         record.close()
         summary = summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
+        record.page.write()
         stop.run_ends()
         return summary
     except GivenUp:
@@ -266,15 +256,19 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
         done = result.metrics.step + 1
         run.stand(done, asdict(result.metrics))
         stop.step_has_ended()
-        if stop or _save_is_due(config, done):
+        if saves := bool(stop) or _save_is_due(config, done):
             with timed("save", result.metrics.seconds, run.parts.tracer):
                 run.display.phase(result.metrics.step, "save", 0)
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
+        result.metrics.energy = run.parts.tracer.step_energy(config.run)
+        run.parts.tracer.mark("step ends", step=result.metrics.step)
         result.metrics.workers = workers = _trace(run)
         result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
         result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}
         record.write(result)
+        if saves:
+            record.page.write_if_quick()
         run.display.step(result)
         if stop and done < config.train.steps:
             if run.standing.saved < done:  # the signal came since

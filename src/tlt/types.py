@@ -120,6 +120,8 @@ class Row:
     """decoded for a coming step: what comes of it is a draft, and no response"""
     decoded: Passes = field(default_factory=Passes)
     """how it came to these tokens"""
+    proposed: str = ""
+    """One letter a token: the source of the draft that it was accepted from. See `engine.state.source_of`."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -163,6 +165,8 @@ class Response:
     """None: the policy is not trained on it"""
     decoded: Passes = field(default_factory=Passes)
     """how it came to its tokens"""
+    proposed: str = ""
+    """as `Row.proposed`"""
     old_logprobs: list[float] | None = None
     """the trainer's, of the policy that decoded it, where it is kept for the next step"""
     answer: str = ""
@@ -295,6 +299,8 @@ class StepMetrics:
     """Share of the workers' time in the step that was useful, as `tlt.metrics.useful_share` defines it"""
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     """of the driver and each worker: peak memory so far in MiB, `resident` and on its device, `cuda`"""
+    energy: dict[str, Any] = field(default_factory=dict)
+    """CPU seconds, joules and cost of the step; empty where nothing is measured"""
     tokens_seen: int = 0
     """of prompts and responses, in all steps so far"""
     seconds_left: float = 0.0

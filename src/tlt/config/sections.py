@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tlt.config.lora import LoraConfig
-from tlt.config.registry import TRACKERS
 from tlt.config.rewards import RewardConfig
+from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
@@ -264,44 +264,6 @@ class ClusterConfig(Section):
     patience: float = Field(default=300.0, gt=0, le=LONGEST)
     """Timeout in seconds for one report of a worker that decodes or trains the drafter. A worker that exceeds it is
     replaced. The timeout of an update or a save is ten times its recent duration, if that is longer."""
-
-
-class RunConfig(Section):
-    folder: str = "runs/latest"
-    """Folder of the run."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the noise of all responses and of the order of prompts."""
-    save_every: int = Field(default=20, ge=0)
-    """Number of steps between checkpoints. One is also saved at the end, at a signal and at an error. 0 saves only
-    then."""
-    stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
-    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled during an update. A step that
-    takes longer is abandoned, and the state before it is saved, except during an update."""
-    keep: int = Field(default=2, gt=0)
-    """Number of checkpoints kept, the newest ones."""
-    mirror: str | None = None
-    """Place to which each checkpoint is copied in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another URL
-    of fsspec (tlt-rl[mirror]). --resume fetches the newest checkpoint from there if this machine has none as new."""
-    compare_every: int = Field(default=0, ge=0)
-    """Every this many steps, decode the requests a second time with plain decoding. The run then reports the times of
-    both and the number of tokens that differ. 0 turns it off."""
-    trackers: list[str] | None = None
-    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`. Each is an extra, such as tlt-rl[wandb]
-    (default: TensorBoard if it is installed)."""
-    completions_mb: int = Field(default=1024, ge=0)
-    """Size of completions.jsonl in MiB. The oldest responses are dropped beyond it. 0 keeps none."""
-    completions_format: Literal["jsonl", "parquet"] = "jsonl"
-    """`jsonl` writes completions.jsonl. `parquet` writes a file for each step into completions/ (tlt-rl[parquet])."""
-    overwrite: bool = False
-    """Start a new run in a folder that already holds one."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _known(cls, trackers: list[str] | None) -> list[str] | None:
-        for name in trackers or ():
-            if name not in TRACKERS:
-                raise ValueError(f'run.trackers: give some of {", ".join(TRACKERS)} (got "{name}")')
-        return trackers
 
 
 class Config(Section):

@@ -341,7 +341,7 @@ class Engine(Generates):
             taken = row.kv_length - start
             grown = max(grown, taken)
             entries += [(place, node, start + i, sampled.tokens[place][node]) for i, node in enumerate(path[:taken])]
-            count_row(self.stats, row, tree, taken, right=min(taken, len(path) - 1))
+            count_row(self.stats, row, tree, taken, min(taken, len(path) - 1), now.strategy.drafter)
             self.drafters.commit(place, row.tokens[-taken:])
             rollout.ahead.commit(place, row.tokens[-taken:])
             if reason:
@@ -357,7 +357,8 @@ class Engine(Generates):
 
     def _response(self, row: Row, reason: str) -> Response:
         text = text_of(row, self.detokenize)
-        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, decoded=row.decoded)
+        lists = row.tokens, row.logprobs, row.full_logprobs
+        return Response(row.request, *lists, reason, text, decoded=row.decoded, proposed=row.proposed)
 
     def _was_ahead(self, row: Row) -> bool:
         """A row that was decoded for a coming step ends in the store."""

@@ -72,8 +72,18 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int) -> None:
+TARGET, LOOK_AHEAD = ".", "a"
+"""Letters of a token that no draft held, and of an accepted look-ahead token."""
+
+
+def source_of(tree: DraftTree, drafter: str) -> str:
+    """Return the letter of a draft's source: that of look-ahead, or the first one of the drafter's name."""
+    return LOOK_AHEAD if tree.ahead else drafter[:1]
+
+
+def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
     """A row's part of a round; of one that is decoded ahead, the tokens alone."""
+    row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
         return

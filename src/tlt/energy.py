@@ -1,0 +1,206 @@
+"""Energy and CPU time of a run: NVML for GPUs, RAPL for CPU packages, /proc for the run's processes.
+
+NVML and RAPL count everything that runs on this machine's cards and packages. CPU time counts the run's own processes.
+Workers on other machines are not seen, so a run that joins a Ray cluster by its address has no CPU time here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tlt.config.sections import RunConfig
+from tlt.trace import Tracer
+
+PHASES = ("rollout", "compare", "update")
+"""Phases of a step whose energy is recorded separately."""
+
+_log = logging.getLogger(__name__)
+_POWERCAP, _PROC = Path("/sys/class/powercap"), Path("/proc")
+
+Counters = dict[str, float]
+
+
+class Rapl:
+    """Joules of all CPU packages of this machine, from `/sys/class/powercap`. The kernel's counters wrap around."""
+
+    def __init__(self, root: Path = _POWERCAP) -> None:
+        self.joules = 0.0
+        self._last: dict[Path, int] = {}
+        for zone in sorted(root.glob("*-rapl:*")):
+            if zone.name.count(":") == 1:  # a zone with two colons is part of a package
+                with suppress(OSError, ValueError):  # most systems let only root read it
+                    self._last[zone] = _microjoules(zone / "energy_uj")
+
+    def __bool__(self) -> bool:
+        return bool(self._last)
+
+    def read(self) -> float:
+        """Return the joules used since the first call. Raises OSError and ValueError."""
+        for zone, before in self._last.items():
+            now = _microjoules(zone / "energy_uj")
+            if now < before:
+                before -= _microjoules(zone / "max_energy_range_uj")
+            self.joules += (now - before) / 1e6
+            self._last[zone] = now
+        return self.joules
+
+
+def _microjoules(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))
+
+
+class Nvml:
+    """Joules of all NVIDIA cards of this machine, whoever uses them. Needs the package nvidia-ml-py."""
+
+    def __init__(self, library: Any = None) -> None:
+        self._cards: list[Any] = []
+        try:
+            if library is None:
+                import pynvml as library  # pyright: ignore[reportMissingImports]
+            library.nvmlInit()
+            cards = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+            for card in cards:  # cards before Volta have no such counter
+                library.nvmlDeviceGetTotalEnergyConsumption(card)
+            self._library, self._cards = library, cards
+        except Exception as error:  # no package, no driver, no card
+            _log.debug("no GPU energy: %s", error)
+
+    def __bool__(self) -> bool:
+        return bool(self._cards)
+
+    def read(self) -> float:
+        """Return the joules used since the driver was loaded. Raises the library's errors."""
+        return sum(self._library.nvmlDeviceGetTotalEnergyConsumption(card) for card in self._cards) / 1e3
+
+
+def cpu_seconds(root: Path = _PROC, ticks: int | None = None) -> float:
+    """Return the CPU seconds of this process and all its descendants, those that have ended included."""
+    if not (root / "self" / "stat").exists():
+        used = os.times()
+        return used.user + used.system + used.children_user + used.children_system
+    parents: dict[int, int] = {}
+    spent: dict[int, int] = {}
+    for path in root.iterdir():
+        if path.name.isdecimal():
+            with suppress(OSError, ValueError, IndexError):  # the process has just ended
+                fields = (path / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                parents[int(path.name)] = int(fields[1])
+                spent[int(path.name)] = sum(map(int, fields[11:15]))  # user, system, and both of ended children
+    me = os.getpid()
+    return sum(spent[pid] for pid in spent if _descends(pid, me, parents)) / (ticks or os.sysconf("SC_CLK_TCK"))
+
+
+def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    while pid and pid != ancestor:
+        pid = parents.get(pid, 0)
+    return pid == ancestor
+
+
+class Meter:
+    """All counters that this machine offers. A counter that fails is dropped, and the run goes on."""
+
+    def __init__(
+        self, one_machine: bool = True, rapl: Rapl | None = None, nvml: Nvml | None = None, proc: Path = _PROC
+    ) -> None:
+        """Set `one_machine` to False if workers run on other machines."""
+        self._sources: dict[str, Callable[[], float]] = {}
+        if one_machine:
+            self._sources["cpu_seconds"] = lambda: cpu_seconds(proc)
+            for name, source in {"cpu_joules": rapl or Rapl(), "gpu_joules": nvml or Nvml()}.items():
+                if source:
+                    self._sources[name] = source.read
+
+    def read(self) -> Counters:
+        """Return the present value of each counter."""
+        found: Counters = {}
+        for name, source in list(self._sources.items()):
+            try:
+                found[name] = source()
+            except Exception as error:
+                del self._sources[name]
+                _log.warning("energy/%s is no longer recorded (%s); the run goes on", name, error)
+        return found
+
+
+class MeteredTracer(Tracer):
+    """Tracer of the driver that also records what each phase of a step used."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        """Without a meter nothing is measured."""
+        super().__init__()
+        self._meter = meter or Meter(one_machine=False)
+        self._last, self._since = self._meter.read(), time.perf_counter()
+        self._phases: dict[str, Counters] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        before = self._meter.read() if name in PHASES else {}
+        with super().span(name):
+            yield
+        if name in PHASES:
+            used = _difference(self._meter.read(), before)
+            mine = self._phases.get(name, {})
+            self._phases[name] = {key: mine.get(key, 0.0) + used[key] for key in used}
+
+    def step_energy(self, run: RunConfig) -> dict[str, Any]:
+        """Return what was used since the last call, by the names of docs/metrics.md."""
+        now, clock = self._meter.read(), time.perf_counter()
+        used = _difference(now, self._last)
+        found: dict[str, Any] = _with_estimate(used, run)
+        if run.price_per_hour is not None:
+            found["cost"] = run.price_per_hour * (clock - self._since) / 3600
+        if self._phases:
+            found["phases"] = {name: _with_estimate(mine, run) for name, mine in self._phases.items()}
+        self._last, self._since, self._phases = now, clock, {}
+        return found
+
+
+def _difference(now: Counters, before: Counters) -> Counters:
+    """A process that has just ended may be missing until its parent counts it."""
+    return {name: max(0.0, now[name] - before[name]) for name in now if name in before}
+
+
+def _with_estimate(used: Counters, run: RunConfig) -> Counters:
+    """Add joules estimated from CPU time if no counter measures the CPU's joules."""
+    if run.watts_per_core is None or "cpu_joules" in used or "cpu_seconds" not in used:
+        return dict(used)
+    return used | {"estimated_cpu_joules": used["cpu_seconds"] * run.watts_per_core}
+
+
+def total_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums over lines of metrics, and each figure per step, per million tokens and per reward point."""
+    found = [line["energy"] for line in lines if line.get("energy")]
+    if not found:
+        return {}
+    names = [name for name in found[-1] if name != "phases"]
+    sums = {name: sum(step.get(name, 0.0) for step in found) for name in names}
+    tokens = sum(line.get("tokens", 0) for line in lines if line.get("energy"))
+    tenth = max(1, len(lines) // 10)
+    rewards = [line.get("reward", 0.0) for line in lines]
+    gained = 100 * (sum(rewards[-tenth:]) - sum(rewards[:tenth])) / tenth
+    per = {
+        "per_step": {name: value / len(found) for name, value in sums.items()},
+        "per_million_tokens": {name: value / tokens * 1e6 for name, value in sums.items()} if tokens else {},
+        "per_reward_point": {name: value / gained for name, value in sums.items()} if gained > 0 else {},
+    }
+    return {"steps": len(found), "sums": sums, **per, "compared": _compared_energy(lines)}
+
+
+def _compared_energy(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what plain decoding and the run's own decoding used for the same tokens."""
+    steps = [line["energy"]["phases"] for line in lines if "compare" in line.get("energy", {}).get("phases", {})]
+    if not steps:
+        return {}
+    kinds = {"plain": "compare", "ours": "rollout"}
+    sums = {
+        kind: {name: sum(step.get(phase, {}).get(name, 0.0) for step in steps) for name in steps[-1][phase]}
+        for kind, phase in kinds.items()
+        if phase in steps[-1]
+    }
+    return {"steps": len(steps), **sums}

@@ -1,0 +1,59 @@
+"""report.html: one page on a run, made of the files in its folder and of nothing else."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+NAME = "report.html"
+_SHARE = 0.01  # of a run's time that its pages may take before it ends
+
+_log = logging.getLogger(__name__)
+
+
+class ReportError(ValueError):
+    """The page cannot be made; the message names the folder or file and the remedy."""
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of one or several runs and return its path. Raises ReportError."""
+    from tlt.report.page import page_of
+    from tlt.report.read import FILES, read_run
+
+    for folder in folders:
+        if not any((folder / name).exists() for name in FILES):
+            raise ReportError(f"{folder} is not the folder of a run: give the run.folder of its recipe")
+    path = out or (folders[0] / NAME if len(folders) == 1 else Path("comparison.html"))
+    draft = path.with_name(path.name + ".partial")
+    try:
+        draft.write_text(page_of([read_run(folder) for folder in folders]), encoding="utf-8", errors="replace")
+        draft.replace(path)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written ({error.strerror}): give another --out") from None
+    return path
+
+
+class Page:
+    """The page of a run under way. If it fails, it costs a warning and never the run."""
+
+    def __init__(self, folder: Path, wanted: bool = True) -> None:
+        self._folder, self._wanted = folder, wanted
+        self._took, self._written = 0.0, time.monotonic()
+
+    def write_if_quick(self) -> None:
+        """Write the page, unless the last one took more than 1 % of the time since then."""
+        if self._took < _SHARE * (time.monotonic() - self._written) or not self._took:
+            self.write()
+
+    def write(self) -> None:
+        if not self._wanted:
+            return
+        start = time.monotonic()
+        try:
+            write_report([self._folder])
+        except Exception as error:
+            _log.warning("report.html was not written (%s: %s); the run goes on", type(error).__name__, error)
+        self._written = time.monotonic()
+        self._took = self._written - start

@@ -1,0 +1,102 @@
+"""Folders of runs that never ran, with numbers that a test can follow by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+STATES = {"ROLLOUT": 4.0, "IDLE": 2.0, "AHEAD": 1.0, "SPOT": 0.5, "UPDATE": 2.5, "ABSENT": 0.0}
+
+
+def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
+    """A step's metrics: the rollout takes 4 s, and plain decoding of the same tokens 6 s on even steps and 3 s on
+    step 5 alone."""
+    compared = step % 2 == 0 or step == 5
+    seconds = {"rollout": 4.0, "reward": 0.5, "update": 2.0, "sync": 0.5, "total": 7.0}
+    seconds |= {"compare": 3.0 if step == 5 else 6.0, "total": 13.0} if compared else {}
+    return {
+        "step": step,
+        "reward": step / 10,
+        "reward_std": 0.1,
+        "tasks": {"gcd": {"mean": step / 10, "std": 0.1, "responses": 4}},
+        "lengths": {"mean": 20.0, "median": 18, "p99": 40, "max": 41, "truncated": 0.0},
+        "accept_length": 2.0,
+        "responses": 8,
+        "tokens": 160,
+        "tokens_per_second": 40.0,
+        "seconds": seconds,
+        "update": {"entropy": 0.5, "mismatch_mean": 1e-7, "mismatch_p999": 1e-6},
+        "rollout": {
+            "row_passes": 80,
+            "drafted": 100,
+            "accepted": 80,
+            "agreement": {"eagle": 0.8},
+            "spot": {"version": step // 2},
+            "against_plain": {"seconds": 4.0, "plain_seconds": 8.0, "plain_rounds": 1.0},
+            **{f"{name}_seconds": 1.0 for name in ("prefill", "draft", "verify", "commit")},
+        },
+        "batch": {"without_spread_share": 0.0},
+        "eval": {"mean@2": 0.5} if step == 0 else {},
+        "prompts": [[2 * step, 0], [2 * step + 1, 0]],
+        "compared": {"tokens": 160, "responses": 8, "differ": 0} if compared else {},
+        "workers": [dict(STATES) for _ in range(num_workers)],
+        "energy": {"cpu_seconds": 10.0, "phases": {"rollout": {"cpu_seconds": 4.0}, "compare": {"cpu_seconds": 5.0}}},
+        **changes,
+    }
+
+
+def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> dict[str, Any]:
+    return {
+        "step": step,
+        "prompt_id": index // 4,
+        "epoch": 0,
+        "index": index % 4,
+        "task": "gcd",
+        "prompt": f"What is {index // 4}?",
+        "response": response,
+        "answer": "4",
+        "reward": float(index % 3 == 0),
+        "scores": {"exact": float(index % 3 == 0)},
+        "outcome": "",
+        "advantage": 0.0,
+        "length": 9,
+        "finish_reason": "stop",
+        "decoded": {"row_passes": 3, "drafted": 8, "accepted": 6},
+        "proposed": "2e1.3a1.2s",
+    }
+
+
+def events(steps: int, workers: int = 2) -> list[dict[str, Any]]:
+    """The spans of steps of 10 s each, with the mark at the end of each."""
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 1, "args": {"name": "driver"}},
+    ]
+    for step in range(steps):
+        start = 1e15 + step * 10e6
+        for process in range(1 + workers):
+            span = {"ph": "X", "name": "rollout", "pid": process, "tid": 2, "ts": start, "dur": 6e6}
+            found.append(span)
+            if process:
+                found.append(span | {"name": "ROLLOUT", "tid": 1})
+                found.append(span | {"name": "IDLE", "tid": 1, "ts": start + 6e6, "dur": 4e6})
+        end = {"ph": "X", "name": "step ends", "pid": 0, "tid": 2, "ts": start + 10e6, "dur": 0}
+        found.append(end | {"args": {"step": step}})
+    return found
+
+
+def make_run(folder: Path, steps: int = 8, config: dict[str, Any] | None = None, workers: int = 2) -> Path:
+    folder.mkdir(parents=True)
+    lines = [line(step, workers) for step in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
+    completions = [completion(step, index) for step in range(steps) for index in range(8)]
+    text = "".join(json.dumps(one) + "\n" for one in completions)
+    (folder / "completions.jsonl").write_text(text, encoding="utf-8")
+    recipe = {"model": {"path": "models/small"}, "train": {"steps": steps}, "run": {"folder": str(folder)}}
+    (folder / "config.json").write_text(json.dumps(recipe | (config or {})), encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps({"steps": steps, "policy_sha256": "ab" * 32}), encoding="utf-8")
+    trace = ",\n".join(json.dumps(event) for event in events(steps, workers))
+    (folder / "trace.json").write_text(f'{{"traceEvents": [\n{trace}\n]}}\n', encoding="utf-8")
+    for worker in range(workers):
+        (folder / f"worker_{worker}.log").write_text(f"x: here is worker {worker}, process 1\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,298 @@
+"""The page of a run: its numbers, and that no state of a run's files keeps it from being written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_up_run import completion, line, make_run
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import cli, report, run
+from tlt.completions import read_completions, runs_of
+from tlt.display import Display
+from tlt.report import Page, ReportError, write_report
+from tlt.report import page as page_module
+from tlt.report.charts import MOST_POINTS, Series, thinned
+from tlt.report.read import FILES, read_run
+from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
+
+VOID = {"meta", "input", "br", "path", "rect"}
+
+
+class Reader(HTMLParser):
+    """Collects the words of a page, its sections, and what is wrong with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.faults: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.open += [tag] if tag not in VOID else []
+        for name, value in attrs:
+            self.ids += [value or ""] if name == "id" else []
+            if name in ("src", "href", "action") and not (value or "").startswith("#"):
+                self.faults.append(f"{tag} fetches {value}")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID and (not self.open or self.open.pop() != tag):
+            self.faults.append(f"</{tag}> closes nothing")
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+
+def read(path: Path) -> Reader:
+    """Read a page. It must be well-formed, fetch nothing, and give each id once."""
+    reader = Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    assert reader.faults == []
+    assert reader.open == []
+    assert len(reader.ids) == len(set(reader.ids))
+    return reader
+
+
+def text_of(path: Path) -> str:
+    return " ".join(" ".join(read(path).words).split())
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_speed_against_plain_decoding_is_a_ratio_of_sums_and_counts_the_step_that_lost(tmp_path: Path) -> None:
+    found = read_run(make_run(tmp_path / "run", steps=8))
+    measured, estimated = ratio(found, True), ratio(found, False)
+    assert measured is not None
+    assert estimated is not None
+    assert (measured.plain, measured.ours, measured.steps, measured.lost) == (4 * 6 + 3, 5 * 4, 5, 1)
+    assert measured.times == pytest.approx(27 / 20)
+    assert measured.interval is not None
+    assert measured.interval[0] < 27 / 20 < measured.interval[1]
+    assert (estimated.times, estimated.steps, estimated.lost) == (2, 8, 0)
+    said = text_of(write_report([tmp_path / "run"]))
+    assert "1.35" in said
+    assert "800 in 40 responses" in said
+    assert "ab" * 32 in said
+
+
+def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:
+    found = read_run(make_run(tmp_path / "run", steps=8))
+    seconds = worker_seconds(found)
+    assert sum(seconds.values()) == pytest.approx(8 * 2 * 10)
+    assert seconds["verify"] == pytest.approx(8)
+    assert seconds["other decoding"] == pytest.approx(8 * 2 * 4 - 8 * 4)
+    assert seconds["reward"] == pytest.approx(8 * 2 * 0.5)  # both workers wait for it
+    assert seconds["idle"] == pytest.approx(8 * 2 * 1.5)
+    assert useful_share(found) == pytest.approx(0.85)
+
+
+def test_a_state_that_is_not_known_is_shown_by_its_name(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder / "metrics.jsonl").write_text(json.dumps(line(0, workers=[{"EARLY UPDATE": 3.0}])) + "\n", encoding="utf-8")
+    assert worker_seconds(read_run(folder)) == {"early update": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lengths": {"truncated": 0.3}}, "30% of responses were truncated"),
+        ({"batch": {"without_spread_share": 0.5}}, "50% of groups had equal rewards"),
+        ({"compared": {}, "rollout": {}}, "set run.compare_every"),
+        ({"rollout": {"drafted": 100, "accepted": 10}}, "rejected 90% of draft tokens"),
+        ({"rollout": {"preemptions": 4}}, "preempted 0.50 requests"),
+        ({"workers": [{"IDLE": 3.5, "ROLLOUT": 6.5}]}, "idle for 30% of their time"),
+        ({"seconds": {"update": 6.0, "total": 10.0, "rollout": 4.0}}, "update took 60% of the time"),
+        ({"seconds": {"compare": 2.0, "total": 10.0, "rollout": 4.0}}, "2.00 times as long as plain decoding"),
+    ],
+)
+def test_each_advice_follows_from_its_number(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    calm = {"workers": [{"ROLLOUT": 10.0}]}
+    for name, facts in {"calm": calm, "run": calm | changes}.items():
+        folder = make_run(tmp_path / name, steps=1)
+        (folder / "metrics.jsonl").write_text(json.dumps(line(0, **facts)) + "\n", encoding="utf-8")
+    assert advice(read_run(tmp_path / "calm")) == ["No number of this run asks for a change."]
+    assert any(said in sentence for sentence in advice(read_run(tmp_path / "run")))
+
+
+def test_a_prompt_that_comes_twice_and_a_step_that_is_missing_are_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    lines = [line(0), line(1, prompts=[[0, 0], [0, 1]]), line(3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
+    found = read_run(folder)
+    assert (found.replayed, found.missing_steps) == (1, 1)
+
+
+def test_a_timeline_holds_the_spans_between_the_marks_of_a_step(tmp_path: Path) -> None:
+    found = read_run(make_run(tmp_path / "run", steps=40))
+    assert len(found.timelines) <= 13
+    assert {0, 39} <= found.timelines.keys()
+    spans = found.timelines[39]
+    assert len(spans) == 1 + 2 * 3
+    assert {(span.start, span.seconds) for span in spans} == {(0, 6), (6, 4)}
+
+
+def test_runs_of_tokens_and_thinned_lines_keep_what_matters() -> None:
+    assert runs_of("sss..a") == "3s2.1a"
+    assert runs_of("") == ""
+    values = [1.0] * 10_000
+    values[4321], values[77] = 9.0, -3.0
+    thin = thinned(Series("x", range(10_000), values))
+    assert len(thin.steps) <= MOST_POINTS
+    assert (max(thin.values), min(thin.values)) == (9.0, -3.0)  # type: ignore[type-var]
+    assert list(thin.steps) == sorted(thin.steps)
+
+
+# -- whatever the files are --------------------------------------------------------------------------------------------
+
+
+def test_what_a_model_wrote_cannot_leave_its_place(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    bad = "</pre></script><script>alert(1)</script>{{body}}\ud800\x00"
+    rows = [completion(0, index, bad) | {"prompt": bad, "task": bad, "scores": {bad: 1.0}} for index in range(8)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_report([folder])
+    assert read(path).tags.count("script") == 2  # the timeline's data and the page's own
+    assert "<script>alert" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "completions"])
+def test_a_file_that_is_missing_or_cut_anywhere_is_named_or_left_out(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    path = folder / name
+    whole = path.read_bytes()
+    for cut in [*range(0, len(whole), max(1, len(whole) // 23)), len(whole) - 1]:
+        path.write_bytes(whole[:cut])
+        read(write_report([folder]))
+    for junk in (
+        b"\xff\x00junk\n[]\nnull\n3\n{}\n",
+        b'{"step": 1, "seconds": 3, "rollout": [], "workers": {"a": 1}}\n',
+    ):
+        path.write_bytes(junk)
+        read(write_report([folder]))
+    path.unlink()
+    assert "missing" in text_of(write_report([folder])) or name == "completions.jsonl"
+
+
+def test_a_run_without_a_finished_step_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model": {"path": "m"}}', encoding="utf-8")
+    (tmp_path / "metrics.jsonl").touch()
+    assert "m has not ended a step yet" in text_of(write_report([tmp_path])).replace("The run of ", "")
+
+
+def test_parquet_completions_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run"), "completions_format": "parquet"})
+    run.train(config, display=Display(Console(quiet=True)))
+    found = read_run(tmp_path / "run")
+    assert found.completions
+    assert all(isinstance(row["scores"], dict) for row in found.completions)
+
+
+def test_ten_thousand_steps_of_64_workers_make_a_small_page_in_little_time(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3, workers=64)
+    text = json.dumps(line(123456, num_workers=64))
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for step in range(10_000):
+            file.write(text.replace("123456", str(step)).replace('"reward": 12345.6', f'"reward": {step % 97 / 97}'))
+            file.write("\n")
+    start = time.process_time()
+    path = write_report([folder])
+    assert time.process_time() - start < 30  # a few seconds on a machine with nothing else to do
+    assert path.stat().st_size < 10 * 2**20
+    assert len(read_run(folder).steps) == 10_000
+
+
+# -- several runs ------------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_begin_with_their_differences(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "a", config={"train": {"steps": 8, "learning_rate": 1e-6}}),
+        make_run(tmp_path / "b", steps=4, config={"train": {"steps": 8, "learning_rate": 4e-6}}),
+    ]
+    assert differences([read_run(folder) for folder in runs]) == [("train.learning_rate", [1e-6, 4e-6])]
+    reader = read(write_report(runs, tmp_path / "both.html"))
+    assert [name for name in reader.ids if name in ("differences", "words")] == ["differences", "words"]
+
+
+# -- in a run and on the command line ----------------------------------------------------------------------------------
+
+
+def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run"), "compare_every": 1})
+    run.train(config, display=Display(Console(quiet=True)))
+    reader = read(tmp_path / "run" / "report.html")
+    sections = {"words", "plain", "proof", "time", "learning", "tokens", "groups", "drafter", "energy"}
+    assert sections <= set(reader.ids)
+    for row in read_completions(tmp_path / "run"):
+        counts = [(int(count), letter) for count, letter in re.findall(r"(\d+)(\D)", row["proposed"])]
+        assert sum(count for count, _ in counts) == row["length"]
+        accepted = {letter: sum(n for n, other in counts if other == letter) for letter in ("a", "s", "e", ".")}
+        assert accepted["a"] == row["decoded"]["seen_ahead"]
+        assert row["length"] - accepted["."] == row["decoded"]["accepted"]
+
+
+def test_a_run_that_asks_for_no_page_has_none(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run"), "report": False})
+    run.train(config, display=Display(Console(quiet=True)))
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_page_that_fails_costs_a_warning_and_never_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(runs: object) -> str:
+        raise RuntimeError("out of ink")
+
+    monkeypatch.setattr(page_module, "page_of", broken)
+    with caplog.at_level(logging.WARNING):
+        Page(make_run(tmp_path / "run")).write()
+    assert "report.html was not written (RuntimeError: out of ink); the run goes on" in caplog.text
+
+
+def test_a_page_that_takes_long_is_written_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    written: list[float] = []
+
+    def slow(folders: object) -> None:
+        written.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(report, "write_report", slow)
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    page = Page(tmp_path)
+    for _ in range(500):
+        now[0] += 1.0
+        page.write_if_quick()
+    assert written == [1, 204, 407]
+
+
+def test_the_command_writes_one_page_or_names_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for arguments, out in ((["a"], "a/report.html"), (["a", "b"], "comparison.html"), (["a", "--out", "x"], "x")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["report", *arguments])
+        assert end.value.code == 0
+        assert capsys.readouterr().out.startswith(f"{out}: ")
+        read(tmp_path / out)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", "nothing"])
+    assert end.value.code == 2
+    assert "nothing is not the folder of a run: give the run.folder of its recipe" in capsys.readouterr().err
+    with pytest.raises(ReportError, match="give another --out"):
+        write_report([tmp_path / "a"], tmp_path / "no" / "page.html")

@@ -1,0 +1,172 @@
+"""Energy and CPU time, from fake counters: which are read, how they wrap, and what is never mixed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tlt.config.sections import RunConfig
+from tlt.energy import Meter, MeteredTracer, Nvml, Rapl, cpu_seconds, total_energy
+from tlt.report.energy import energy_rows
+from tlt.report.read import Run
+
+RANGE = 262_143_328_850  # microjoules, as an Intel package has it
+
+
+def zone(root: Path, name: str, used: int) -> Path:
+    place = root / name
+    place.mkdir(parents=True)
+    (place / "energy_uj").write_text(f"{used}\n", encoding="ascii")
+    (place / "max_energy_range_uj").write_text(f"{RANGE}\n", encoding="ascii")
+    return place
+
+
+def test_packages_are_added_their_parts_are_not_and_a_counter_may_wrap(tmp_path: Path) -> None:
+    first, second = zone(tmp_path, "intel-rapl:0", RANGE - 2_000_000), zone(tmp_path, "intel-rapl:1", 0)
+    zone(tmp_path, "intel-rapl:0:0", 5)
+    rapl = Rapl(tmp_path)
+    assert rapl.read() == 0
+    (first / "energy_uj").write_text("1000000", encoding="ascii")  # 2 J up to the end, and 1 J since
+    (second / "energy_uj").write_text("4000000", encoding="ascii")
+    assert rapl.read() == pytest.approx(7)
+    (second / "energy_uj").write_text("5000000", encoding="ascii")
+    assert rapl.read() == pytest.approx(8)
+
+
+def test_without_a_readable_package_there_is_no_cpu_energy(tmp_path: Path) -> None:
+    assert not Rapl(tmp_path / "nothing")
+    (tmp_path / "intel-rapl:0" / "energy_uj").mkdir(parents=True)  # a file that cannot be read
+    assert not Rapl(tmp_path)
+
+
+def library(used: list[int], error: Exception | None = None) -> SimpleNamespace:
+    """A pynvml with one card for each number of millijoules."""
+
+    def energy(card: int) -> int:
+        if error:
+            raise error
+        return used[card]
+
+    return SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(used),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )
+
+
+def test_all_cards_are_added_and_one_without_a_counter_means_none() -> None:
+    assert Nvml(library([1_500, 2_500])).read() == pytest.approx(4)
+    assert not Nvml(library([]))
+    assert not Nvml(library([1], RuntimeError("not supported")))
+
+
+def test_cpu_time_is_that_of_this_process_and_its_descendants(tmp_path: Path) -> None:
+    def process(pid: int | str, parent: int, *ticks: int) -> None:
+        (tmp_path / str(pid)).mkdir()
+        fields = ["S", parent, *[0] * 9, *ticks]  # the name may hold spaces and brackets
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(map(str, fields))}", encoding="utf-8")
+
+    me = os.getpid()
+    process("self", 0)
+    process(me, 1, 100, 20, 3, 0)
+    process(me + 1, me, 1000, 0, 0, 0)
+    process(me + 2, me + 1, 0, 10_000, 0, 0)
+    process(me + 3, 1, 7, 7, 7, 7)  # of somebody else
+    assert cpu_seconds(tmp_path, ticks=100) == pytest.approx(111.23)
+
+
+def test_cpu_time_of_a_child_counts_while_it_lives_and_after(tmp_path: Path) -> None:
+    before = cpu_seconds()
+    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        assert cpu_seconds() - before > 0.4
+        child.communicate(b"\n")
+    assert cpu_seconds() - before > 0.4
+    own = time.process_time()
+    assert cpu_seconds(tmp_path / "no proc") >= own - 0.05
+
+
+def meter(tmp_path: Path, used: list[int]) -> Meter:
+    return Meter(rapl=Rapl(tmp_path / "none"), nvml=Nvml(library(used)), proc=tmp_path / "no proc")
+
+
+def test_a_step_says_what_each_phase_used_and_the_next_one_begins_at_zero(tmp_path: Path) -> None:
+    used = [0]
+    tracer = MeteredTracer(meter(tmp_path, used))
+    for millijoules in (3_000, 1_000):
+        with tracer.span("rollout"):
+            used[0] += millijoules
+    with tracer.span("save"):
+        used[0] += 500
+    run = RunConfig(watts_per_core=10.0, price_per_hour=3600.0)
+    step = tracer.step_energy(run)
+    assert step["gpu_joules"] == pytest.approx(4.5)
+    assert step["phases"].keys() == {"rollout"}
+    assert step["phases"]["rollout"]["gpu_joules"] == pytest.approx(4)
+    assert step["estimated_cpu_joules"] == pytest.approx(10 * step["cpu_seconds"])
+    assert 0 < step["cost"] < 60
+    assert tracer.step_energy(run)["gpu_joules"] == 0
+    assert [span.name for span in tracer.drain()][-1] == "save"
+
+
+def test_an_estimate_never_stands_where_a_counter_measures(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", 0)
+    tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
+    step = tracer.step_energy(RunConfig(watts_per_core=10.0))
+    assert "cpu_joules" in step
+    assert "estimated_cpu_joules" not in step
+    assert "cost" not in step
+
+
+def test_a_counter_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    package = zone(tmp_path, "intel-rapl:0", 0)
+    tracer = MeteredTracer(Meter(rapl=Rapl(tmp_path), nvml=Nvml(library([])), proc=tmp_path / "no proc"))
+    (package / "energy_uj").unlink()
+    with caplog.at_level(logging.WARNING), tracer.span("rollout"):
+        pass
+    assert "energy/cpu_joules is no longer recorded" in caplog.text
+    assert "cpu_joules" not in tracer.step_energy(RunConfig())
+
+
+def test_workers_on_other_machines_leave_nothing_to_measure() -> None:
+    assert Meter(one_machine=False).read() == {}
+    assert MeteredTracer().step_energy(RunConfig()) == {}
+
+
+def lines(*rewards: float) -> list[dict]:
+    """Steps of 10 J and 500 tokens. Every second one compares 3 J of plain decoding with 2 J of the run's own."""
+    phases = [{"rollout": {"gpu_joules": 2.0}} | ({"compare": {"gpu_joules": 3.0}} if i % 2 else {}) for i in range(9)]
+    return [
+        {"step": i, "tokens": 500, "reward": reward, "energy": {"gpu_joules": 10.0, "phases": phases[i]}}
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_totals_by_hand() -> None:
+    found = total_energy(lines(0.1, 0.1, 0.2, 0.3))
+    assert found["sums"] == {"gpu_joules": 40}
+    assert found["per_step"] == {"gpu_joules": 10}
+    assert found["per_million_tokens"] == {"gpu_joules": pytest.approx(20_000)}
+    assert found["per_reward_point"] == {"gpu_joules": pytest.approx(40 / 20)}
+    assert found["compared"] == {"steps": 2, "plain": {"gpu_joules": 6}, "ours": {"gpu_joules": 4}}
+    assert total_energy(lines(0.3, 0.1))["per_reward_point"] == {}  # nothing was gained
+    assert total_energy([{"step": 0, "energy": {}}]) == {}
+
+
+def test_the_page_labels_each_number_and_says_when_speculation_used_more() -> None:
+    steps = lines(0.1, 0.1)
+    steps[1]["energy"]["phases"]["rollout"]["gpu_joules"] = 4.5
+    page = energy_rows(Run(Path("run"), steps=steps))
+    assert page.count('class="measured"') == 2
+    assert "estimated</b>" not in page
+    assert "<td>1.50</td>" in page
