@@ -220,7 +220,7 @@ def test_it_says_whether_the_drafter_is_trained(spot: dict[str, float], said: st
     display, step = Display(Console(file=io.StringIO())), step_metrics(0)
     step.rollout["spot"] = spot
     display.history.append(step)
-    assert display._drafters().plain.startswith(f"draft   {said}first guess right: eagle 81%")
+    assert display._drafters().plain.startswith(f"draft   {said}first token accepted: eagle 81%")
 
 
 @pytest.mark.parametrize(("key", "said"), [("", "Answer: 42"), ("b", "[red]short[/red]"), ("w", "third"), ("x", "42")])

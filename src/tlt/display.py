@@ -217,14 +217,14 @@ class Display:
         return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
 
     def _drafters(self) -> Text:
-        """How often each one's first guess was right in the last rollout, and what all of them are worth."""
+        """Return the acceptance rate of each drafter's first token in the last rollout, and the gain so far."""
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
         right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["agreement"].items())
         learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
-        guesses = f"first guess right: {right}; " * bool(right)
+        guesses = f"first token accepted: {right}" * bool(right)
         found = against_plain(m.rollout["against_plain"] for m in self.history)
-        faster = f"{found['times']:.2f} times as fast as plain decoding" if found else ""
+        faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
         return Text(f"draft   {learned}{guesses}{faster}")
 
     def _line(self, m: StepMetrics) -> str:
