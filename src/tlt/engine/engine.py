@@ -356,9 +356,8 @@ class Engine(Generates):
         return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
 
     def _response(self, row: Row, reason: str) -> Response:
-        text = text_of(row, self.detokenize)
-        lists = row.tokens, row.logprobs, row.full_logprobs
-        return Response(row.request, *lists, reason, text, decoded=row.decoded, proposed=row.proposed)
+        known = {"text": text_of(row, self.detokenize), "decoded": row.decoded, "proposed": row.proposed}
+        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, **known)
 
     def _was_ahead(self, row: Row) -> bool:
         """A row that was decoded for a coming step ends in the store."""
