@@ -1,4 +1,4 @@
-"""One training run of bench/train.py, in a process of its own: python bench/one_run.py CONFIG THREADS MODE"""
+"""One training run of bench/train.py, in a process of its own: python bench/one_run.py CONFIG THREADS"""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import forks
 import torch
 from turns import Pausing, TakingTurns, Turn, over_pipes
 
-from tlt.bench.serial import serially
 from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.workers import RayPool
 from tlt.config import parse_config
@@ -27,19 +26,18 @@ class Recording(TakingTurns):
         super().step(result)
 
 
-def main(config_file: str, threads: int, mode: str, turn: Turn) -> None:
+def main(config_file: str, threads: int, turn: Turn) -> None:
     torch.set_num_threads(threads)
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
-    given: list[int] = []  # drafter tokens, by step
     pausing = Pausing(turn)
 
     def wrap(rollout: Rollout) -> Rollout:
         if isinstance(rollout, ClusterRollout) and isinstance(rollout.crew.pool, RayPool):
             pausing.folder = rollout.crew.pool.folder
-        return serially(given)(rollout) if mode == "serial" else rollout
+        return rollout
 
     try:
-        train(config, resume=False, display=Recording(pausing, given), wrap=wrap)
+        train(config, resume=False, display=Recording(pausing), wrap=wrap)
     except (ValueError, OSError) as error:
         sys.exit(f"tlt: {' '.join(str(error).split())}")
     except Stopped as stopped:
@@ -47,4 +45,4 @@ def main(config_file: str, threads: int, mode: str, turn: Turn) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], over_pipes())
+    main(sys.argv[1], int(sys.argv[2]), over_pipes())

@@ -41,7 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
     "suffix": {"path": None, "look_ahead": 0, "training": {"idle": False}},
     "frozen": {"look_ahead": 0, "training": {"idle": False}},
     "spot": {"look_ahead": 0, "training": {"idle": True}},
-    "serial": {"look_ahead": 0, "training": {"idle": True}},
     "adaptive": {},
 }
 """name -> what it changes of the recipe's speculation; `adaptive` is the recipe as `tlt train` runs it"""
@@ -123,7 +122,7 @@ def _share(counts: Mapping[str, float], part: str, whole: str) -> float | None:
 
 def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run all modes, compare them, and write the result. Raises ValueError with one sentence."""
-    _refuse(config, workers, names)
+    _refuse(config, names)
     console, config = progress.console(), at_the_time_of_the_run(settled(config), None)
     shape = _better_shape(config, workers, console) if "plain" in names else workers
     sizes = {name: shape if name == "plain" else workers for name in names}
@@ -139,17 +138,13 @@ def bench_train(config: Config, workers: int, steps: int, names: Sequence[str], 
         write_json(json_file, {"runs": results, "repeats": 1, **facts, **provenance()})
 
 
-def _refuse(config: Config, workers: int, names: Sequence[str]) -> None:
+def _refuse(config: Config, names: Sequence[str]) -> None:
     if config.speculation.drafter != "adaptive":
         raise ConfigError("bench/train.py needs speculation.drafter = 'adaptive'")
     if "frozen" in names and config.speculation.path is None:
         raise ConfigError(
             "--modes: frozen needs speculation.path, a drafter to start from: make one with tlt draft train, or leave "
             "frozen out, and all start from a random one"
-        )
-    if "serial" in names and ("spot" not in names[: names.index("serial")] or workers == 1):
-        raise ConfigError(
-            "--modes: serial trains on as many tokens as spot did: put spot before it, and give two workers"
         )
 
 
@@ -174,7 +169,7 @@ def run_in_turn(console: Console, configs: dict[str, Config]) -> dict[str, Mode]
     """Do all runs, a step each in turn. `configs`: recipes by mode, or for plain decoding by any other name."""
     threads = {name: _threads(config.cluster.workers) for name, config in configs.items()}
     console.rule(", ".join(f"{name} {config.cluster.workers} x {threads[name]}" for name, config in configs.items()))
-    runs = {name: partial(_start, name, config, threads[name]) for name, config in configs.items()}
+    runs = {name: partial(_start, config, threads[name]) for name, config in configs.items()}
     steps = next(iter(configs.values())).train.steps
     race(runs, steps, partial(console.print, soft_wrap=True))
     return {name: Mode(name, config, threads[name]) for name, config in configs.items()}
@@ -184,12 +179,12 @@ def _threads(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def _start(name: str, config: Config, threads: int) -> Run:
+def _start(config: Config, threads: int) -> Run:
     folder = Path(config.run.folder)
     shutil.rmtree(folder, ignore_errors=True)
     write_json(folder / "bench.json", config.model_dump(mode="json"))
     own = threads if config.cluster.workers == 1 else 1  # the driver of several workers computes nothing
-    return Process(folder / "bench.json", own, name)
+    return Process(folder / "bench.json", own)
 
 
 def _better_shape(config: Config, workers: int, console: Console) -> int:

@@ -30,9 +30,9 @@ class BenchError(ValueError):
     """A run of the benchmark failed; the message names it."""
 
 
-Turn = Callable[[dict[str, float]], int]
-"""A run calls this between two steps, with the seconds and drafter tokens of the last step. It returns when the run may
-do the next step, with the number of drafter tokens that serial training is to spend on it."""
+Turn = Callable[[dict[str, float]], None]
+"""A run calls this between two steps, with the seconds of the last step. It returns when the run may do the next
+step."""
 
 
 class Pausing:
@@ -44,10 +44,10 @@ class Pausing:
         self.folder = ""
         """folder of the run's own Ray"""
 
-    def __call__(self, report: dict[str, float]) -> int:
+    def __call__(self, report: dict[str, float]) -> None:
         self._signal(signal.SIGSTOP)
         try:
-            return self.turn(report)
+            self.turn(report)
         finally:
             self._signal(signal.SIGCONT)
             time.sleep(_AWAKE)
@@ -62,9 +62,9 @@ class TakingTurns(Display):
     """A display that shows nothing. It waits for its turn before every step and after the last one, when no clock of
     the run is on."""
 
-    def __init__(self, turn: Turn, given: list[int]) -> None:
+    def __init__(self, turn: Turn) -> None:
         super().__init__(Console(quiet=True))
-        self.turn, self.given = turn, given
+        self.turn = turn
 
     @contextmanager
     def live(
@@ -74,16 +74,13 @@ class TakingTurns(Display):
         workers_now: Callable[[], Sequence[WorkerNow]],
         updated: Callable[[], float] = lambda: 0.0,
     ) -> Iterator[None]:
-        self.given.append(self.turn({}))
+        self.turn({})
         with super().live(config, first, workers_now, updated):
             yield
 
     def step(self, result: StepResult) -> None:
         super().step(result)
-        metrics = result.metrics
-        seconds = sum(of_the_step(metrics.seconds).values())
-        report = {"seconds": seconds, "drafter_tokens": metrics.rollout["drafter_tokens"]}
-        self.given.append(self.turn(report))
+        self.turn({"seconds": sum(of_the_step(result.metrics.seconds).values())})
 
 
 def of_the_step(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -98,7 +95,7 @@ class Run(Protocol):
         """Wait until it next waits for its turn, and return its report; None when it has ended."""
         ...
 
-    def go(self, tokens: int) -> None: ...
+    def go(self) -> None: ...
 
     def end(self) -> int:
         """End it if it has not ended, and return its exit code."""
@@ -108,8 +105,8 @@ class Run(Protocol):
 class Process:
     """bench/one_run.py in a process of its own."""
 
-    def __init__(self, config_file: Path, threads: int, mode: str) -> None:
-        command = [sys.executable, str(_ONE_RUN), str(config_file), str(threads), mode]
+    def __init__(self, config_file: Path, threads: int) -> None:
+        command = [sys.executable, str(_ONE_RUN), str(config_file), str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self._run = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._ended = False
@@ -120,9 +117,9 @@ class Process:
         self._ended = not line
         return json.loads(line) if line else None
 
-    def go(self, tokens: int) -> None:
+    def go(self) -> None:
         assert self._run.stdin
-        self._run.stdin.write(f"{tokens}\n")
+        self._run.stdin.write("\n")
         self._run.stdin.flush()
 
     def end(self) -> int:
@@ -136,19 +133,16 @@ def over_pipes() -> Turn:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def turn(report: dict[str, float]) -> int:
+    def turn(report: dict[str, float]) -> None:
         print(json.dumps(report), file=said, flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        if not sys.stdin.readline():
             sys.exit("tlt: whoever gave the turns is gone")
-        return int(line)
 
     return turn
 
 
 def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str], None]) -> None:
-    """Start all runs, then let each do a step in turn. Serial training is given as many tokens as spot training took in
-    the same step. Raises BenchError if a run fails."""
+    """Start all runs, then let each do a step in turn. Raises BenchError if a run fails."""
     going: dict[str, Run] = {}
     try:
         for name, start in runs.items():
@@ -156,20 +150,17 @@ def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str]
             with working(f"start {name}"):
                 going[name] = start()
                 _wait(name, going[name])
-        tokens = 0
         with working("runs in turn", steps, "steps") as work:
             for step in range(steps):
                 seconds = {}
                 for name, run in going.items():
-                    run.go(tokens if name == "serial" else 0)
-                    report = _wait(name, run)
-                    seconds[name] = report["seconds"]
-                    tokens = int(report["drafter_tokens"]) if name == "spot" else tokens
+                    run.go()
+                    seconds[name] = _wait(name, run)["seconds"]
                 spent = "  ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items())
                 note(f"step {step + 1}/{steps}  {spent}")
                 work.advance()
         for name, run in going.items():
-            run.go(0)
+            run.go()
             if run.wait() is not None or run.end():
                 raise BenchError(f"the {name} run did not come to its end: see above")
     finally:

@@ -135,11 +135,11 @@ def summarize(
 
 
 def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of rollouts' `against_plain`: `times`, how many times as long plain decoding would have taken in their rounds,
-    and the number of rounds that say so; empty as long as there is none."""
+    """Return `times`, how many times as long plain decoding would have taken in the rounds of these rollouts; empty if
+    that is not known."""
     found = [step for step in steps if step.get("seconds")]
     seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
-    return {"times": plain / seconds, "plain_rounds": sum(step["plain_rounds"] for step in found)} if found else {}
+    return {"times": plain / seconds} if found else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:

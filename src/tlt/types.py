@@ -199,10 +199,9 @@ class RolloutStats(Passes):
     seconds: dict[str, float] = field(default_factory=dict)
     """prefill, draft, verify, commit; and spot, for which training of the drafter held the run up"""
     against_plain: dict[str, float] = field(default_factory=dict)
-    """of rounds without a prefill: seconds, what plain decoding would have taken for their tokens, and the rounds that
-    say so because they were plain"""
+    """seconds of rounds without a prefill, and seconds that plain decoding would have taken for their tokens"""
     spot: dict[str, float] = field(default_factory=dict)
-    """of that training: accept length of the drafter in use and of the candidate, drafter version"""
+    """of that training: drafter version, accept length of the drafter in use and of the candidate, whether it rests"""
 
     @property
     def accept_length(self) -> float:

@@ -19,7 +19,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("log_law", "argument", 25, "Top-p sums probabilities in float64."),
         ("log_law", "compare", 5, "Top-p keeps the smallest prefix that reaches its mass."),
         ("log_law", "unwrap", 31, "A restricted distribution sums to 1."),
-        ("log_law", "constant", 8, "Of equal logits the lower id stays."),
         ("gumbel_topk", "operator", 0, "A token is the argmax of log-probability plus noise."),
     ],
     ("engine.walk", "engine/test_walk.py"): [
@@ -132,14 +131,14 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("rotary_table", "operand", 1, "Rotary embedding uses attention_scaling."),
         ("to_pairs", "unwrap", 5, "Rotary pairs are re-ordered from Hugging Face's halves."),
         ("Decoder.forward", "drop", 10, "Queries and keys are normed where the family does so."),
+    ],
+    ("models.decoder", "models/test_weights.py"): [
         ("_Loader.check_all_taken", "drop", 1, "An unknown weight is an error."),
+        ("_Loader.own", "unwrap", 0, "The engine has its own copy of the policy's weights."),
     ],
     ("models.weights", "models/test_weights.py"): [
         ("sha256", "element", 3, "A digest tells a tensor from its transpose."),
         ("sha256", "unwrap", 1, "A digest does not depend on the order of tensors."),
-    ],
-    ("models.decoder", "models/test_weights.py"): [
-        ("_Loader.own", "unwrap", 0, "The engine has its own copy of the policy's weights."),
     ],
     ("models.families", "models/test_families.py"): [
         ("_max_positions", "drop", 7, "A sliding window bounds the positions."),

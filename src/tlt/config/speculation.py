@@ -31,14 +31,11 @@ class DrafterTrainConfig(Section):
     micro_batch_tokens: int = Field(default=1024, gt=0)
     """Number of tokens in a micro-batch, which is one optimizer step."""
     idle: bool = True
-    """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
-    speculation.path names none"""
-    catch_up: float = Field(default=1.0, ge=0)
-    """with several workers and `idle`, a drafter that its target left behind may hold up a step for so many times a
-    rollout's seconds, in which all train it, where that repays before the run is over. 0: never"""
-    budget: float = Field(default=0.0, ge=0, le=1)
-    """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
-    long as that pays back; from a random one if speculation.path names none. 0: not at all"""
+    """Train the drafter on idle workers (several workers only). Training starts from `speculation.path`, or from random
+    weights if `speculation.drafter` is adaptive and no path is given."""
+    extra: float = Field(default=0.0, ge=0, le=1)
+    """Share of the rollout's time during which training of the drafter may delay a step. A single worker is never idle,
+    so it trains a drafter only if this is above 0."""
     buffer_tokens: int = Field(default=200_000, gt=0)
     """Number of tokens of training data kept in host memory. Up to half of them are from earlier rollouts."""
 
