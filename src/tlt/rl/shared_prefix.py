@@ -89,13 +89,13 @@ def attend(
     parts = zip(*(tensor.split(shared_row.sizes, dim=2) for tensor in (query, key, value)), strict=True)
     found = []
     for before, responses in shared_row.groups:
-        prompt = next(parts)
+        query, key, value = next(parts)
         mask = shared_row.mask(0, before, window) if window and window < before else None
-        found.append(_sdpa(*prompt, mask, scaling))
+        found.append(_sdpa(query, key, value, mask, scaling))
         for own in responses:
             q, k, v = next(parts)
             if own:
-                k, v = (torch.cat(both, dim=2) for both in ((prompt[1], k), (prompt[2], v)))
+                k, v = (torch.cat(both, dim=2) for both in ((key, k), (value, v)))
                 found.append(_sdpa(q, k, v, shared_row.mask(before, own, window), scaling))
     shared_row.windows.append(window)
     return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
@@ -146,7 +146,7 @@ def share_prefixes(model: Any) -> bool:
 def _compare(model: Any) -> None:
     """Compare a small group in one row with each of its sequences alone. Raises CannotShare."""
     device, size = model.get_input_embeddings().weight.device, model.config.vocab_size
-    types = list(getattr(model.config, "layer_types", None) or ())
+    types: list[str] = list(getattr(model.config, "layer_types", None) or ())
     if unknown := set(types) - _LAYERS:
         raise CannotShare(f"it has layers of type {min(unknown)}")
     first, second, third = (size * k // 4 for k in (1, 2, 3))  # not the padding token, whose embedding may be 0
