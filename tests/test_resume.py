@@ -71,7 +71,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
         {"model": {"path": "elsewhere"}},
         {"data": {"path": "copy.jsonl"}},
         {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999}},
-        {"speculation": {"training": {"budget": 0.5, "learning_rate": 0.1}}},
+        {"speculation": {"training": {"extra": 0.5, "learning_rate": 0.1}}},
         {"cluster": {"patience": 9.0}},
         {"eval": {"samples": 7}},
         {"run": {"folder": "moved", "keep": 7, "save_every": 3}},

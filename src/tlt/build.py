@@ -27,7 +27,6 @@ from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.engine.yardstick import Yardstick
 from tlt.files import read_json, telling
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
@@ -55,10 +54,7 @@ def make_engine(
     must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
-    yardstick = Yardstick() if drafters else None
-    return Engine(
-        target, config, drafters, tuner, Detokenizer(tokenizer), layout, on_harvest, tracer, store, yardstick=yardstick
-    )
+    return Engine(target, config, drafters, tuner, Detokenizer(tokenizer), layout, on_harvest, tracer, store)
 
 
 def load_engine(
@@ -145,7 +141,7 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     none is trained. By vLLM only `eagle` uses one, and the policy computes what it learns from, which one in shards
     cannot."""
     speculation = config.speculation
-    trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.budget > 0
+    trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
     if not may_be_learned(speculation.drafter) or not trains:
         return None
     if config.engine.backend == "vllm" and (speculation.drafter != "eagle" or config.train.shard):

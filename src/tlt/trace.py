@@ -56,11 +56,6 @@ class Tracer:
             start, facts = last.start, last.facts | {key: last.facts.get(key, 0) + facts[key] for key in facts}
         self._spans.append(Span(name, start, end, facts))
 
-    def mark(self, name: str, **facts: float) -> None:
-        """A moment, with the numbers that belong to it. It is never joined with another one."""
-        now = time.time()
-        self._spans.append(Span(name, now, now, facts))
-
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         start = time.time()
