@@ -294,11 +294,13 @@ def torch_device(config: ModelConfig) -> torch.device:
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
     """Raises ModelError where no response could ever end before max_new_tokens."""
-    stops, strings = stop_token_ids(folder, tokenizer), tuple(config.stop_strings)
+    vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
+    stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
     if not stops and not strings:
         raise ModelError(
-            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token, so that "
-            "no response would ever end: set eos_token_id there, or give rollout.stop_strings"
+            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token below the "
+            f"vocab_size of {vocab_size}, so that no response would ever end: set eos_token_id there, or give "
+            "rollout.stop_strings"
         )
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
 

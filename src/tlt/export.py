@@ -120,6 +120,10 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
         whole = whole_model(folder, dtype)
     else:
         whole = load_model(model_folder(folder), dtype, torch.device("cpu"))
+    if wrong := [name for name, tensor in whole.state_dict().items() if not tensor.isfinite().all()]:
+        raise ModelError(
+            f"{wrong[0]} of {folder} is not finite in {dtype}: export another checkpoint, or fetch it again"
+        )
     tokenizer = load_tokenizer(folder)
     whole.config.use_cache = whole.generation_config.use_cache = True
     with tempfile.TemporaryDirectory(prefix="tlt-export-") as facts:

@@ -22,7 +22,7 @@ from tlt.draft.spot_worker import SpotWorker
 from tlt.energy import Meter, MeteredTracer
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
-from tlt.rewards import make_reward
+from tlt.rewards import make_reward, refuse_special_tokens
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
@@ -53,6 +53,7 @@ def make_parts(
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts))
+    refuse_special_tokens(config, tokenizer)
     reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
     refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
