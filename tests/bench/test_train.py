@@ -108,7 +108,8 @@ def test_the_result_has_the_promised_keys(result: dict[str, Any]) -> None:
         assert {"rollout", "update", "ahead", "spot", "idle"} <= set(row["seconds"])
         assert len(row["accept_length"]) == STEPS
         assert sum(row["spot_seconds_by_step"]) == pytest.approx(row["seconds"]["spot"], abs=1e-3)
-        assert any(right is not None for right in row["first_guess_right"]) == (row["name"] not in ("plain", "suffix"))
+        if row["name"] in ("plain", "suffix"):  # the tuner of the others may not have tried the learned drafter
+            assert row["first_guess_right"] == [None] * STEPS
         assert sum(row["seconds_by_step"]) == pytest.approx(
             sum(spent for name, spent in row["seconds"].items() if name not in ("ahead", "spot", "idle"))
         )
@@ -143,7 +144,7 @@ def pair(home: Path) -> tuple[Path, Path, Config]:
     folder = Path(config.run.folder)
     folder.mkdir(parents=True)
     (folder / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
-    one_run.main(str(folder / "bench.json"), 1, "plain", lambda report: 0)
+    one_run.main(str(folder / "bench.json"), 1, lambda report: None)
     shutil.copytree(folder, home / "copy")
     return folder, home / "copy", config
 
@@ -257,17 +258,16 @@ def test_a_run_stands_still_between_its_turns() -> None:
             time.sleep(0.1)
             return Path(f"/proc/{ray.pid}/stat").read_text().rsplit(") ", 1)[1][0]
 
-        def turn(report: dict[str, float]) -> int:
+        def turn(report: dict[str, float]) -> None:
             states.append(state())
             if len(states) > 1:
                 sys.exit("gone")
-            return 7
 
         while ray.pid not in marked("/tmp/of_this_test"):
             time.sleep(0.01)
         pausing = Pausing(turn)
         pausing.folder = "/tmp/of_this_test"
-        assert pausing({}) == 7
+        pausing({})
         states.append(state())
         with pytest.raises(SystemExit, match="gone"):
             pausing({})
