@@ -279,7 +279,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
     ("cluster.balance", "cluster/test_balance.py"): [
-        ("Forecast.is_worth_helping", "opposite", 0, "Helping must save more than a minimum."),
+        ("Forecast.is_worth_helping", "nothing", 0, "Helping must save more than a minimum."),
     ],
     ("cluster.crew", "cluster/test_crew.py"): [
         ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),
