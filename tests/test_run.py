@@ -36,7 +36,7 @@ from tlt.stopping import Stopped
 from tlt.types import Response
 
 STEPS = 4
-TIMES = ("seconds", "seconds_left", "useful_share", "tokens_per_second", "workers", "memory")
+TIMES = ("seconds", "seconds_left", "energy", "useful_share", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
