@@ -69,7 +69,7 @@ verl: .venv-verl/.installed
 test-verl: verl
 	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
 
-# Plants the faults listed in tests/mutants one at a time: each must be noticed. ARGS="-k word -j 1" for some of them.
+# Runs the tests that must notice each mutant of tests/mutants/table.py. ARGS="-k word -j 2": some mutants, two at a time.
 mutants: all
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
 

@@ -1,4 +1,4 @@
-"""How long workers take to come back from idle work when they are called back, beside the seconds of a micro-batch.
+"""How long workers take to come back from idle work when they are called back.
 
     python bench/callback.py [recipes/longtail.toml] [--workers 2] [--steps 10] [--json FILE] [--section.key value ...]
 
@@ -22,16 +22,13 @@ from rich.console import Console
 from tlt.cluster.crew import Crew
 from tlt.config import load_config
 from tlt.display import Display
-from tlt.draft.gate import SpotReport
-from tlt.draft.lifecycle import Lifecycle
 from tlt.metrics import provenance, write_json
 from tlt.run import train
 
 
 def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dict[str, Any]:
     latencies: list[float] = []
-    micro_batches: list[float] = []
-    call_back, trained = Crew.call_back, Lifecycle.trained
+    call_back = Crew.call_back
 
     def timed_call_back(self: Crew, methods: Collection[str], patience: float) -> None:
         busy = any(method in methods for index in range(self.size) for method in self.pending(index))
@@ -40,18 +37,13 @@ def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dic
         if busy:
             latencies.append(time.perf_counter() - began)
 
-    def noted(self: Lifecycle, worker: int, report: SpotReport) -> None:
-        trained(self, worker, report)
-        if report.micro_batches:
-            micro_batches.append(report.seconds / report.micro_batches)
-
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--cluster.workers", str(workers), "--train.steps", str(steps), "--run.folder", folder + "/run"]
         fixed += ["--speculation.path", ""]  # a random drafter: one that was trained before would rest
         config = load_config(recipe, [*overrides, *fixed])
-        with patch.object(Crew, "call_back", timed_call_back), patch.object(Lifecycle, "trained", noted):
+        with patch.object(Crew, "call_back", timed_call_back):
             train(config, False, Display(Console(quiet=True)))
-    return {"steps": steps, "workers": workers, "callback": _spread(latencies), "micro_batch": _spread(micro_batches)}
+    return {"steps": steps, "workers": workers, "callback": _spread(latencies)}
 
 
 def _spread(seconds: list[float]) -> dict[str, float]:

@@ -89,8 +89,8 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "rollback": {"at": (f"{_WORKER}rollback",), "first": "update"},
         "gives its state": {"at": (f"{_WORKER}state",), "first": "decode"},
         "comes up": {"at": (f"{_WORKER}take_state",), "first": "decode"},
-        "spot": {"at": (f"{_WORKER}spot", "tlt.draft.trainer:DrafterTrainer.step"), "call": 3},
-        "judgement": {"at": (f"{_WORKER}judge", "tlt.draft.spot:SpotTrainer.judge")},
+        "spot": {"at": (f"{_WORKER}train_drafter", "tlt.draft.trainer:DrafterTrainer.step"), "call": 3},
+        "judgement": {"at": (f"{_WORKER}evaluate_drafter", "tlt.draft.spot:SpotTrainer.evaluate")},
         "publication": {"at": (f"{_WORKER}take_drafter", "tlt.engine.engine:Engine.draft_with")},
     },
     "driver": {
@@ -101,8 +101,8 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "save": {"at": ("tlt.checkpoint:flush",), "call": 2},
         "evaluation": {"at": (_EVALUATION, f"{_COORDINATOR}_took")},
         "saving a drafter": {"at": ("tlt.draft.saving:flush",)},
-        "spot": {"at": ("tlt.draft.lifecycle:Lifecycle.trained",), "call": 3},
-        "publication": {"at": ("tlt.cluster.publication:average",)},
+        "spot": {"at": ("tlt.draft.schedule:Schedule.trained",), "call": 3},
+        "publication": {"at": ("tlt.draft.schedule:Schedule.publishes",)},
     },
     "reward": {
         "evaluation": {"at": ("tiny_rewards:share_of_low_bytes",), "during": (_EVALUATION,)},

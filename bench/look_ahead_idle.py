@@ -103,7 +103,7 @@ class World:
             for index in dry if self.looks_ahead else ():
                 self._decode_ahead(index, len(dry))
             seconds, idle = seconds + TICK, idle + TICK * len(dry)
-        looking.end(RolloutStats(), seconds, self.workers)
+        looking.end(RolloutStats())
         self.seconds.append(seconds)
         self.idle.append(idle)
         self.seen.append(seen)

@@ -1,10 +1,10 @@
 """Tests whether spot training adapts the drafter when the task changes, where a sharper policy alone cannot help.
 
-    python bench/task_shift.py --json FILE [--steps 200] [--seeds 2] [--modes suffix,frozen,bound,spot,serial,adaptive]
+    python bench/task_shift.py --json FILE [--steps 200] [--seeds 2] [--modes suffix,frozen,bound,spot,adaptive]
 
 recipes/longtail.toml is run as a curriculum of two stages: sums and greatest common divisors, then, from the middle of
 the run on, prime factors and counts of bits. The drafter was trained on the first stage alone (it is made here, once,
-if --drafter names no folder). The modes are those of `tlt bench train`, which take turns step by step, and `bound`: the
+if --drafter names no folder). The modes are those of bench/train.py, which take turns step by step, and `bound`: the
 mode `frozen` with assets/tiny-drafter, which was trained on all four tasks; it shows the most that adapting can give.
 In the result `adaptive` is spot training without look-ahead (the mode `spot`), and `adaptive+ahead` is spot training
 with look-ahead (the mode `adaptive`).
@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from train import Mode, mode_config, run_in_turn
 
 from tlt.bench.rollout import ratio
-from tlt.bench.train import Mode, mode_config, run_in_turn
 from tlt.config import Config, load_config, parse_config
 from tlt.drafting import train_drafter
 from tlt.metrics import provenance, write_json
 
 RECIPE = "recipes/longtail.toml"
 LATER = ("prime_factorization", "count_bits")
-MODES = ("suffix", "frozen", "bound", "spot", "serial", "adaptive")
+MODES = ("suffix", "frozen", "bound", "spot", "adaptive")
 NAMES = {"spot": "adaptive", "adaptive": "adaptive+ahead"}
-COMPARED = (("adaptive", "frozen"), ("adaptive", "serial"), ("adaptive", "suffix"), ("bound", "frozen"))
+COMPARED = (("adaptive", "frozen"), ("adaptive", "suffix"), ("bound", "frozen"))
 SETTLING = 0.25  # fraction of the steps after the shift that is a phase of its own
 HARVEST, SECONDS = 80_000, 300.0  # entries and seconds of training of the first stage's drafter
 

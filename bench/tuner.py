@@ -6,8 +6,7 @@
 All strategies commit the same tokens. So a recording tells for every position of every response whether a drafter's
 guess there was right, and a simulated rollout may draft from wherever another strategy left off. The seconds of a round
 are drawn from the recorded rounds of its strategy: the tuner learns from drawn seconds, and is charged their medians.
-The best choice in hindsight is, for each bucket, the strategy that was fastest there. `time_to_no_tries` compares the
-tuner to one that always uses the arm predicted to be the fastest.
+The best choice in hindsight is, for each bucket, the strategy that was fastest there.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.arms import strategies
@@ -216,8 +214,6 @@ def main() -> None:
     alone, best = hindsight(world)
     totals = [tuned(world, seed) for seed in range(arguments.seeds)]
     plain, fixed = alone[PLAIN.name], min(alone, key=lambda name: alone[name])
-    with patch("tlt.engine.tuner._TRY_SHARE", 0.0):
-        untried = [tuned(world, seed) for seed in range(arguments.seeds)]
     result: dict[str, Any] = {
         "steps": len(next(iter(world.right.values()))),
         "seconds": alone,
@@ -225,10 +221,9 @@ def main() -> None:
         "time_to_best_of_each_bucket": [t / best for t in totals],
         "time_to_best_fixed": [t / alone[fixed] for t in totals],
         "faster_than_plain": [plain / t for t in totals],
-        "time_to_no_tries": [t / other for t, other in zip(totals, untried, strict=True)],
         **world.where,
     }
-    for name in ("time_to_best_of_each_bucket", "time_to_best_fixed", "faster_than_plain", "time_to_no_tries"):
+    for name in ("time_to_best_of_each_bucket", "time_to_best_fixed", "faster_than_plain"):
         values = sorted(result[name])
         print(f"{name}: median {statistics.median(values):.3f}, {values[0]:.3f} to {values[-1]:.3f}")
     if arguments.json:

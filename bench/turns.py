@@ -1,105 +1,175 @@
-"""Compares ways for two workers to train one drafter in turn, on a harvest that was recorded.
-
-    python bench/turns.py recipes/longtail.toml --harvest FILE --drafter DIR [--steps 60] [--json FILE]
-
-FILE is written by `bench/replay_life.py --shift`, and DIR holds the first stage's drafter (`bench/task_shift.py`).
-After the shift one worker trains in each step, for `--micro_batches` of them (8):
-
-    alone     one trainer, which has the whole harvest
-    averaged  two in turn, each with the responses to every other prompt; their replicas are averaged every 16
-    handed    the same, but each goes on from where the other stopped
-
-The accept length is of chains of `unroll` guesses, on the responses of the step to come.
-"""
+"""Lets runs take turns, a step at a time, so that a machine which is slow for a minute is slow for all of them."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import torch
-from replay_life import Recorded, RecordedTarget
-from task_shift import shifting
+from rich.console import Console
 
-from tlt.build import open_workplace
-from tlt.config import Config, load_config
-from tlt.draft.average import Replica, average
-from tlt.draft.eagle import EagleLayer, load_drafter
-from tlt.draft.gate import THRESHOLDS
-from tlt.draft.spot import SpotTrainer
-from tlt.draft.unroll import bundles, pack
-from tlt.metrics import provenance, write_json
-from tlt.models.decoder import Decoder
+from tlt.cluster.sweeper import marked
+from tlt.config import Config
+from tlt.display import Display
+from tlt.loop import StepResult
+from tlt.progress import working
+from tlt.types import WorkerNow
 
-WAYS = ("alone", "averaged", "handed")
+_ONE_RUN = Path(__file__).with_name("one_run.py")
+_AWAKE = 0.1  # seconds for Ray to do what it missed while it was stopped
 
 
-def accept_lengths(
-    way: str, config: Config, recorded: Recorded, decoder: Decoder, layer: EagleLayer, first: int, each: int
-) -> Iterator[tuple[int, float]]:
-    """(entries, expected rounds) of each step from the version `first` on."""
-    training = config.speculation.training
-    targets: list[Any] = [RecordedTarget(recorded, decoder, first) for _ in range(1 if way == "alone" else 2)]
-    spots = [SpotTrainer(layer, target, training, number) for number, target in enumerate(targets)]
-    turn, since, start = 0, 0, None  # whose turn it was, micro-batches since the replicas were averaged, and from where
-    for step, version in enumerate(sorted(v for v in recorded.items if v >= first)):
-        for target, spot in zip(targets, spots, strict=True):
-            target.version = version
-            spot.target_moved()
-        spot = spots[turn]
-        candidate = spot.publish({f"mean.{n}": t for n, t in zip(spot.names, spot.mean, strict=True)}, layer.agreement)
-        parts = [pack(part, spot.target.device) for part in bundles(recorded.items[version], 512)]
-        judged = [spot.trainer.judge([candidate], part) for part in parts]
-        yield sum(entries for _, entries in judged), sum(rounds for [(rounds, _)], _ in judged)
-        for item in recorded.items[version]:
-            spots[item.prompt_id % len(spots)].harvest(item)
-        for one in spots:
-            one.rollout_ended()
-        before, turn = turn, step % len(spots)
-        if way == "handed" and turn != before:
-            spots[turn].adopt(_replica(spots[before]))
-        for _ in range(each):
-            since += spots[turn].train(0.0).micro_batches
-            if way == "averaged" and since >= THRESHOLDS.stretch:
-                start, since = average([_replica(one) for one in spots], start), 0
-                for one in spots:
-                    one.adopt(start)
+class BenchError(ValueError):
+    """A run of the benchmark failed; the message names it."""
 
 
-def _replica(spot: SpotTrainer) -> Replica:
-    found = spot.replica()
-    assert found, "it is finite"
-    return found
+Turn = Callable[[dict[str, float]], None]
+"""A run calls this between two steps, with the seconds of the last step. It returns when the run may do the next
+step."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--harvest", type=Path, required=True)
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--micro_batches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path)
-    arguments, overrides = parser.parse_known_args()
-    config = load_config(arguments.recipe, ["--speculation.path", arguments.drafter, *overrides])
-    recorded = torch.load(arguments.harvest, weights_only=False)
-    shift = (max(recorded.items) + 1) // 2
-    config = shifting(config, 2 * shift, config.run.seed)
-    _, _, decoder, _ = open_workplace(config)
-    layer, found = load_drafter(arguments.drafter, decoder.options), dict[str, list[float]]()
-    for way in WAYS:
-        steps = accept_lengths(way, config, recorded, decoder, layer, shift, arguments.micro_batches)
-        done = [one for one, _ in zip(steps, range(arguments.steps), strict=False)]
-        tens = [done[at : at + 10] for at in range(0, len(done), 10)]
-        found[way] = [sum(entries for entries, _ in ten) / sum(rounds for _, rounds in ten) for ten in tens]
-        print(
-            f"{way}: accept length in each ten steps " + " ".join(f"{length:.2f}" for length in found[way]), flush=True
-        )
-    if arguments.json:
-        write_json(arguments.json, {"micro_batches": arguments.micro_batches, "accept_length": found, **provenance()})
+class Pausing:
+    """A turn that stops the run's Ray until the next one: even idle it would take 5 % of a core from the run whose turn
+    it is. The driver and its sweeper are not stopped, so Ray can still be ended."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.folder = ""
+        """folder of the run's own Ray"""
+
+    def __call__(self, report: dict[str, float]) -> None:
+        self._signal(signal.SIGSTOP)
+        try:
+            self.turn(report)
+        finally:
+            self._signal(signal.SIGCONT)
+            time.sleep(_AWAKE)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in marked(self.folder) if self.folder else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
-if __name__ == "__main__":
-    main()
+class TakingTurns(Display):
+    """A display that shows nothing. It waits for its turn before every step and after the last one, when no clock of
+    the run is on."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(Console(quiet=True))
+        self.turn = turn
+
+    @contextmanager
+    def live(
+        self,
+        config: Config,
+        first: int,
+        workers_now: Callable[[], Sequence[WorkerNow]],
+        updated: Callable[[], float] = lambda: 0.0,
+    ) -> Iterator[None]:
+        self.turn({})
+        with super().live(config, first, workers_now, updated):
+            yield
+
+    def step(self, result: StepResult) -> None:
+        super().step(result)
+        self.turn({"seconds": sum(of_the_step(result.metrics.seconds).values())})
+
+
+def of_the_step(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase, without their sum, evaluation, and saving, which no run but a bench's does every step."""
+    return {phase: spent for phase, spent in seconds.items() if phase not in ("total", "save", "eval")}
+
+
+class Run(Protocol):
+    """A run that is given turns."""
+
+    def wait(self) -> dict[str, float] | None:
+        """Wait until it next waits for its turn, and return its report; None when it has ended."""
+        ...
+
+    def go(self) -> None: ...
+
+    def end(self) -> int:
+        """End it if it has not ended, and return its exit code."""
+        ...
+
+
+class Process:
+    """bench/one_run.py in a process of its own."""
+
+    def __init__(self, config_file: Path, threads: int) -> None:
+        command = [sys.executable, str(_ONE_RUN), str(config_file), str(threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self._run = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._ended = False
+
+    def wait(self) -> dict[str, float] | None:
+        assert self._run.stdout
+        line = self._run.stdout.readline()
+        self._ended = not line
+        return json.loads(line) if line else None
+
+    def go(self) -> None:
+        assert self._run.stdin
+        self._run.stdin.write("\n")
+        self._run.stdin.flush()
+
+    def end(self) -> int:
+        if not self._ended:
+            self._run.kill()
+        return self._run.wait()
+
+
+def over_pipes() -> Turn:
+    """The turn of this process: reports go to its standard output, and all else that is printed to its error output."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def turn(report: dict[str, float]) -> None:
+        print(json.dumps(report), file=said, flush=True)
+        if not sys.stdin.readline():
+            sys.exit("tlt: whoever gave the turns is gone")
+
+    return turn
+
+
+def race(runs: Mapping[str, Callable[[], Run]], steps: int, note: Callable[[str], None]) -> None:
+    """Start all runs, then let each do a step in turn. Raises BenchError if a run fails."""
+    going: dict[str, Run] = {}
+    try:
+        for name, start in runs.items():
+            note(f"{name} comes up")
+            with working(f"start {name}"):
+                going[name] = start()
+                _wait(name, going[name])
+        with working("runs in turn", steps, "steps") as work:
+            for step in range(steps):
+                seconds = {}
+                for name, run in going.items():
+                    run.go()
+                    seconds[name] = _wait(name, run)["seconds"]
+                spent = "  ".join(f"{name} {spent:.2f} s" for name, spent in seconds.items())
+                note(f"step {step + 1}/{steps}  {spent}")
+                work.advance()
+        for name, run in going.items():
+            run.go()
+            if run.wait() is not None or run.end():
+                raise BenchError(f"the {name} run did not come to its end: see above")
+    finally:
+        for run in going.values():
+            run.end()
+
+
+def _wait(name: str, run: Run) -> dict[str, float]:
+    report = run.wait()
+    if report is None:
+        raise BenchError(f"the {name} run ended with exit code {run.end()}: see above")
+    return report

@@ -18,7 +18,7 @@ for number, default in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP
         signal.signal(number, default)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-# what a planted fault breaks need not be made small (tests/mutants/run.py): that takes minutes
+# a mutant's failing example is not shrunk (tests/mutants/run.py), because that takes minutes
 phases = (Phase.explicit, Phase.generate) if os.environ.get("TLT_MUTANT") else settings.default.phases
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], phases=phases

@@ -234,6 +234,14 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         ),
         r"names an end token.*set eos_token_id there, or give rollout\.stop_strings",
     ),
+    "end tokens beyond the model": (
+        lambda c: (
+            c.edit_json(c.model / "config.json", eos_token_id=300),
+            c.edit_json(c.model / "tokenizer_config.json", eos_token=None),
+            c.edit_json(c.model / "generation_config.json", eos_token_id=[300, 301]),
+        ),
+        r"names an end token below the vocab_size of 257",
+    ),
     "a weight that is NaN": (spoil_a_weight, r"model\.embed_tokens\.weight of the policy is not finite in .*model"),
     "an empty stop string": (lambda c: c.set("rollout", stop_strings=["x", ""]), r"rollout\.stop_strings\.1"),
     "a number that is none": (

@@ -28,8 +28,6 @@ from tlt.run import train
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {
     ("data.size", "most"): "a million problems take minutes to generate",
-    ("rollout.prompts_per_step", "most"): "it is how much is decoded",
-    ("rollout.group_size", "most"): "it is how much is decoded",
     ("eval.samples", "most"): "it is how much is decoded",
     ("train.steps", "most"): "it is how much is decoded",
     ("train.epochs", "most"): "it is how long an update takes",
@@ -84,7 +82,7 @@ STOPS = [chr(code) for code in range(ord("a"), ord("s"))]  # so that lengths, wh
 EVERYTHING: dict[str, dict[str, Any]] = {
     "reward": {"name": "length", "length_from": 1, "length_to": 9},
     "rollout": {"group_size": 2, "max_new_tokens": 6, "overlong_tokens": 2, "max_waves": 2, "stop_strings": STOPS},
-    "speculation": {"drafter": "adaptive", "window": 8, "training": {"budget": 0.5, "micro_batch_tokens": 64}},
+    "speculation": {"drafter": "adaptive", "window": 8, "training": {"extra": 0.5, "micro_batch_tokens": 64}},
     "train": {"kl_weight": 0.01, "importance_cap": 2.0, "updates_per_step": 2, "epochs": 2, "weight_decay": 0.1},
     "eval": {"every": 1, "samples": 1, "size": 2},
     "run": {"save_every": 1, "compare_every": 1, "trackers": [], "overwrite": True},

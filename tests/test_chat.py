@@ -90,6 +90,38 @@ def test_parts_become_one_text_and_messages_may_be_json(shown: Any, parquet: boo
     assert shown(EVERY, '[1, "role"]', parquet) == '<user>[1, "role"]<bot>', "it is no list of messages"
 
 
+GEMMA3 = (  # strips, and writes nothing between
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content | trim }}{% elif m.content is "
+    "iterable %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}" + END
+)
+QWEN_VL = GEMMA3.replace(" | trim", "")
+GLM4 = (
+    "{% macro visible(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not mapping %}{% for item in c %}"
+    "{% if item is mapping and item.type == 'text' %}{{ item.text }}{% elif item is string %}{{ item }}{% endif %}"
+    "{% endfor %}{% else %}{{ c }}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<{{ m.role }}>{{ visible(m.content) }}{% endfor %}" + END
+)
+LINES = QWEN_VL.replace("{{ part.text }}", "{{ part.text }}{{ '\\n' if not loop.last }}")
+
+
+@pytest.mark.parametrize(
+    "template", [GEMMA3, QWEN_VL, GLM4, LINES, LINES.replace("part.text }}{{", "part.text | trim }}{{")]
+)
+def test_parts_are_joined_as_the_template_joins_them(shown: Any, tokenizer: Any, template: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("What is", " 6 x 7? ", "Say.")]
+    messages = [said("system", parts[:2]), said("user", parts)]
+    text = shown(template, messages)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_template_that_passes_over_parts_or_refuses_them_is_given_lines(shown: Any) -> None:
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    strings = "{% if m.content is string %}{{ m.content }}{% endif %}"
+    for template in (EVERY, EVERY.replace("{{ m.content }}", strings), EVERY.replace("m.content", "'' + m.content")):
+        assert shown(template, [said("user", parts)]) == "<user>a\nb<bot>"
+
+
 @pytest.mark.parametrize(
     ("message", "fault"),
     [

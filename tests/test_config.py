@@ -80,6 +80,22 @@ def test_an_unknown_key_like_no_other_is_refused_with_all_that_are_known(recipe:
     assert "kv_memory_mb" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "most"), [("train.epochs", 1000), ("eval.samples", 10_000), ("rollout.max_waves", 1000)]
+)
+def test_how_much_a_step_does_is_bounded(recipe: Path, key: str, most: int) -> None:
+    load_config(recipe, [f"--{key}", str(most)])
+    assert f"{key}: input should be less than or equal to {most}" in refusal(recipe, f"--{key}", str(most + 1))
+
+
+def test_the_responses_of_a_step_are_bounded(recipe: Path) -> None:
+    load_config(recipe, ["--rollout.prompts_per_step", "250000", "--rollout.group_size", "4"])
+    for name, number in (("prompts_per_step", 250_001), ("group_size", 2**63 - 1)):
+        message = refusal(recipe, "--rollout.prompts_per_step", "250000", f"--rollout.{name}", str(number))
+        assert f"rollout.{name} = {number}" in message
+        assert "is more than 1,000,000 responses a step, which would not end: lower one of them" in message
+
+
 def test_an_unknown_key_of_a_task_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"data\.tasks\.0\.wieght: did you mean weight\?"):
         parse_config(tree(data={"tasks": [{"name": "chain_sum", "wieght": 1.0}]}))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import itertools
 import json
+import lzma
 import re
 import sys
 from collections.abc import Sequence
@@ -360,6 +362,10 @@ def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: 
         ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
         ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed by zstd, and .*: unpack it by zstd -d rows"),
+        ("rows.jsonl.xz", lzma.compress(LINES), r"is packed by xz, and .*: unpack it by xz -d rows\.jsonl\.xz$"),
+        ("rows.jsonl", bz2.compress(LINES), r"is packed by bzip2, and"),
+        ("rows.json", b"PK\x03\x04", r"is packed by zip, and"),
         ("rows.jsonl", b"", r"rows\.jsonl holds no prompts"),
         ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl holds no prompts"),
     ],
@@ -368,6 +374,25 @@ def test_files_that_are_no_utf8_are_one_sentence(tmp_path: Path, name: str, cont
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         texts(tmp_path / name)
+
+
+def test_a_folder_of_files_of_other_kinds_says_what_is_there(tmp_path: Path) -> None:
+    for name in ("rows.jsonl.zst", "a.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"holds no \.jsonl, .* file, but a\.csv, rows\.jsonl\.zst: unpack or convert"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "counts"), [(50, True), (51, False)])
+@pytest.mark.parametrize("name", ["task", "data_source"])
+def test_tasks_that_are_free_text_are_no_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, counts: bool, name: str
+) -> None:
+    path = write(tmp_path, *(json.dumps({"question": "q", name: f"Tell me of {i}."}) for i in range(count)))
+    prompts = load_prompts(DataConfig(path=path), encode)
+    assert {prompt.counts_by_task for prompt in prompts} == {counts}
+    assert prompts[3].task == "Tell me of 3."
+    assert ("has 51 different texts under task or data_source: no metric" in caplog.text) == (not counts)
 
 
 def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:

@@ -151,11 +151,11 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
     """Of a step with made-up numbers, as wide as they get."""
     rollout = {
         "strategies": {"mixed d6 b4 n33 p0.05 + ahead 63": 900, "plain": 100},
-        "spot": {"version": 12.0, "accept_length": 3.1, "saves": 123.4},
+        "spot": {"version": 12.0, "accept_length": 3.1, "rests": 0.0},
         "agreement": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
         "alarms": {},
         "seen_ahead": 123_456,
-        "against_plain": {"seconds": 10.0, "plain_seconds": 23.0, "plain_rounds": 5.0},
+        "against_plain": {"seconds": 10.0, "plain_seconds": 23.0},
     }
     lengths = {"mean": 9000.0, "median": 12_345, "p99": 32_768, "max": 32_768, "truncated": 0.125}
     known: dict[str, Any] = {
@@ -203,7 +203,7 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
         "12.34",
         "version 12",
         "eagle 81%",
-        "2.30 times plain",
+        "2.30 times as",
     ):
         assert whole in picture, whole
 
@@ -212,16 +212,15 @@ def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
     ("spot", "said"),
     [
         ({}, ""),
-        ({"version": 3.0}, "learned drafter: version 3; "),
-        ({"version": 3.0, "saves": 0.0}, "learned drafter: version 3, at rest; "),
-        ({"version": 3.0, "saves": 41.7}, "learned drafter: version 3, trained to save 41.7 s by the end; "),
+        ({"version": 3.0, "rests": 1.0}, "learned drafter: version 3, at rest; "),
+        ({"version": 3.0, "rests": 0.0}, "learned drafter: version 3, in training; "),
     ],
 )
-def test_it_says_whether_the_drafter_is_trained_and_why(spot: dict[str, float], said: str) -> None:
+def test_it_says_whether_the_drafter_is_trained(spot: dict[str, float], said: str) -> None:
     display, step = Display(Console(file=io.StringIO())), step_metrics(0)
     step.rollout["spot"] = spot
     display.history.append(step)
-    assert display._drafters().plain.startswith(f"draft   {said}first guess right: eagle 81%")
+    assert display._drafters().plain.startswith(f"draft   {said}first token accepted: eagle 81%")
 
 
 @pytest.mark.parametrize(("key", "said"), [("", "Answer: 42"), ("b", "[red]short[/red]"), ("w", "third"), ("x", "42")])
@@ -329,7 +328,9 @@ SUMMARY = {
     "seconds": {"total": 10.0, "rollout": 9.0},
     "tokens_per_second": 100.0,
     "accept_length": 2.0,
-    "against_plain": {"times": 1.75, "plain_rounds": 31.0},
+    "useful_share": 0.85,
+    "against_plain": {"times": 1.75},
+    "times_plain": 1.75,
     "compared": {},
     "responses": 3840,
     "without_reward": {},
@@ -340,16 +341,17 @@ SUMMARY = {
 
 def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     lines = closing(SUMMARY, "runs/x")
-    assert "1.75 times plain decoding (measured on 31 plain rounds)" in lines[0].plain
+    assert "1.75 times as fast as plain decoding" in lines[0].plain
+    assert lines[0].plain.endswith(", 85% of the workers' time useful")
     assert len(lines) == 2
     assert "runs/x" in lines[-1].plain
     assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
     longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "runs/x")
     assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer[0].plain
     compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
-    both = closing(SUMMARY | {"compared": compared}, "runs/x")
-    assert "times plain decoding" not in both[0].plain, "one figure of one thing"
-    assert "3.00 times as long; all 90 tokens are the same" in both[1].plain
+    both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
+    assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
+    assert "3.00 times as fast as plain decoding, measured on" in both[1].plain
     alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
     assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
         "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
@@ -357,10 +359,19 @@ def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
     three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
     said = "peak memory: driver 9 MiB, largest worker 8 MiB"
     assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
-    failed = closing(SUMMARY | {"without_reward": {"timeout": 10, "error": 2}, "against_plain": {}}, "runs/x")
+    unknown = {"against_plain": {}, "times_plain": None}
+    failed = closing(SUMMARY | unknown | {"without_reward": {"timeout": 10, "error": 2}}, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
     assert "red" in str(failed[1].style)
     assert "plain decoding" not in failed[0].plain
+
+
+def test_a_run_that_gained_little_says_what_would_help() -> None:
+    def said(times: float) -> bool:
+        lines = closing(SUMMARY | {"times_plain": times}, "runs/x")
+        return any("tlt draft train" in line.plain for line in lines)
+
+    assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("version", "said"), [(3, "the last one that was better is number 3"), (0, "none was better")])

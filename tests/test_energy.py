@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt.config.sections import RunConfig
+from tlt.config.run import RunConfig
 from tlt.energy import Meter, MeteredTracer, Nvml, Rapl, cpu_seconds, total_energy
 from tlt.report.energy import energy_rows
 from tlt.report.read import Run

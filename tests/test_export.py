@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tlt import export_check
 from tlt.build import make_target
 from tlt.checkpoint import policy_in
 from tlt.cli import main
@@ -152,6 +154,9 @@ def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None
         export(tmp_path / "drafter", tmp_path / "out", "hf", "float32", model)
     with pytest.raises(ValueError, match="is not empty"):
         export(model, tmp_path, "hf", "float32")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is a file: give a folder"):
+        export(model, tmp_path / "file", "hf", "float32")
     with pytest.raises(ModelError, match="is no drafter"):
         export(model, tmp_path / "out", "hf", "float32", model)
     with pytest.raises(ModelError, match="there is no folder"):
@@ -287,6 +292,118 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
     with pytest.raises(ModelError, match=f"not what was trained: .*{named}"):
         export(model, tmp_path / "out", "hf", "float32")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_that_is_one_bit_apart_is_another_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No distribution shows it."""
+
+    def spoiled(out: Path, facts: Path) -> None:
+        weights = load_file(out / "model.safetensors")
+        weights["lm_head.weight"].view(torch.int32)[3, 3] ^= 1
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        compare(out, facts)
+
+    monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match="the sha256 of the weights was"):
+        export(model, tmp_path / "out", "hf", "float32")
+
+
+def test_a_distribution_that_is_apart_is_another_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is written down may be equal, and what computes be another program."""
+
+    def spoiled(out: Path, facts: Path) -> None:
+        probs = load_file(facts / "facts.safetensors")["probs"]
+        probs[-1, :2] += torch.tensor([1e-3, -1e-3])
+        save_file({"probs": probs}, facts / "facts.safetensors")
+        compare(out, facts)
+
+    monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match=r"its next token's distribution is 0\.001 apart"):
+        export(model, tmp_path / "out", "hf", "float32")
+
+
+def test_an_export_may_go_into_the_empty_folder_in_which_one_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert export(model, Path("."), "hf", "float32") == [f"the model is in {here}"]
+    assert Path("model.safetensors").is_file(), "the working directory is the same folder as before"
+    assert not Path(".partial").exists()
+    assert list(tmp_path.iterdir()) == [here]
+    with pytest.raises(ValueError, match=r"is not empty"):
+        export(model, Path("."), "hf", "float32")
+
+
+def spoil(source: Path, fault: str) -> None:
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    match fault:
+        case "lack":
+            del weights[name]
+        case "hold":
+            weights[name.replace("weight", "bias")] = torch.zeros(48)
+        case "nan":
+            weights[name][0, 0] = torch.nan
+        case "beyond float32":
+            weights = {key: tensor.double() for key, tensor in weights.items()}
+            weights[name][0, 0] = 1e39
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("lack", r"weights in .* lack model\.layers\.1\.mlp\.up_proj\.weight, and do not fit its config\.json: fetch"),
+        ("hold", r"weights in .* hold model\.layers\.1\.mlp\.up_proj\.bias, and do not fit"),
+        ("nan", r"model\.layers\.1\.mlp\.up_proj\.weight of .* is not finite in torch\.float32"),
+        ("beyond float32", r"model\.layers\.1\.mlp\.up_proj\.weight of .* is not finite in torch\.float32"),
+    ],
+)
+def test_weights_that_are_not_whole_are_not_exported(model: Path, tmp_path: Path, fault: str, said: str) -> None:
+    """transformers draws what is missing at random, and leaves out what is unknown."""
+    source = shutil.copytree(model, tmp_path / "model")
+    spoil(source, fault)
+    with pytest.raises(ModelError, match=said):
+        export(source, tmp_path / "out", "hf", "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_comparison_with_what_is_no_number_is_no_agreement(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_check, "_distributions", lambda *_: torch.full((3, 257), torch.nan))
+    with pytest.raises(ModelError, match="distribution is nan apart"):
+        export(model, tmp_path / "out", "hf", "float32")
+
+
+def test_weights_in_several_files_are_one_model(model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(model, tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(source, max_shard_size="40KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 1
+    export(source, tmp_path / "out", "hf", "float32")
+    whole, found = (read_safetensors(folder) for folder in (model, tmp_path / "out"))
+    assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())
+    next(source.glob("model-*.safetensors")).unlink()
+    with pytest.raises(ModelError, match=r"cannot be loaded as a model .*No such file .*model-0000"):
+        export(source, tmp_path / "again", "hf", "float32")
+
+
+def test_an_export_into_a_link_lies_where_it_leads(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert export(model, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'disk'}"]
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "yet")
+    export(model, tmp_path / "dangling", "hf", "float32")
+    assert (tmp_path / "dangling" / "model.safetensors").is_file()
 
 
 def test_an_export_that_transformers_cannot_load_is_refused(

@@ -18,7 +18,7 @@ from tiny import tiny_config
 from tlt import checkpoint
 from tlt import run as run_module
 from tlt.config import Config, ConfigError
-from tlt.config.sections import RunConfig
+from tlt.config.run import RunConfig
 from tlt.data import DataError
 from tlt.display import Display
 from tlt.folder import RunFolder

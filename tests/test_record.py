@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import types
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
@@ -23,7 +24,6 @@ from tlt.completions import CompletionsWriter, read_completions
 from tlt.completions_parquet import ParquetCompletions
 from tlt.config import Config, ConfigError
 from tlt.display import Display
-from tlt.draft.horizon import Decision
 from tlt.measure import measure, tokens_of
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.trackers import Place, Trackers, known_id, names_of, remember_id, scalars
@@ -53,7 +53,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config_of(home)  # makes the model
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     sections: dict[str, Any] = {
-        "speculation": {"drafter": "adaptive", "training": {"budget": 1.0}},
+        "speculation": {"drafter": "adaptive", "training": {"extra": 1.0}},
         "train": {"kl_weight": 0.1, "steps": 3},
         "rollout": {"max_waves": 2, "temperature": 1.0},
         "eval": {"every": 2, "path": str(home / "held_out.jsonl"), "samples": 2},
@@ -96,7 +96,8 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         "memory/<process>/cuda",
         *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules", "estimated_cpu_joules", "cost")),
         "rollout/alarms/<drafter>",
-        *(f"rollout/spot/{name}" for name in ("accept_length", "candidate", "saves")),
+        "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
+        *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
     }
     missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
     assert missing <= rare
@@ -104,11 +105,6 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
 
 def test_the_page_explains_every_key_of_a_completion(everything: Path) -> None:
     assert names_in("completions.jsonl") == set(read_completions(everything)[0])
-
-
-def test_the_page_explains_every_number_of_a_decision_to_train() -> None:
-    """But for whether it was to train, which is in the decision's name."""
-    assert names_in("Decisions on training the drafter") == set(Decision._fields) - {"trains"}
 
 
 def test_names_have_no_spaces_and_every_number_has_one() -> None:
@@ -149,6 +145,13 @@ def test_rewards_terms_and_tasks_by_hand() -> None:
         "without_spread_share": 0.5,
     }
     assert tokens_of(groups) == 3 * (2 + 2) + 3 * (1 + 2)
+
+
+def test_tasks_that_are_free_text_have_no_metrics() -> None:
+    counted, other = group([1.0, 3.0], "sums"), group([2.0, 4.0], "Tell me of Rome.")
+    other.prompt = replace(other.prompt, counts_by_task=False)
+    line = measure(0, [counted, other], RolloutStats(tokens=9), {}, {}, {"total": 2.0, "rollout": 1.0})
+    assert set(line.tasks) == {"sums"}
 
 
 def test_terms_and_tasks_of_a_run_are_those_of_its_completions(everything: Path) -> None:

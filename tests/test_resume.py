@@ -71,7 +71,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str =
         {"model": {"path": "elsewhere"}},
         {"data": {"path": "copy.jsonl"}},
         {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999}},
-        {"speculation": {"training": {"budget": 0.5, "learning_rate": 0.1}}},
+        {"speculation": {"training": {"extra": 0.5, "learning_rate": 0.1}}},
         {"cluster": {"patience": 9.0}},
         {"eval": {"samples": 7}},
         {"run": {"folder": "moved", "keep": 7, "save_every": 3}},
@@ -123,11 +123,16 @@ def test_what_would_end_elsewhere_is_refused_with_the_way_to_force_it(sections: 
 
 
 def test_a_field_of_a_table_within_a_section_has_its_whole_key() -> None:
-    lora = {"train": {"lora": {"rank": 4}}}
-    with pytest.raises(ConfigError, match=r"train\.lora\.rank = 4, but the run .* has 0: .*--force train\.lora\.rank"):
+    lora = {"train": {"lora": {"alpha": 4.0}}}
+    with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 4\.0, but the run .*: .*--force train\.lora\.alpha"):
         compared(dict(lora))
-    (change,) = compared(dict(lora), force=("train.lora.rank",))
-    assert change["key"] == "train.lora.rank"
+    (change,) = compared(dict(lora), force=("train.lora.alpha",))
+    assert change["key"] == "train.lora.alpha"
+
+
+def test_another_rank_cannot_be_forced() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lora\.rank = 4, but the run .* has 0, and its weights do not fit"):
+        compared({"train": {"lora": {"rank": 4}}}, force=("train.lora.rank",))
 
 
 def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:

@@ -36,7 +36,7 @@ from tlt.stopping import Stopped
 from tlt.types import Response
 
 STEPS = 4
-TIMES = ("seconds", "seconds_left", "tokens_per_second", "workers", "memory")
+TIMES = ("seconds", "seconds_left", "useful_share", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
@@ -114,6 +114,8 @@ def test_summary_has_the_promised_keys(home: Path) -> None:
     tokens = sum(line["tokens"] for line in lines)
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])
     assert {"machine", "versions", "commit"} <= set(summary)
+    shares = [line["useful_share"] for line in lines]
+    assert 0 < min(shares) <= summary["useful_share"] <= max(shares) <= 1
     peaks = [line["memory"]["driver"]["resident"] for line in lines]
     assert peaks == sorted(peaks), "they are peaks since the process began"
     assert summary["peak_memory"] == {"driver": {"resident": peaks[-1]}}
@@ -613,7 +615,10 @@ def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tok
 def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None:
     compared = {"steps": 1, "tokens": 1234, "responses": 6, "differ": 0, "rollout_seconds": 2.0, "plain_seconds": 5.0}
     summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared}
-    assert "2.0 s became 5.0 s, 2.50 times as long; all 1,234 tokens are the same" in display_module._compared(summary)
+    assert (
+        "2.50 times as fast as plain decoding, measured on 1 steps (2.0 s against 5.0 s), same tokens"
+        in display_module._compared(summary)
+    )
     summary["compared"] = compared | {"differ": 2}
     assert "2 of 6 responses differ" in display_module._compared(summary)
 

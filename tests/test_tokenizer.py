@@ -197,6 +197,17 @@ def test_several_chat_templates_stay_several(tmp_path: Path) -> None:
     assert read_json(again / "tokenizer_config.json")["chat_template"] == templates
 
 
+def test_files_of_several_chat_templates_are_carried(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path / "model", a_tokenizer())
+    (folder / "additional_chat_templates").mkdir()
+    names = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    for name in names:
+        (folder / name).write_text(f"{name}\r\n")
+    again = carried(folder, tmp_path / "again")
+    assert all((again / name).read_bytes() == (folder / name).read_bytes() for name in names)
+    assert load_tokenizer(again).chat_template.keys() == {"default", "tool_use"}
+
+
 def test_more_special_tokens_are_under_the_name_that_both_generations_read(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "model", a_tokenizer(), extra_special_tokens=["<bos>"])
     again = carried(folder, tmp_path / "again")

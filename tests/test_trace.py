@@ -76,16 +76,6 @@ def test_a_block_that_raises_leaves_its_span() -> None:
     assert [(s.name, s.facts) for s in tracer.drain()] == [("update", {})]
 
 
-def test_moments_are_never_joined() -> None:
-    tracer = Tracer()
-    for number in range(2):
-        tracer.mark("decided", saves=float(number))
-    assert [(s.name, s.seconds, s.facts) for s in tracer.drain()] == [
-        ("decided", 0.0, {"saves": 0.0}),
-        ("decided", 0.0, {"saves": 1.0}),
-    ]
-
-
 def test_states_fill_the_wall_clock_across_drains() -> None:
     tracer = Tracer()
     start = time.time()

@@ -69,6 +69,8 @@ def of_lists(prompts: list[Any], answers: list[str], task: list[str]) -> list[fl
             raise KeyError("bonus")
         case ["few", *_]:
             return []
+        case [("dict" | "set" | "str" | "bytes") as kind, *_]:
+            return {"dict": {1: 0.0, 2: 0.0}, "set": {1, 2}, "str": "12", "bytes": b"12"}[kind]  # type: ignore[return-value]
     if "hang" in answers:
         time.sleep(3600)
     return [float(len(answers)) if answer else None for answer in answers]

@@ -31,19 +31,21 @@ from typing import Any
 
 POINTS = {
     "tlt.cluster.worker": (
-        *(f"Worker.{method}" for method in ("decode", "look_ahead", "spot", "judge", "replica", "take_drafter")),
+        *(
+            f"Worker.{method}"
+            for method in ("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter")
+        ),
         *(f"Worker.{method}" for method in ("update", "rollback", "sync", "save", "state", "take_state", "rendezvous")),
         "take_weights",
     ),
     "tlt.engine.engine": ("Engine.round", "Engine.draft_with"),
-    "tlt.draft.spot": ("SpotTrainer.judge",),
+    "tlt.draft.spot": ("SpotTrainer.evaluate",),
     "tlt.draft.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
     "tlt.rl.policy": ("save_file",),
     "tlt.cluster.coordinator": ("Coordinator._took", "Coordinator._look_at_update", "Coordinator.sync"),
     "tlt.cluster.ahead": ("LookingAhead.heard",),
-    "tlt.draft.lifecycle": ("Lifecycle.trained",),
-    "tlt.cluster.publication": ("average",),
+    "tlt.draft.schedule": ("Schedule.trained", "Schedule.publishes"),
     "tlt.draft.saving": ("flush",),
     "tlt.checkpoint": ("flush",),
     "tlt.run": ("_evaluate",),
@@ -167,22 +169,25 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        if module.__name__ == "tlt.draft.schedule":
+            _hurry(module)
         for name in POINTS.get(module.__name__, ()):
             owner_name, _, own = name.rpartition(".")
             owner = getattr(module, owner_name) if owner_name else module
             setattr(owner, own, _pointed(getattr(owner, own), f"{module.__name__}:{name}"))
-        if module.__name__ == "tlt.draft.gate":
-            module.TrainingGate.should_train = lambda gate: True
-            object.__setattr__(module.THRESHOLDS, "stretch", 4)
-            module.Judgement.is_better = lambda judgement, times=1.0: judgement.entries > 0
-        if module.__name__ == "tlt.cluster.idle":
-            turns = itertools.cycle((True, False))
-            module.IdleTime.training_saves_more = lambda idle_time: next(turns)
+
+
+def _hurry(schedule: ModuleType) -> None:
+    """Let something be due in every other idle moment, and publish each candidate."""
+    object.__setattr__(schedule.RULE, "stretch", 4)
+    due, turns = schedule.Schedule.due, itertools.cycle((True, False))
+    schedule.Schedule.due = lambda self: due(self) if next(turns) else None
+    schedule.Schedule.publishes = lambda self, whole: whole.entries > 0
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in (*POINTS, "tlt.draft.gate", "tlt.cluster.idle"):
+        if fullname not in POINTS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec and spec.loader:

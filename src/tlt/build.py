@@ -27,7 +27,6 @@ from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.engine.yardstick import Yardstick
 from tlt.files import read_json, telling
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
@@ -55,10 +54,7 @@ def make_engine(
     must hold weights. `layer`: the learned drafter, if not the one that the recipe names."""
     drafters, layout = make_drafters(speculation, target, layer)
     tuner = make_tuner(speculation, config, target, layer)
-    yardstick = Yardstick() if drafters else None
-    return Engine(
-        target, config, drafters, tuner, Detokenizer(tokenizer), layout, on_harvest, tracer, store, yardstick=yardstick
-    )
+    return Engine(target, config, drafters, tuner, Detokenizer(tokenizer), layout, on_harvest, tracer, store)
 
 
 def load_engine(
@@ -145,7 +141,7 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
     none is trained. By vLLM only `eagle` uses one, and the policy computes what it learns from, which one in shards
     cannot."""
     speculation = config.speculation
-    trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.budget > 0
+    trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
     if not may_be_learned(speculation.drafter) or not trains:
         return None
     if config.engine.backend == "vllm" and (speculation.drafter != "eagle" or config.train.shard):
@@ -298,11 +294,13 @@ def torch_device(config: ModelConfig) -> torch.device:
 
 def sampling_params(config: RolloutConfig, folder: str | Path, tokenizer: Any) -> SamplingParams:
     """Raises ModelError where no response could ever end before max_new_tokens."""
-    stops, strings = stop_token_ids(folder, tokenizer), tuple(config.stop_strings)
+    vocab_size, strings = decoder_options(read_config(folder)).vocab_size, tuple(config.stop_strings)
+    stops = tuple(token for token in stop_token_ids(folder, tokenizer) if token < vocab_size)
     if not stops and not strings:
         raise ModelError(
-            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token, so that "
-            "no response would ever end: set eos_token_id there, or give rollout.stop_strings"
+            f"neither the tokenizer nor config.json or generation_config.json in {folder} names an end token below the "
+            f"vocab_size of {vocab_size}, so that no response would ever end: set eos_token_id there, or give "
+            "rollout.stop_strings"
         )
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.max_new_tokens, stops, strings)
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,15 +28,15 @@ _TRIES = 8  # renderings in which a template that draws one of two texts almost 
 
 
 def messages_of(question: Any, where: str) -> Messages | None:
-    """Return the messages of a prompt as TRL, verl and OpenAI write them, their content as text, or None if the prompt
-    is none. Raises DataError for content that is no text; `where` names the row."""
+    """Return the messages of a prompt as TRL, verl and OpenAI write them, their content as text or as several texts, or
+    None if the prompt is none. Raises DataError for content that is no text; `where` names the row."""
     if isinstance(question, str):
         question = _parsed(question)
     if not isinstance(question, Sequence) or isinstance(question, str) or not question:
         return None
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.keys() & _CARRIES for m in question):
         return None
-    return [_as_text(message, f"{where}, message {number}") for number, message in enumerate(question)]
+    return [_of_texts(message, f"{where}, message {number}") for number, message in enumerate(question)]
 
 
 _CARRIES = {"content", "tool_calls"}
@@ -51,11 +52,18 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _as_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+def text_of(messages: Messages) -> str:
+    """Return what messages say, for people."""
+    contents = [message.get("content") or "" for message in messages]
+    return "\n".join(content if isinstance(content, str) else "\n".join(content) for content in contents)
+
+
+def _of_texts(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the message with the texts of its parts as content: a list, or the text itself if there is one."""
     content = message.get("content")
     if isinstance(content, list) and content:
-        # as vLLM and llama.cpp do for templates that take text alone
-        return message | {"content": "\n".join(_text_of(part, where) for part in content)}
+        texts = [_text_of(part, where) for part in content]
+        return message | {"content": texts if len(texts) > 1 else texts[0]}
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
     raise DataError(f"{where} ({message['role']}) has no text: its content is {content!r:.60}")
@@ -88,6 +96,7 @@ class ChatTemplate:
     def render(self, turns: Messages) -> str:
         """Return the text up to where the model's answer begins, or goes on if the last message is the assistant's.
         Raises DataError."""
+        turns = [self._joined(turn) for turn in turns]
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
             self._refuse_unknown_roles(turns)
@@ -95,6 +104,31 @@ class ChatTemplate:
             self._refuse_dropped(turns)
             self._tried.add(shape)
         return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
+
+    def _joined(self, turn: dict[str, Any]) -> dict[str, Any]:
+        texts = turn.get("content")
+        if not isinstance(texts, list):
+            return turn
+        between, strips = self._between_parts
+        return turn | {"content": between.join(text.strip() if strips else text for text in texts)}
+
+    @cached_property
+    def _between_parts(self) -> tuple[str, bool]:
+        """What the template writes between two parts of a message, and whether it strips them.
+
+        Most templates that know parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5. A
+        template that takes text alone is given lines, as vLLM and llama.cpp do."""
+        parts = [{"type": "text", "text": text} for text in (f"{_mark(0)} ", f" {_mark(1)}")]
+        try:
+            text = self._apply([{"role": "user", "content": parts}])
+        except DataError:
+            return "\n", False
+        found = re.search(f"{_mark(0)}(\\s*){_mark(1)}", text)
+        if not found:
+            return "\n", False
+        between = found[1]
+        strips = not (between.startswith(" ") and between.endswith(" ") and len(between) > 1)
+        return (between, True) if strips else (between[1:-1], False)
 
     def _apply(self, turns: Messages) -> str:
         try:

@@ -30,7 +30,6 @@ from tlt.report.command import add_report
 from tlt.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
-_BENCH_MODES = ("plain", "suffix", "frozen", "spot", "serial", "adaptive")
 _LONGEST = 1200  # characters of what an error says
 _RECIPE = "TOML file, such as recipes/quickstart.toml"
 _DRAFTER = (
@@ -203,13 +202,6 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     rollout.add_argument("--peers", default="auto", choices=["auto", "none"], help="auto: those installed")
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
-    train = kinds.add_parser("train", help="whole runs from the same start, by how they speculate", epilog=_OVERRIDES)
-    train.add_argument("recipe", help=_RECIPE)
-    train.add_argument("--workers", type=int, default=2, help="processes of each run")
-    train.add_argument("--steps", type=int, default=30, help="of each run")
-    train.add_argument("--modes", default=",".join(_BENCH_MODES), help="in this order, comma-separated")
-    train.add_argument("--json", type=Path, help="write the result to this file")
-    train.set_defaults(command=_bench_train)
 
 
 def _add_draft(draft: argparse.ArgumentParser) -> None:
@@ -363,19 +355,6 @@ def _bench_rollout(arguments: argparse.Namespace, overrides: Sequence[str]) -> i
     only = arguments.only.split(",")
     options = (arguments.tail, arguments.repeats, peers, arguments.json, arguments.look_ahead, only)
     bench_rollout(config, batches, *options)
-    return 0
-
-
-def _bench_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    _at_least_one("--steps", arguments.steps)
-    _at_least_one("--workers", arguments.workers)
-    modes = arguments.modes.split(",")
-    if unknown := [mode for mode in modes if mode not in _BENCH_MODES]:
-        raise ConfigError(f"--modes: there is no {unknown[0]!r}, only {', '.join(_BENCH_MODES)}")
-    config = load_config(arguments.recipe, overrides)
-    from tlt.bench.train import bench_train
-
-    bench_train(config, arguments.workers, arguments.steps, modes, arguments.json)
     return 0
 
 

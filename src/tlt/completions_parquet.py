@@ -11,7 +11,7 @@ from typing import Any
 
 from tlt.completions import record
 from tlt.config import ConfigError
-from tlt.config.sections import RunConfig
+from tlt.config.run import RunConfig
 from tlt.metrics import MetricsError
 from tlt.types import Group, Passes
 from tlt_rl import install_hint

@@ -8,12 +8,12 @@ import logging
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from tlt.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice
+from tlt.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
 from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
 from tlt.tables import DataError, read_rows
@@ -28,6 +28,7 @@ Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
 DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
+_MOST_TASKS = 50
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seeds item i of a task with seed + i
 
 
@@ -55,14 +56,24 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
                 f"prompt {row} has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
                 f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
             )
-        text = asked if isinstance(asked, str) else "\n".join(message.get("content") or "" for message in asked)
+        text = asked if isinstance(asked, str) else text_of(asked)
         prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill))
     if left_out := len(rows) - len(prompts):
         said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
         log.warning(said, left_out, len(rows), config.max_prompt_tokens)
     if not prompts:
         raise DataError(f"no prompt has at most data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
-    return prompts
+    return _without_many_tasks(prompts, config)
+
+
+def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
+    """Let the metrics pass over the tasks of a file if they are free text, because each would be a metric."""
+    tasks = {prompt.task for prompt in prompts}
+    if not config.path or len(tasks) <= _MOST_TASKS:
+        return prompts
+    said = "%s has %d different texts under task or data_source: no metric is kept for each, as for up to %d of them"
+    log.warning(said, config.path, len(tasks), _MOST_TASKS)
+    return [replace(prompt, counts_by_task=False) for prompt in prompts]
 
 
 def _asked(question: Question, config: DataConfig) -> Question:

@@ -20,13 +20,19 @@ from rich.text import Text
 from tlt.config import Config
 from tlt.keys import listening
 from tlt.loop import StepResult
-from tlt.metrics import against_plain
+from tlt.metrics import against_plain, useful_share
 from tlt.progress import Work, working
 from tlt.sample_view import KEYS, SAMPLE, choose, picture
 from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
 from tlt.workers_view import BARS, COLOURS, WorkersView, stacked
 
+_GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
+_NO_GAIN = (
+    "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
+    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes) and give "
+    "--speculation.path FOLDER. Short responses and a high temperature gain least"
+)
 _SHOWN_STEPS = 10
 _OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
 _PHASES = {
@@ -198,7 +204,9 @@ class Display:
         workers = [worker for m in self.history for worker in m.workers]
         states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
         width = self._width - 8
-        return [stacked("time", phases, _PHASES, width), stacked("workers", states, COLOURS, width)]
+        useful = useful_share((m.workers, m.rollout) for m in self.history)
+        spent = stacked("workers", states, COLOURS, width).append(f"  useful\N{NO-BREAK SPACE}{useful:.0%}", "bold")
+        return [stacked("time", phases, _PHASES, width), spent]
 
     def _strategies(self) -> Text:
         """What the last rollout's rounds used, the most frequent first, and drafters that went wrong."""
@@ -209,14 +217,14 @@ class Display:
         return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
 
     def _drafters(self) -> Text:
-        """How often each one's first guess was right in the last rollout, and what all of them are worth."""
+        """Return the acceptance rate of each drafter's first token in the last rollout, and the gain so far."""
         rollout = self.history[-1].rollout
         spot = rollout["spot"]
         right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["agreement"].items())
         learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
-        guesses = f"first guess right: {right}; " * bool(right)
+        guesses = f"first token accepted: {right}" * bool(right)
         found = against_plain(m.rollout["against_plain"] for m in self.history)
-        faster = f"{found['times']:.2f} times plain decoding" if found else ""
+        faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
         return Text(f"draft   {learned}{guesses}{faster}")
 
     def _line(self, m: StepMetrics) -> str:
@@ -239,10 +247,8 @@ def _version(m: StepMetrics) -> str:
 
 
 def _training(spot: dict[str, float]) -> str:
-    """Whether the drafter is trained, and for what."""
-    if "saves" not in spot:
-        return ""
-    return f", trained to save {spot['saves']:.1f} s by the end" if spot["saves"] > 0 else ", at rest"
+    """Return whether the drafter is trained or rests."""
+    return ", at rest" if spot["rests"] else ", in training"
 
 
 def _seen_ahead(m: StepMetrics) -> float:
@@ -264,15 +270,19 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     found, missing = summary["against_plain"], summary["without_reward"]
     faster = ""
     if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
-        faster = f", {found['times']:.2f} times plain decoding (measured on {found['plain_rounds']:,.0f} plain rounds)"
+        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
     lines = [
         Text(
             f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
-            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}"
+            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}, "
+            f"{summary['useful_share']:.0%} of the workers' time useful"
         )
     ]
     if summary["compared"]:
         lines.append(Text(_compared(summary)))
+    times = summary["times_plain"]
+    if times is not None and times < _GAIN:
+        lines.append(Text(_NO_GAIN))
     if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
         last = summary["by_step"]["drafter_version"][-1]
         better = f"the last one that was better is number {last:.0f}" if last else "none was better"
@@ -309,14 +319,13 @@ def _first_and_last(summary: dict[str, Any]) -> str:
 def _compared(summary: dict[str, Any]) -> str:
     """What a run that was compared with plain decoding found."""
     found, rollouts = summary["compared"], summary["seconds"]["rollout"]
-    times = found["plain_seconds"] / found["rollout_seconds"]
-    same = f"all {found['tokens']:,} tokens are the same"
+    same = "same tokens"
     if found["differ"]:
         same = (
             f"{found['differ']} of {found['responses']} responses differ: `tlt verify` says whether by rounding alone"
         )
-    seconds = f"{found['rollout_seconds']:.1f} s became {found['plain_seconds']:.1f} s"
+    seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
     return (
-        f"rollouts took {rollouts:.1f} s. {found['steps']} of {summary['steps']} steps were decoded by plain decoding "
-        f"too: {seconds}, {times:.2f} times as long; {same}"
+        f"rollouts took {rollouts:.1f} s: {summary['times_plain']:.2f} times as fast as plain decoding, measured on "
+        f"{found['steps']} steps ({seconds}), {same}"
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tlt.config.sections import RunConfig
+from tlt.config.run import RunConfig
 from tlt.trace import Tracer
 
 PHASES = ("rollout", "compare", "update")

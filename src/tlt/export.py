@@ -40,20 +40,31 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     the target of a drafter. A run's newest drafter goes into `out`/drafter. Raises ModelError, DrafterError or
     CheckpointError.
 
-    The folder is written under another name, compared with the source, and renamed."""
+    The folder is written under another name, compared with the source, and renamed. A folder that is there stays the
+    same folder, because it may be the working directory or a mounted disk."""
     refuse_to_overwrite(out)
+    if out.is_file():
+        raise ModelError(f"{out} is a file: give a folder")
     out = out.resolve()  # `.` has no name of its own
-    draft = out.parent / f".{out.name}.partial"
+    draft = out / ".partial" if out.is_dir() else out.parent / f".{out.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         with working(f"export {source}"):
             said = _export(source, draft, out, to, getattr(torch, dtype), model)
         share(draft)
-        draft.rename(out)
+        _put_in_place(draft, out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return said
+
+
+def _put_in_place(draft: Path, out: Path) -> None:
+    if draft.parent != out:
+        draft.rename(out)
+        return
+    for path in sorted(draft.iterdir(), key=lambda path: path.name == "config.json"):  # which makes it a model, last
+        path.rename(out / path.name)
 
 
 def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, model: Path | None) -> list[str]:
@@ -109,6 +120,10 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
         whole = whole_model(folder, dtype)
     else:
         whole = load_model(model_folder(folder), dtype, torch.device("cpu"))
+    if wrong := [name for name, tensor in whole.state_dict().items() if not tensor.isfinite().all()]:
+        raise ModelError(
+            f"{wrong[0]} of {folder} is not finite in {dtype}: export another checkpoint, or fetch it again"
+        )
     tokenizer = load_tokenizer(folder)
     whole.config.use_cache = whole.generation_config.use_cache = True
     with tempfile.TemporaryDirectory(prefix="tlt-export-") as facts:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tlt.config import ConfigError
-from tlt.config.sections import RunConfig
+from tlt.config.run import RunConfig
 
 _STEP = b'{"step": '
 FILES = {

@@ -83,10 +83,10 @@ def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
 
 
 def _by_task(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Of the rewards of each kind of question, where the data names kinds."""
+    """Of the rewards of each kind of question, where the data names a few kinds."""
     found: dict[str, list[float]] = {}
     for group in groups:
-        if group.prompt.task:
+        if group.prompt.task and group.prompt.counts_by_task:
             rewards = [response.reward for response in group.responses if response.reward is not None]
             found.setdefault(group.prompt.task, []).extend(rewards)
     return {

@@ -21,7 +21,7 @@ from typing import Any
 from tlt import __version__
 from tlt.energy import total_energy
 from tlt.files import parse_json
-from tlt.trace import AHEAD, IDLE, SPOT, STATES, Tracer
+from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
 
@@ -105,6 +105,8 @@ def summarize(
             seconds[key] = seconds.get(key, 0.0) + value
     tokens = sum(line["tokens"] for line in lines)
     passes = sum(line["rollout"]["row_passes"] for line in lines)
+    compared = _compared(lines)
+    by_rounds = against_plain(line["rollout"].get("against_plain", {}) for line in lines)
     summary = {
         "steps": len(lines),
         "reward_tenth_steps": tenth,
@@ -118,12 +120,14 @@ def summarize(
         "policy_sha256": policy_sha256,
         "seconds": seconds,
         "workers": _workers([line.get("workers", []) for line in lines]),
+        "useful_share": useful_share((line.get("workers", []), line["rollout"]) for line in lines),
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
         "by_step": _by_step(lines),
-        "compared": _compared(lines),
+        "compared": compared,
         "energy": total_energy(lines),
         "accept_length": tokens / passes if passes else 1.0,
-        "against_plain": against_plain(line["rollout"].get("against_plain", {}) for line in lines),
+        "against_plain": by_rounds,
+        "times_plain": compared["plain_seconds"] / compared["rollout_seconds"] if compared else by_rounds.get("times"),
         "seen_ahead": sum(line["rollout"].get("seen_ahead", 0) for line in lines) / max(1, tokens),
         "tokens_per_second": tokens / seconds["rollout"] if seconds.get("rollout") else 0.0,
         **provenance(),
@@ -133,11 +137,11 @@ def summarize(
 
 
 def against_plain(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of rollouts' `against_plain`: `times`, how many times as long plain decoding would have taken in their rounds,
-    and the number of rounds that say so; empty as long as there is none."""
+    """Return `times`, how many times as long plain decoding would have taken in the rounds of these rollouts; empty if
+    that is not known."""
     found = [step for step in steps if step.get("seconds")]
     seconds, plain = (sum(step[key] for step in found) for key in ("seconds", "plain_seconds"))
-    return {"times": plain / seconds, "plain_rounds": sum(step["plain_rounds"] for step in found)} if found else {}
+    return {"times": plain / seconds} if found else {}
 
 
 def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
@@ -150,6 +154,26 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
         trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
         found.append({"seconds": seconds, "share": shares, **trained})
     return found
+
+
+def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[str, Any]]]) -> float:
+    """Return the share of all workers' time that the run could not do without, over `steps`; 0 if nothing is known.
+
+    A step is its workers' seconds by state and its rollout's numbers. Useful are decoding, verifying and updating, and
+    of drafting and look-ahead the share whose tokens were accepted."""
+    useful = total = 0.0
+    for workers, rollout in steps:
+        spent = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
+        drafting = rollout.get("seconds", {}).get("draft", 0.0)
+        wasted = drafting * (1 - _share(rollout, "accepted", "drafted")) if rollout.get("drafted") else 0.0
+        useful += max(0.0, spent[ROLLOUT] - wasted) + spent[UPDATE]
+        useful += spent[AHEAD] * _share(rollout, "seen_ahead", "ahead_tokens")
+        total += sum(spent.values())
+    return useful / total if total else 0.0
+
+
+def _share(rollout: Mapping[str, Any], part: str, whole: str) -> float:
+    return min(1.0, rollout.get(part, 0) / max(1, rollout.get(whole, 0)))
 
 
 def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

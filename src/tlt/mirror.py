@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from tlt.checkpoint import MANIFEST, Checkpoint, CheckpointError, fault, latest, steps_of
 from tlt.config import ConfigError
-from tlt.config.sections import RunConfig
+from tlt.config.run import RunConfig
 from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)

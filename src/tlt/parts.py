@@ -15,15 +15,14 @@ from tlt.build import (
     starting_drafter,
     steps_ahead,
 )
-from tlt.cluster.budget import Budget, harvest_to
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
 from tlt.data import encoder, load_prompts, make_cursor
-from tlt.draft.guard import Guard
+from tlt.draft.spot_worker import SpotWorker
 from tlt.energy import Meter, MeteredTracer
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
-from tlt.rewards import make_reward
+from tlt.rewards import make_reward, refuse_special_tokens
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
@@ -54,6 +53,7 @@ def make_parts(
     folder = policy_folder or config.model.path
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts))
+    refuse_special_tokens(config, tokenizer)
     reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
     refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
@@ -69,10 +69,12 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     target = open_target(config, weights_folder(config, folder), trains=True)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
-    budget = Guard(Budget(spot_trainer(layer, target, policy, config), config, config.train.steps) if layer else None)
-    engine = open_engine(config, target, layer, harvest_to(budget) if layer else None)
+    trainer = spot_trainer(layer, target, policy, config) if layer else None
+    worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
+    engine = open_engine(config, target, layer, worker.harvest if layer else None)
     take_weights(target, policy, version=0)
-    return LocalRollout(engine, budget, steps_ahead(config.speculation)), policy
+    training = OwnTraining(worker, config, target.options, layer)
+    return LocalRollout(engine, training, steps_ahead(config.speculation)), policy
 
 
 def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:

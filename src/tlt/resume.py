@@ -52,6 +52,11 @@ def allowed_changes(
             f"train.steps = {config.train.steps} is below the {done} that are done: it can only be raised"
         )
     for key, before, now in _differences(state, config, contents):
+        if key == "train.lora.rank":
+            raise ConfigError(
+                f"{key} = {now}, but the run to be resumed has {before}, and its weights do not fit: give it that "
+                "value, or start a new run from a model that `tlt export` makes of this one"
+            )
         change = {"step": done, "key": key, "before": before, "now": now}
         if key in force:
             found.append(change | {"effect": "forced"})

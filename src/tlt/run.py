@@ -21,7 +21,7 @@ from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
-from tlt.metrics import peak_memory, summarize, timed, write_json
+from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.mirror import Mirror, latest_of, mirror_of
 from tlt.model_card import model_card
 from tlt.model_files import model_files, write_files
@@ -263,7 +263,8 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
         result.metrics.energy = run.parts.tracer.step_energy(config.run)
         run.parts.tracer.mark("step ends", step=result.metrics.step)
-        result.metrics.workers = _trace(run)
+        result.metrics.workers = workers = _trace(run)
+        result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
         result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}
         record.write(result)
         if saves:

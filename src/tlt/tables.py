@@ -28,6 +28,12 @@ _SPLITS = {  # the words by which `datasets` knows the split of a file
 }
 _OF_FUNCTIONS = ("tool_calls", "tools")  # their objects have other keys in each row
 _GZIP = b"\x1f\x8b"
+_OTHER_PACKING = {  # by how their content begins
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
+    b"\xfd7zXZ\x00": ("xz", "xz -d"),
+    b"BZh": ("bzip2", "bzip2 -d"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -58,6 +64,9 @@ def files_of(path: str) -> list[Path]:
             f"fetches nothing: {download} --repo-type dataset, then give the files of one split, such as "
             f"{place.name}/*/train*.parquet"
         )
+    if not found and place.is_dir():
+        names = ", ".join(sorted(file.name for file in place.iterdir())[:3]) or "nothing"
+        raise DataError(f"{path} holds no {', '.join(KINDS)} file, but {names}: unpack or convert what is there")
     if not found:
         raise DataError(f"there is no file {path}: name a {', '.join(KINDS)} file, a folder of such, or a pattern")
     return found
@@ -96,6 +105,11 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     if text.startswith(_GZIP):
         with telling(DataError, f"{path} is not a gzip file that can be read"):
             text = gzip.decompress(text)
+    for start, (kind, command) in _OTHER_PACKING.items():
+        if text.startswith(start):
+            raise DataError(
+                f"{path} is packed by {kind}, and tlt unpacks gzip alone: unpack it by {command} {path.name}"
+            )
     text = text.removeprefix(codecs.BOM_UTF8)
     if text.lstrip()[:1] == b"[":
         yield from ((f"row {number}", row) for number, row in enumerate(_parsed(text, str(path))))

@@ -57,7 +57,7 @@ class Tracer:
         self._spans.append(Span(name, start, end, facts))
 
     def mark(self, name: str, **facts: float) -> None:
-        """A moment, with the numbers that belong to it. It is never joined with another one."""
+        """Record a moment with its numbers. It is never joined with another one."""
         now = time.time()
         self._spans.append(Span(name, now, now, facts))
 

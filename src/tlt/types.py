@@ -47,6 +47,8 @@ class Prompt:
     """of `data`"""
     prefill: str = ""
     """text that each response begins with; its tokens are the last of `token_ids`"""
+    counts_by_task: bool = True
+    """whether the metrics have rewards by task"""
 
     @property
     def ground_truth(self) -> Any:
@@ -201,10 +203,9 @@ class RolloutStats(Passes):
     seconds: dict[str, float] = field(default_factory=dict)
     """prefill, draft, verify, commit; and spot, for which training of the drafter held the run up"""
     against_plain: dict[str, float] = field(default_factory=dict)
-    """of rounds without a prefill: seconds, what plain decoding would have taken for their tokens, and the rounds that
-    say so because they were plain"""
+    """seconds of rounds without a prefill, and seconds that plain decoding would have taken for their tokens"""
     spot: dict[str, float] = field(default_factory=dict)
-    """of that training: accept length of the drafter in use and of the candidate, drafter version"""
+    """of that training: drafter version, accept length of the drafter in use and of the candidate, whether it rests"""
 
     @property
     def accept_length(self) -> float:
@@ -294,6 +295,8 @@ class StepMetrics:
     seconds['compare']"""
     workers: list[dict[str, float]] = field(default_factory=list)
     """each worker's seconds by state"""
+    useful_share: float = 0.0
+    """Share of the workers' time in the step that was useful, as `tlt.metrics.useful_share` defines it"""
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     """of the driver and each worker: peak memory so far in MiB, `resident` and on its device, `cuda`"""
     energy: dict[str, Any] = field(default_factory=dict)

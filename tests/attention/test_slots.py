@@ -209,3 +209,24 @@ def test_the_softmax_of_bfloat16_is_in_float32(draft: bool) -> None:
     with Softmaxes() as seen:
         slots.attend(plan, 0, *(torch.ones(2, heads, SIZE).bfloat16() for heads in (QUERY_HEADS, HEADS, HEADS)))
     assert seen.dtypes == [torch.float32]
+
+
+def test_slots_that_are_resized_keep_what_still_fits_and_the_rest_is_zero() -> None:
+    both = Both(2, 4, seed=0)
+    before = [layer.clone() for layer in both.slots.layers]
+    both.slots.resize(3, 6)
+    for old, layer in zip(before, both.slots.layers, strict=True):
+        assert torch.equal(layer[:, :2, :, :4], old)
+        assert not layer[:, 2:].any()
+        assert not layer[:, :, :, 4:].any()
+    both.slots.resize(1, 3)
+    assert all(torch.equal(now, old[:, :1, :, :3]) for old, now in zip(before, both.slots.layers, strict=True))
+
+
+def test_a_slot_that_is_wiped_keeps_what_lies_before_the_start() -> None:
+    both = Both(2, 4, seed=0)
+    before = [layer.clone() for layer in both.slots.layers]
+    both.slots.wipe(1, 2)
+    for old, layer in zip(before, both.slots.layers, strict=True):
+        old[:, 1, :, 2:] = 0
+        assert torch.equal(layer, old)

@@ -6,8 +6,7 @@ from collections import deque
 
 import pytest
 
-from tlt.cluster.balance import Beside, Forecast, RoundTime, half_of, take
-from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT
+from tlt.cluster.balance import Forecast, RoundTime, half_of, take
 
 
 def test_the_time_of_a_round_is_a_line_through_what_was_seen() -> None:
@@ -55,12 +54,10 @@ def test_what_help_gains() -> None:
     200 tokens prefilled."""
     live = dict.fromkeys(range(4), 100)
     found = forecast()
-    assert found.seconds_left(live, 5.0) == pytest.approx(4.0)
     assert found.helping(live, [1, 3], 5.0) == pytest.approx(80 * 0.02 - 200 * 1e-4)
     assert found.helping(live, [3], 5.0) == pytest.approx(80 * 0.01 - 100 * 1e-4)
-    assert found.is_worth_helping(live, [1, 3], 5.0, training=1.5)
-    assert not found.is_worth_helping(live, [1, 3], 5.0, training=1.6), "training is predicted to save more"
-    assert not found.is_worth_helping(live, [1, 3], 50.0, training=0.0), "it saves 0.14 s: not worth the trouble"
+    assert found.is_worth_helping(live, [1, 3], 5.0)
+    assert not found.is_worth_helping(live, [1, 3], 50.0), "it saves 0.14 s: not worth the trouble"
 
 
 def test_a_worker_is_done_with_its_last_row() -> None:
@@ -92,39 +89,3 @@ def test_a_group_that_does_not_fit_is_split_once_an_eighth_of_the_slots_is_free(
     assert list(queue) == [["a2", "a3", "a4", "a5", "a6", "a7"]]
     assert take(queue, load=15, fair=20, slots=16) == []
     assert take(groups(8), load=0, fair=8, slots=4) == ["a0", "a1", "a2", "a3"]
-
-
-def test_what_training_takes_from_those_who_decode_beside_it() -> None:
-    """Rounds that take 12 s beside a worker that trains take 10 s beside others; before, it was said to be 0.5."""
-    beside = Beside(0.5)
-    assert beside.second_costs == 0.5
-    for _ in range(200):
-        beside.decoded([ROLLOUT, SPOT], 12.0, 11.0)
-        beside.decoded([ROLLOUT, IDLE], 10.0, 11.0)
-        beside.decoded([ROLLOUT, ROLLOUT], 30.0, 11.0)  # nobody was idle
-    assert beside.second_costs == pytest.approx(0.2, abs=0.01)
-    assert beside.idle_seconds(200 * 52.0 + 7.0) == pytest.approx(7.0)
-    beside.begin()
-    assert beside.idle_seconds(7.0) == 7.0
-
-
-def test_a_worker_that_prefills_is_not_idle() -> None:
-    beside = Beside(0.5)
-    beside.decoded([ROLLOUT, IDLE], 6.0, 6.0, prefill=4.0)
-    assert beside.idle_seconds(20.0) == pytest.approx(10.0)
-    assert beside.second_costs == 0.5
-
-
-def test_a_second_of_measurement_does_not_outweigh_what_was_known() -> None:
-    beside = Beside(0.1)
-    beside.decoded([ROLLOUT, IDLE], 1.0, 1.0)
-    beside.decoded([ROLLOUT, SPOT], 2.0, 1.0)
-    assert 0.1 < beside.second_costs < 0.5, "1, from that second alone"
-
-
-def test_training_beside_others_is_never_said_to_make_them_faster() -> None:
-    beside = Beside(0.1)
-    for _ in range(200):
-        beside.decoded([ROLLOUT, SPOT], 9.0, 10.0)
-        beside.decoded([ROLLOUT, AHEAD], 10.0, 10.0)
-    assert 0.0 <= beside.second_costs < 0.01

@@ -337,20 +337,20 @@ def test_those_who_train_are_called_back(home: Path) -> None:
         },
     )
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3 * STEPS})})
-    turn, decodes, spot = count(), count(), ThreadWorker.spot
+    turn, decodes, real = count(), count(), ThreadWorker.train_drafter
     expected = train(config, lambda n: next(turn))[:2]
-    always = patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
+    always = patch("tlt.draft.schedule.Schedule.rests", False)
     trained: list[tuple[bool, int]] = []  # whether it was wanted, and micro-batches
 
-    def training(self: ThreadWorker, seconds: float, number: float) -> Any:
-        report = spot(self, seconds, number)
+    def training(self: ThreadWorker, start: Any, seconds: float, number: float) -> Any:
+        report = real(self, start, seconds, number)
         trained.append((self._wanted >= number, report.micro_batches if report else 0))
         return report
 
     def dies(worker: int, method: str) -> str:
         return "after" if method == "decode" and next(decodes) == 40 else ""
 
-    with always, patch.object(ThreadWorker, "spot", training):
+    with always, patch.object(ThreadWorker, "train_drafter", training):
         assert train(config, lambda n: next(turn), dies)[:2] == expected
     assert {micro_batches for wanted, micro_batches in trained if wanted} == {0}
     assert sum(micro_batches for wanted, micro_batches in trained if not wanted) > STEPS
@@ -483,33 +483,10 @@ def test_an_idle_worker_takes_over_half_of_the_rows(home: Path) -> None:
         digest, learned, pool = train(config, choose=lambda n: next(turn))
     assert (digest, learned) == expected
     assert max(taken) > 0
-    assert "spot" in {method for _, method in pool.log}
+    assert "train_drafter" in {method for _, method in pool.log}
     for worker in range(2):
         calls = [method for index, method in pool.log if index == worker]
-        assert ("asks", "spot") not in pairwise(calls)
-
-
-@pytest.mark.parametrize(("training", "helps"), [(2.0, False), (0.5, True)])
-def test_an_idle_worker_does_what_is_predicted_to_gain_more(home: Path, training: float, helps: bool) -> None:
-    """Help is predicted to save a second, training to save so much in the rollouts to come."""
-    rollout = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 24}
-    drafter = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
-    taken: list[int] = []
-    turn = count()
-    decode = ThreadWorker.decode
-
-    def decoding(self: ThreadWorker, work: Any, seconds: float) -> Any:
-        if helps or work.rollout > 1:  # in the first one there is nothing to train on
-            taken.extend(work.release)
-        return decode(self, work, seconds)
-
-    gains = patch("tlt.cluster.balance.Forecast.helping", lambda *arguments: 1.0)
-    saves = patch("tlt.draft.gate.TrainingGate.saves", lambda *arguments: training)
-    always = patch("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
-    with gains, saves, always, patch.object(ThreadWorker, "decode", decoding):
-        _, _, pool = train(config_of(home, 2, rollout=rollout, **drafter), choose=lambda n: next(turn))
-    assert bool(taken) == helps
-    assert "spot" in {method for _, method in pool.log}
+        assert ("asks", "train_drafter") not in pairwise(calls)
 
 
 def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:

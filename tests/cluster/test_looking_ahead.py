@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,12 @@ from hypothesis import strategies as st
 from pools import Choose, TestPool
 from tiny import tiny_config
 
-from tlt.cluster.ahead import LookingAhead, Value, in_order
+from tlt.cluster.ahead import LookingAhead, in_order
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
-from tlt.cluster.idle import IdleTime
 from tlt.cluster.pool import Handle
 from tlt.cluster.worker import AheadSlice, AheadWork, Slice, Work
 from tlt.draft.ahead import Ahead
-from tlt.draft.guard import Guard
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -225,57 +222,25 @@ def test_every_row_is_dealt_once_and_no_two_prompts_together(
     assert all(len({seed // 10 for seed in group}) == 1 for group in groups)
 
 
-# -- what it is worth --------------------------------------------------------------------------------------------------
+# -- tokens of a pass --------------------------------------------------------------------------------------------------
 
 
-def test_seconds_saved() -> None:
-    """375 tokens in 7 s, 1/2 of them accepted, each 2 s x (1/2 - 1/6) of a worker: 62.5 s of two workers."""
-    value = Value()
-    value.decoded(100, 2.0)
-    value.decoded(60, 1.0)
-    assert value.saves(7.0, 2) == 0.0, "nobody knows how right they are"
-    value.learn(
-        RolloutStats(tokens=100, row_passes=30, ahead_passes=10, ahead_committed=60, seen_ahead=50),
-        100,
-        worker_seconds=60.0,
-    )
-    assert (value.accept_length, value.accept_length_ahead) == (2.0, 6.0)
-    assert value.saves(7.0, 2) == pytest.approx(7 * 150 / 2.8 * 0.5 * 2 * (1 / 2 - 1 / 6) / 2)
-    assert value.saves(14.0, 4) == pytest.approx(value.saves(7.0, 2))
-
-
-def test_a_drafter_as_good_as_a_look_ahead_leaves_nothing_to_save() -> None:
-    value = Value()
-    value.decoded(100, 1.0)
-    value.learn(
-        RolloutStats(tokens=90, row_passes=20, ahead_passes=10, ahead_committed=30, seen_ahead=20),
-        100,
-        worker_seconds=1.0,
-    )
-    assert (value.accept_length, value.accept_length_ahead) == (6.0, 3.0)
-    assert value.saves(1.0, 1) == 0.0
-
-
-def test_of_a_rollout_without_passes_nothing_is_learned() -> None:
-    value = Value()
-    value.learn(RolloutStats(), 0, worker_seconds=1.0)
-    assert (value.accept_length, value.accept_length_ahead) == (1.0, 1.0)
-
-
-def test_the_share_that_is_accepted_is_known_after_one_rollout() -> None:
-    """All of it was right twice, and half of that is what the second rollout's idle workers are told."""
-    ahead = looking()
-    ahead.heard(0, AheadSlice([known(0, 100)], 1.0))
-    ahead.begin(requests(0), iter(()))
-    ahead.end(
-        RolloutStats(tokens=110, row_passes=10, ahead_passes=10, ahead_committed=110, seen_ahead=100),
-        seconds=1.0,
-        workers=1,
-    )
-    after = ahead.value.saves(1.0, 1)
-    ahead.store.put([known(10, 100)])
-    ahead.begin(requests(10), iter(()))
-    assert ahead.value.saves(1.0, 1) == pytest.approx(after)
+@pytest.mark.parametrize(
+    ("stats", "plain", "ahead"),
+    [
+        (RolloutStats(tokens=100, row_passes=30, ahead_passes=10, ahead_committed=60), 2.0, 6.0),
+        (RolloutStats(tokens=90, row_passes=20, ahead_passes=10, ahead_committed=30), 6.0, 3.0),
+        # eight tokens by a look-ahead, the last of them the stop, in one pass; and one token in another
+        (RolloutStats(tokens=9, row_passes=2, ahead_passes=1, ahead_committed=8), 1.0, 8.0),
+        (RolloutStats(), 1.0, 1.0),
+    ],
+)
+def test_tokens_of_a_pass_are_learned_with_and_without_look_ahead(
+    stats: RolloutStats, plain: float, ahead: float
+) -> None:
+    found = looking()
+    found.end(stats)
+    assert (found.accept_length, found.accept_length_ahead) == (plain, ahead)
 
 
 # -- the coordinator's part --------------------------------------------------------------------------------------------
@@ -298,8 +263,8 @@ class Puppet:
         self.trace.append((self.index, "look_ahead", work))
         return AheadSlice([known(request.seed, 5) for request in work.requests], 0.01)
 
-    def spot(self, seconds: float, number: float) -> None:
-        self.trace.append((self.index, "spot", None))
+    def train_drafter(self, start: Any, seconds: float, number: float) -> None:
+        self.trace.append((self.index, "train_drafter", None))
 
     def interrupt(self, number: float) -> None:
         self.trace.append((self.index, "interrupt", number))
@@ -403,42 +368,11 @@ def test_answers_that_come_again_are_drafts_of_the_version_that_gave_them(tmp_pa
         assert drafts == [(0, [1, 2], 3, True), (1, [1, 2], 3, True)]
 
 
-@pytest.mark.parametrize(("training", "ahead", "first"), [(2.0, 1.0, "spot"), (1.0, 2.0, "look_ahead")])
-def test_an_idle_worker_does_what_saves_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: float, ahead: float, first: str
+@pytest.mark.parametrize(("rests", "first"), [(False, "train_drafter"), (True, "look_ahead")])
+def test_an_idle_worker_trains_if_the_schedule_says_so_and_else_decodes_ahead(
+    tmp_path: Path, rests: bool, first: str
 ) -> None:
     coordinator, _, trace = crewed(tmp_path, lambda n: n - 1, idle_training=True)
-    assert coordinator.drafter.inside
-    gate = coordinator.drafter.inside.life.gate
-    monkeypatch.setattr(gate, "should_train", lambda: True)
-    monkeypatch.setattr(gate, "saves", lambda seconds: training)
-    monkeypatch.setattr(gate, "decision", "known")
-    monkeypatch.setattr("tlt.cluster.ahead.Value.is_known", True)
-    monkeypatch.setattr(coordinator.ahead.value, "saves", lambda *arguments: ahead)
+    coordinator.training.schedule.in_vain = 8 if rests else 0
     rolled_out(coordinator, requests(0), requests(20, 21))
-    assert next(method for _, method, _ in trace if method in ("spot", "look_ahead")) == first
-
-
-def test_a_pass_that_ends_a_response_gives_no_token_beside_the_look_aheads() -> None:
-    """Eight tokens by a look-ahead, the last of them the stop, in one pass; and one token in another."""
-    value = Value()
-    value.decoded(10, 1.0)
-    value.learn(RolloutStats(tokens=9, row_passes=2, ahead_passes=1, ahead_committed=8, seen_ahead=8), 8, 1.0)
-    assert (value.accept_length, value.accept_length_ahead) == (1.0, 8.0)
-    assert value.saves(1.0, workers=2) > 0.0
-
-
-def test_as_long_as_the_worth_of_one_is_not_known_they_take_turns() -> None:
-    ahead: Any = SimpleNamespace(value=SimpleNamespace(is_known=False))
-    crew: Any = None
-    idle = IdleTime(Guard(None), ahead, crew)
-    assert [idle.rather_trains() for _ in range(4)] == [True, False, True, False]
-
-
-def test_what_decoding_ahead_saves_is_shared_by_the_workers_that_are_left() -> None:
-    """One of three is gone."""
-    asked = list[tuple[float, int]]()
-    ahead: Any = SimpleNamespace(value=SimpleNamespace(saves=lambda *given: asked.append(given) or 0.5))
-    crew: Any = SimpleNamespace(size=3, present=[0, 2])
-    assert not IdleTime(Guard(None), ahead, crew).training_saves_more()
-    assert asked == [(1.0, 2)]
+    assert next(method for _, method, _ in trace if method in ("train_drafter", "look_ahead")) == first

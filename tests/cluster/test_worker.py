@@ -133,5 +133,5 @@ def test_a_worker_that_took_the_state_of_another_trains_on_what_it_decodes(tmp_p
     old, new = (Worker(config, 1, config.model.path) for _ in range(2))
     old.sync(1)
     new.take_state(old.state())
-    assert new.trainer.inside is not None
-    assert new.trainer.inside.trainer.heads[new.target.version] is new.target.head
+    assert new.spot.trainer is not None
+    assert new.spot.trainer.trainer.heads[new.target.version] is new.target.head

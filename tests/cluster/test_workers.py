@@ -195,7 +195,7 @@ def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
         assert len(pool.result(harvest).responses) == 8
         for version in (1, 2):  # what is trained on is of the rollouts before the last one
             pool.wait([pool.submit(1, "sync", version)])
-        training = pool.submit(1, "spot", 600.0, 1)
+        training = pool.submit(1, "train_drafter", None, 600.0, 1)
         assert not pool.wait([training], 1.0)
         pool.interrupt(1, 1)
         assert pool.wait([training], 30.0) == [training]

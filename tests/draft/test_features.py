@@ -21,6 +21,7 @@ from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
+from tlt.engine.harvest import Harvester
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
@@ -336,3 +337,18 @@ def test_without_a_layout_nothing_is_kept(model: Model) -> None:
     assert len(list(engine.generate(requests(2)))) == 2
     assert engine.rollout.window is None
     assert items == []
+
+
+@pytest.mark.parametrize(("wrote", "given"), [("nothing", 1), ("a token", 0), ("NaN", 0)])
+def test_training_data_that_a_drafter_overwrote_is_dropped(wrote: str, given: int) -> None:
+    window = FeatureWindow(FeatureLayout((), 4), 2, torch.float32, CPU)
+    row = Row(A_ROW.request, tokens=[5, 6, 7])
+    window.append(row, 0)
+    window.write([0] * 3, range(3), torch.ones(3, 2), [5, 6, 7])
+    if wrote == "a token":
+        window.tokens[0, 1] = 8
+    if wrote == "NaN":
+        window.features[0, 1] = torch.nan
+    found: list[Harvest] = []
+    Harvester(window, 0, found.append).collect([row], finished=[0])
+    assert len(found) == given

@@ -1,4 +1,4 @@
-"""The spot trainer: interruption, adoption, averaging, the gate, and harvest of several target versions."""
+"""The spot trainer: interruption, hand-over, evaluation, and training data of several target versions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from twin import Model, make_layer, make_model
 
 from tlt.config import DrafterTrainConfig, EngineConfig
-from tlt.draft.average import Replica, average
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.draft.gate import Judgement, summed
 from tlt.draft.losses import total_variation
+from tlt.draft.saving import TrainerState, weights_of
+from tlt.draft.schedule import Evaluation, Schedule
 from tlt.draft.spot import SpotTrainer
 from tlt.draft.trainer import DrafterTrainer
 from tlt.draft.unroll import pack
@@ -68,14 +68,14 @@ def is_new(item: Harvest) -> bool:
     return item.prompt_id % 5 == 0
 
 
-def replica_of(spot: SpotTrainer) -> Replica:
-    replica = spot.replica()
-    assert replica
-    return replica
+def state_of(spot: SpotTrainer) -> TrainerState:
+    state = spot.state()
+    assert state
+    return state
 
 
-def same(one: Replica, other: Replica) -> bool:
-    return all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+def same(one: TrainerState, other: TrainerState) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -90,15 +90,13 @@ def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> Non
     steps.train(0)
     for _ in range(3):
         heir = make_spot(model, items)
-        heir.adopt(steps.replica())
+        heir.load_state(state_of(steps))
         heir.rng.setstate(steps.rng.getstate())
         heir.train(0)
         heir.train(0)
         heir.train(0)
         steps = heir
-    once, anew = whole.replica(), steps.replica()
-    assert same(once, anew)
-    assert once.tokens > anew.tokens > 0
+    assert same(state_of(whole), state_of(steps))
 
 
 def test_it_is_over_after_the_micro_batch_under_way(model: Model, items: list[Harvest]) -> None:
@@ -119,15 +117,15 @@ def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, ite
     spot.train(0)
     looks = count()
     assert spot.train(0, lambda: next(looks) < 0).micro_batches == 1
-    before = replica_of(spot)
+    before = state_of(spot)
     for reached in range(last := next(looks)):
         looks = count()
         report = spot.train(60.0, lambda at=reached, looks=looks: next(looks) == at)
         assert (report.micro_batches, report.tokens, next(looks)) == (0, 0, reached + 1)
-        assert same(before, replica_of(spot))
+        assert same(before, state_of(spot))
     assert last >= 2 * spot.trainer.columns
     spot.train(0)
-    assert not same(before, replica_of(spot))
+    assert not same(before, state_of(spot))
 
 
 @pytest.mark.parametrize(("wrong", "weight"), [(1.0, 1 / 8), (0.64, 0.08), (0.12, 1 / 50), (0.0, 1 / 50)])
@@ -141,15 +139,7 @@ def test_what_is_published_is_the_running_mean_of_the_weights(
         spot.trainer.reach = (1 - wrong) * spot.config.unroll
         spot.train(0)
         mean += weight * (spot.trainer.layer.fc.weight.detach() - mean)
-        assert torch.allclose(replica_of(spot).weights["fc.weight"], mean, rtol=0, atol=1e-12)
-
-
-def test_tokens_are_counted_by_one_replica_alone(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    for _ in range(2):
-        report = spot.train(0)
-        assert replica_of(spot).tokens == report.tokens > 0
-    assert replica_of(spot).tokens == 0
+        assert torch.allclose(weights_of(state_of(spot))["fc.weight"], mean, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +168,9 @@ def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rat
     layer.agreement = 0.9
     spot = make_spot(model, items, layer=layer)
     assert spot.trainer.columns == CONFIG.unroll
-    before = replica_of(spot)
+    before = state_of(spot)
     spot.forget()
-    spot.adopt(before)  # the common start of all workers, from before the change
+    spot.load_state(before)  # of another worker, from before the change
     spot.enough, spot.trainer.steps = 1, 1000.0
     spot.harvest(items[0])
     for _ in range(2):  # drafters are trained on the rollouts before the last one
@@ -211,20 +201,20 @@ def test_a_random_drafter_begins_with_regression_and_one_that_was_published_does
     for _ in range(9):
         spot.train(0)
     assert seen == [(0, True), (1, False), (2, False), (4, False), (8, False)]
-    spot.publish(replica_of(spot).tensors, 0.5)
+    spot.publish(state_of(spot), 0.5)
     spot.mean[0].fill_(math.nan)
-    assert spot.replica() is None
+    assert spot.state() is None
     spot.train(0)
     assert seen[5:] == [(0, False), (1, False)]
 
 
 def test_without_harvest_nothing_is_trained(model: Model) -> None:
     spot = make_spot(model, [])
-    before = replica_of(spot)
+    before = state_of(spot)
     assert not spot.ready
     assert spot.train(1.0).micro_batches == 0
-    assert same(before, replica_of(spot))
-    assert spot.judge(None) == Judgement()
+    assert same(before, state_of(spot))
+    assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
 
 
 def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest]) -> None:
@@ -232,62 +222,35 @@ def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest
     spot = make_spot(model, items, layer=layer)
     spot.train(0)
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
-    replica = replica_of(spot)
-    kept = {name: tensor.clone() for name, tensor in replica.tensors.items()}
+    state = state_of(spot)
+    kept = {name: tensor.clone() for name, tensor in state.items()}
     spot.train(0)
-    assert same(replica, Replica(kept, 0)), "nor is a replica, once given away"
+    assert same(state, kept), "nor is a state, once given away"
 
 
 def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> None:
     spot = make_spot(model, [item._replace(features=item.features * math.nan) for item in items])
-    before = replica_of(spot)
+    before = state_of(spot)
     spot.train(0)
-    assert same(before, replica_of(spot))
+    assert same(before, state_of(spot))
 
 
-# -- several workers ---------------------------------------------------------------------------------------------------
+# -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def test_the_mean_of_four_is_better_than_four_alone(model: Model, items: list[Harvest]) -> None:
-    """Four workers start alike, train on shards that share no prompt, are averaged and go on, four turns: against the
-    same four without averaging. (Which of those is the best one is luck on so few held-back responses.)"""
-    now = [item for item in items if is_new(item)]
-    past = [item for item in items if not is_new(item)]
-    shards = [[item for item in past if item.prompt_id % 4 == k] for k in range(4)]
-    workers, alone = ([make_spot(model, shard, seed=k, now=now) for k, shard in enumerate(shards)] for _ in range(2))
-    mean = replica_of(workers[0])
-    for turn in range(4):
-        for worker in (*workers, *alone):
-            while worker.tokens < 400 * (1 if worker in workers else turn + 1):
-                worker.train(0)
-        trained_on = sum(worker.tokens for worker in workers)
-        mean = average([replica_of(worker) for worker in workers])
-        assert mean.tokens == trained_on
-        for worker in workers:
-            worker.adopt(mean)
-            assert worker.tokens == 0
-    singles = [worker.judge(replica_of(worker).tensors).candidate for worker in alone]
-    got = workers[0].judge(mean.tensors).candidate
-    assert got < sum(singles) / 4, "rounds"
-    assert got < 1.02 * min(singles)
-    assert same(Replica(replica_of(workers[0]).tensors, 0), replica_of(workers[3])), "all go on from one state"
-
-
-# -- the gate ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_judgement_is_of_many_responses_and_stays_the_same_until_the_target_moves(
+def test_an_evaluation_is_of_many_responses_and_stays_the_same_until_the_target_moves(
     model: Model, items: list[Harvest]
 ) -> None:
     spot = make_spot(model, items, now=items)
-    evidence = spot.evidence()
-    assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.evidence()]
+    evidence = spot.held_out()
+    assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.held_out()]
     assert sum(len(item.tokens) for item in evidence) <= 2 * CONFIG.micro_batch_tokens
     assert all(item.drafted and len(item.tokens) <= 64 for item in evidence)
     assert len({item.prompt_id for item in evidence}) > 2
-    before = spot.judge(None)
+    before = spot.evaluate()._replace(seconds=0.0)
     spot.harvest(items[0])
-    assert spot.judge(None) == pytest.approx(before), "what comes by and by is of those who end first"
+    now = spot.evaluate()._replace(seconds=0.0)
+    assert now == pytest.approx(before), "what comes by and by is of those who end first"
 
 
 def test_drafters_are_judged_on_the_last_rollout_and_trained_on_those_before(
@@ -298,42 +261,37 @@ def test_drafters_are_judged_on_the_last_rollout_and_trained_on_those_before(
     sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
     assert sampled
     assert not any(is_new(item) for item in sampled)
-    assert all(is_new(item) for item in spot.evidence())
+    assert all(is_new(item) for item in spot.held_out())
     spot.rollout_ended()
     spot.target_moved()
-    assert all(is_new(item) for item in spot.evidence()), "it ends once"
+    assert all(is_new(item) for item in spot.held_out()), "it ends once"
     spot.target_moved()
-    assert spot.evidence() == []
-    assert spot.judge(None) == Judgement(), "of a rollout that gave nothing"
+    assert spot.held_out() == []
+    assert spot.evaluate().entries == 0, "of a rollout that gave nothing"
     assert any(is_new(item) for _ in range(50) for item in spot.buffer.sample(60, random.Random(_)))
 
 
-def test_a_judgement_that_is_broken_off_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
-    """It is worth the parts that both drafters were judged on by then."""
+def test_an_interrupted_evaluation_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
+    """It returns the parts that both drafters were compared on by then."""
     spot = make_spot(model, items)
-    candidate = replica_of(make_spot(model, items, layer=fresh_layer(model, 1))).tensors
+    spot.load_state(state_of(make_spot(model, items, layer=fresh_layer(model, 1))))
     looks = count()
-    whole = spot.judge(candidate, lambda: next(looks) < 0)
-    seen: list[Judgement] = []
+    whole = spot.evaluate(lambda: next(looks) < 0)
+    seen: list[Evaluation] = []
     for reached in range(last := next(looks)):
         looks = count()
-        seen.append(spot.judge(candidate, lambda at=reached, looks=looks: next(looks) == at))
+        seen.append(spot.evaluate(lambda at=reached, looks=looks: next(looks) == at))
         assert next(looks) == reached + 1
-        assert seen[-1].broken_off
+        assert seen[-1].interrupted
     assert last >= 4 * CONFIG.unroll, "of two drafters and two parts"
-    assert seen[0] == seen[2 * CONFIG.unroll - 1] == Judgement(broken_off=True)
+    for one in (seen[0], seen[2 * CONFIG.unroll - 1]):
+        assert one._replace(seconds=0.0) == Evaluation(interrupted=True)
     assert 0 < seen[-1].entries < whole.entries
     assert seen[-1].entries >= max(seen[-1].in_use, seen[-1].candidate)
     assert len({one.in_use for one in seen if one.entries}) > 1, "not of the same part each time: they are added up"
-    assert spot.judge(candidate) == pytest.approx(whole)
-    assert not whole.broken_off
-
-
-def test_judgements_add_up() -> None:
-    parts = [Judgement(10, 20.0, 30.0, 4.0), Judgement(1, 2.0, 3.0, 0.5, broken_off=True), Judgement(5, 6.0, 7.0, 1.0)]
-    assert summed(parts) == Judgement(16, 28.0, 40.0, 5.5, broken_off=True)
-    assert summed(parts[::2]) == Judgement(15, 26.0, 37.0, 5.0)
-    assert summed([]) == Judgement()
+    assert spot.evaluate()._replace(seconds=0.0) == pytest.approx(whole._replace(seconds=0.0))
+    assert whole.seconds > 0
+    assert not whole.interrupted
 
 
 def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(
@@ -395,38 +353,35 @@ def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]
 
 
 def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Model, items: list[Harvest]) -> None:
-    spot = make_spot(model, items)
-    first = spot.judge(replica_of(spot).tensors)
+    spot, schedule = make_spot(model, items), Schedule(CONFIG.micro_batch_tokens)
+    first = spot.evaluate()
     assert first.candidate == first.in_use
-    assert not first.is_better(), "not the very same one"
+    assert not schedule.publishes(first), "not the very same one"
     while spot.trainer.steps < 60:
         spot.train(0)
-    candidate = replica_of(spot).tensors
-    judged = spot.judge(candidate)
-    assert judged.is_better()
-    assert 0 < judged.first < judged.candidate < judged.entries
-    assert judged.candidate + judged.first < judged.entries
-    assert spot.judge(None).in_use == first.in_use, "to judge is not to publish"
-    layer = spot.publish(candidate, 0.5)
-    assert spot.judge(None).in_use == judged.candidate
+    found = spot.evaluate()
+    assert schedule.publishes(found)
+    assert 0 < found.first < found.candidate < found.entries
+    assert found.candidate + found.first < found.entries
+    assert spot.evaluate().in_use == first.in_use, "to evaluate is not to publish"
+    state = state_of(spot)
+    layer = spot.publish(state, 0.5)
+    after = spot.evaluate()
+    assert after.in_use == after.candidate == found.candidate
     assert layer.agreement == 0.5
-    assert all(torch.equal(p, candidate[f"mean.{name}"]) for name, p in layer.named_parameters())
+    assert all(torch.equal(p, state[f"mean.{name}"]) for name, p in layer.named_parameters())
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 
 
-def test_candidates_that_never_pass(model: Model, items: list[Harvest]) -> None:
+def test_a_candidate_that_is_not_finite_never_passes_and_training_starts_again(
+    model: Model, items: list[Harvest]
+) -> None:
     spot = make_spot(model, items)
-    candidate = replica_of(spot).tensors
-    candidate["mean.fc.weight"][0, 0] = math.nan
-    judged = spot.judge(candidate)
-    assert judged.entries > 0
-    assert math.isnan(judged.candidate)
-    assert not judged.is_better()
-    assert not Judgement(10, math.nan, 5.0).is_better()
-    assert not Judgement(10, 10.0).is_better(), "nothing was judged"
-    assert not Judgement().is_better()
-    assert not Judgement(10, 5.0, 4.95).is_better(), "within the error of a judgement"
-    assert Judgement(10, 5.0, 4.8).is_better()
+    spot.train(0)
+    spot.mean[0].view(-1)[0] = math.nan
+    assert spot.evaluate() == Evaluation()
+    assert spot.trainer.steps == 0
+    assert spot.state()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -436,18 +391,17 @@ def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
 ) -> None:
     spot = make_spot(model, items)
     spot.train(0)
-    layer = spot.publish(replica_of(spot).tensors, 0.5)
+    layer = spot.publish(state_of(spot), 0.5)
     spot.train(0)
     weight = spot.trainer.layer.fc.weight
     moment = spot.trainer.optimizer.state[spot.trainer.parameters["fc.weight"]]["exp_avg_sq"]
     {"weight": weight.data, "moment": moment, "mean": spot.mean[0]}[part].view(-1)[-1] = value
-    assert spot.replica() is None
+    assert spot.state() is None
     for parameter, mean, wanted in zip(spot.trainer.layer.parameters(), spot.mean, layer.parameters(), strict=True):
         assert torch.equal(parameter, wanted)
         assert torch.equal(mean, wanted)
-    assert spot.trainer.steps == spot.tokens == 0
-    spot.train(0)
-    assert replica_of(spot).tokens > 0
+    assert spot.trainer.steps == 0
+    assert spot.train(0).tokens > 0
 
 
 # -- the target moves --------------------------------------------------------------------------------------------------
@@ -531,9 +485,9 @@ def test_what_is_computed_and_not_yet_trained_on_is_no_micro_batch(model: Model,
     assert (report.micro_batches, report.tokens) == (0, 0)
 
 
-def test_what_is_computed_to_judge_on_is_not_trained_on(model: Model, items: list[Harvest]) -> None:
+def test_what_is_computed_for_an_evaluation_is_not_trained_on(model: Model, items: list[Harvest]) -> None:
     spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
     for _ in range(2):
         spot.target_moved()
-    assert spot.judge(None).entries > 0
+    assert spot.evaluate().entries > 0
     assert spot.buffer.past_tokens == 0

@@ -193,3 +193,17 @@ def test_rows_of_coming_steps_begin_a_few_together(most: int, begun: list[int]) 
             scheduler.rows.append(row)
         found.append(len(admitted))
     assert found == begun
+
+
+def test_a_withdrawn_request_leaves_and_a_look_ahead_row_of_its_seed_stays() -> None:
+    scheduler = scheduler_of(4096, max_rows=8, verify_tokens=1)
+    scheduler.look_ahead({1: request(1, 2, 8)}, most=8)
+    for row in scheduler.admit(8):
+        scheduler.rows.append(row)
+    scheduler.submit([request(2, 2, 8), request(3, 2, 8)])
+    admit(scheduler)
+    scheduler.submit([request(4, 2, 8)])
+    left = scheduler.withdraw([1, 2, 4])
+    assert sorted(row.request.seed for row in left) == [2, 4]
+    assert [(row.request.seed, row.ahead) for row in scheduler.rows] == [(1, True), (3, False)]
+    assert not scheduler.waiting

@@ -109,38 +109,14 @@ def play(
     return played
 
 
-def test_what_rounds_cost_and_what_is_had_without_a_drafter() -> None:
-    """By the world's own numbers. A drafter that was never used promises nothing."""
+def test_seconds_of_a_plain_round_are_those_of_its_rows() -> None:
+    """By the world's own numbers, in a bucket that was timed with other rows."""
     world = World(right={"eagle": 0.3, "suffix": 0.7}, noise=0.0)
     bandit = Bandit(ARMS, world.profile, {"eagle": 0.3})
     play(bandit, world, 4, 600)
-    (found,) = bandit.costs("eagle")
-    chains = {arm.depth: world.seconds(arm, 4) for arm in ARMS if arm.drafter == "eagle" and arm.branching == 1}
-    assert found.plain == pytest.approx(world.seconds(PLAIN, 4), rel=0.01)
-    assert found.drafted == pytest.approx(chains, rel=0.05)
-    suffix = max(world.speed(arm, 4) for arm in ARMS if arm.drafter == "suffix")
-    assert found.fallback == pytest.approx(suffix / world.speed(PLAIN, 4), rel=0.1)
-    alone = Bandit(ARMS, world.profile)
-    play(alone, world, 4, 50, {"eagle"})
-    assert [one.fallback for one in alone.costs("eagle")] == [1.0]
-
-
-def test_rounds_weigh_by_their_seconds_in_the_last_rollouts() -> None:
-    """What is decoded ahead is of no rollout yet, and rollouts of long ago say little of those to come. By hand: 10 s
-    in rounds of one row count as 0.8^2 of that after two more rollouts have begun."""
-    bandit = Bandit(ARMS, World(right={"eagle": 0.5}).profile)
-
-    def decode(rows: int, seconds: float, own: bool = True) -> None:
-        strategy = bandit.choose(rows, 10.0, ())
-        bandit.record(RoundResult(strategy, seconds, [1] * rows, scored=True, own=own))
-
-    decode(1, 10.0)
-    decode(4, 99.0, own=False)
-    assert [one.weight for one in bandit.costs("eagle")] == [10.0]
-    for _ in range(2):
-        bandit.rollout_begins()
-    decode(4, 3.0)
-    assert [one.weight for one in bandit.costs("eagle")] == pytest.approx([6.4, 3.0])
+    assert bandit.plain_seconds(4, 100.0) == pytest.approx(world.seconds(PLAIN, 4), rel=0.01)
+    assert bandit.plain_seconds(3, 100.0) == pytest.approx(world.seconds(PLAIN, 3), rel=0.1)
+    assert Fixed(PLAIN).plain_seconds(4, 100.0) is None
 
 
 # -- what it finds -----------------------------------------------------------------------------------------------------
@@ -619,12 +595,3 @@ def test_free_rows_take_no_longer_than_those_there_are() -> None:
     """At 1 % a row, three more are within 3 % of one."""
     bandit = Bandit([PLAIN], lambda: {1: {PLAIN: 1.0}, 101: {PLAIN: 2.0}})
     assert [bandit.free_rows(rows) for rows in (1, 101, 300)] == [4, 101, 300]
-
-
-def test_what_is_had_without_a_drafter_is_plain_decoding_at_least() -> None:
-    """Suffixes were tried, and are never right."""
-    world = World(right={"eagle": 0.8, "suffix": 0.0}, noise=0.0)
-    bandit = Bandit(ARMS, world.profile)
-    play(bandit, world, 4, 600)
-    assert bandit.seen.levels(("suffix", 1), 1)[0][0] > 0, "it was tried"
-    assert [one.fallback for one in bandit.costs("eagle")] == [1.0]

@@ -15,7 +15,7 @@ from tiny import EOS, tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlt.cluster.budget import Budget
+from tlt.cluster.local import OwnTraining
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.draft.saving import write
@@ -302,22 +302,24 @@ def test_drafters_of_a_run_before_are_gone_on_with_if_it_is_resumed_and_kept_apa
     published = tmp_path / "tlt" / "0" / "drafter"
     trainer = FakeTrainer(folder, output_dir=str(tmp_path))
     trainer.state.global_step = 8 * resumed
-    speculation = {"drafter": "adaptive", "window": 32, "training": {"budget": 0.1}}
+    speculation = {"drafter": "adaptive", "window": 32, "training": {"extra": 0.1}}
     options = decoder_options(trainer.model.config)
     torch.manual_seed(5)
     layer = EagleLayer(eagle_options(options, "eagle1", 32))
-    fresh = SpotTrainer(layer, _target(trainer), DrafterTrainConfig(), 0).replica()
+    fresh = SpotTrainer(layer, _target(trainer), DrafterTrainConfig(), 0).state()
     assert fresh
     write(published, layer.options, 7, fresh, 0.5)
     mine = Rollout(speculation=speculation)
     mine(PROMPTS, trainer)
-    budget = mine._process.budget.inside  # type: ignore[union-attr]
-    assert budget
+    training = mine._process.training  # type: ignore[union-attr]
+    spot = training.worker.trainer
+    assert spot
+    assert training.saver
     assert trainer.logged["tlt/drafter_version"] == [7.0]
-    same = [torch.equal(a, b) for a, b in zip(budget.trainer.in_use.parameters(), layer.parameters(), strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(spot.in_use.parameters(), layer.parameters(), strict=True)]
     assert all(same) == resumed
-    budget.saver.save(budget.life.version + 1, fresh, 0.5)
-    budget.saver.wait()
+    training.saver.save(training.version + 1, fresh, 0.5)
+    training.saver.wait()
     assert [path.name for path in sorted(published.iterdir())] == ["drafter_00000007", "drafter_00000008"]
 
 
@@ -406,23 +408,22 @@ def test_a_process_that_is_done_early_has_until_the_last_one_is(monkeypatch: pyt
     assert len(waited) == 4, "alone there is nobody to wait for"
 
 
-def test_of_several_processes_each_trains_its_drafter_while_it_waits_and_never_else(
+def test_several_processes_train_while_they_wait_and_one_only_for_its_extra_share(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     done: list[str] = []
-    for name in ("spend", "spend_idle"):
-        monkeypatch.setattr(Budget, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(OwnTraining, "train_until", lambda training, is_over: done.append("train"))
     monkeypatch.setattr(SpotTrainer, "target_moved", lambda trainer: done.append("moved"))
     monkeypatch.setattr(trl, "_Others", FakeOthers)
-    speculation = {"drafter": "adaptive", "window": 32, "training": {"budget": 0.1}}
-    for processes, expected in ((1, ["spend", "moved", "spend"]), (2, ["spend_idle", "moved", "spend_idle"])):
+    for processes, extra in ((1, 0.1), (2, 0.0)):
+        speculation = {"drafter": "adaptive", "window": 32, "training": {"extra": extra}}
         trainer = FakeTrainer(folder, output_dir=str(tmp_path))
         trainer.accelerator.num_processes = processes
         mine = Rollout(speculation=speculation)
         mine(PROMPTS, trainer)
         an_update(trainer)
         mine(PROMPTS, trainer)
-        assert done == expected
+        assert done == ["train", "moved", "train"]
         done.clear()
 
 

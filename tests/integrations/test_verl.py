@@ -209,7 +209,7 @@ def test_an_adaptive_replica_trains_its_drafter_in_idle_time_and_changes_no_toke
             found += Counter((p, tuple(o.token_ids)) for p, o in zip(prompts, outputs, strict=True))
             await asyncio.sleep(0.5)
         assert found == expected(read_safetensors(folder), folder, replica.replica_rank, 0, prompts * 3)
-        trained = await replica.server_handle.__ray_call__.remote(lambda server: server.budget.inside is not None)
+        trained = await replica.server_handle.__ray_call__.remote(lambda server: server.training.is_on)
         assert trained, "no failure has switched it off"
 
     asyncio.run(run())

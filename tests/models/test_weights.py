@@ -171,6 +171,15 @@ def test_a_load_that_fails_keeps_the_old_weights_and_version() -> None:
     torch.testing.assert_close(logits(decoder), before, rtol=0, atol=0)
 
 
+def test_an_unknown_weight_is_refused_by_name() -> None:
+    """Old Llama checkpoints carry buffers of the rotary embedding, which are no weights."""
+    state, decoder = policy_state(), RecordingDecoder(OPTIONS, torch.float64, CPU)
+    decoder.load(state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}, version=1)
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.extra\.weight, which the rollout decoder does not know"):
+        decoder.load(state | {"model.layers.0.extra.weight": torch.ones(1)}, version=2)
+    assert decoder.version == 1
+
+
 def test_the_decoder_takes_its_own_dtype_whatever_the_policy_has() -> None:
     state = policy_state()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):

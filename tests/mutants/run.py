@@ -1,7 +1,8 @@
-"""Plants each fault of the lists, one at a time, in a copy of the package, and runs the tests that should notice it.
+"""Run the tests that must notice each mutant, against a copy of the package with that mutant.
 
-make mutants                              all of them; exit status 1 if one goes unnoticed
-make mutants ARGS="-k suffix -j 1"        those with `suffix` in area, file or name; one at a time
+make mutants                        all mutants; the exit status is 1 if one survives
+make mutants ARGS="-k scheduler"    mutants with `scheduler` in their function, operator, promise or tests
+make mutants ARGS="-j 4"            four at a time (default 1)
 """
 
 from __future__ import annotations
@@ -15,121 +16,101 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import unified_diff
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants import cluster, draft, engine, integrations, look_ahead, models, record, rl, sampling, vllm
-from mutants.mutant import Mutant
+from mutants.mutant import SOURCE, TESTS, Mutant
+from mutants.mutate import unmutated
+from mutants.table import MUTANTS
 
-_LISTS = cluster, sampling, models, engine, rl, draft, look_ahead, record, vllm, integrations
-AREAS = {area.__name__.rpartition(".")[2]: area.MUTANTS for area in _LISTS}
-TESTS = Path(__file__).parent.parent
-SOURCE = TESTS.parent / "src" / "tlt"
-PATIENCE = 300  # seconds for the tests of one mutant
+TIMEOUT = 180  # seconds for the tests of one mutant
 
 
 class Outcome(NamedTuple):
     verdict: str
-    """survived; killed, by a test that failed, or hung; broken, where tests could not be run"""
+    """noticed: a test failed or hung; survived: all passed; broken: pytest could not run"""
     detail: str
     seconds: float
 
 
-def faults_of_the_lists(mutants: Iterable[Mutant]) -> list[str]:
-    """What no longer fits the source or the tests, in a sentence each."""
-    found, names = [], set()
-    for mutant in mutants:
-        path = SOURCE / mutant.file
-        count = path.read_text(encoding="utf-8").count(mutant.old) if path.is_file() else 0
-        if count != 1:
-            found.append(f"{mutant.name!r} is stale: src/tlt/{mutant.file} holds its old text {count} times")
-        if mutant.old == mutant.new or mutant.name in names:
-            found.append(f"{mutant.name!r} changes nothing, or is there twice")
-        found += [f"{mutant.name!r}: no tests/{test}" for test in mutant.tests.split() if not (TESTS / test).is_file()]
-        names.add(mutant.name)
-    return found
-
-
 def run_tests(tests: str, mutant: Mutant | None = None) -> Outcome:
-    """The tests of the checkout on a copy of the package, with the fault planted if there is one."""
+    """Run the test files `tests` against a copy of the package, with the mutant if there is one."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "tlt"
         shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant:
-            text = (copy / mutant.file).read_text(encoding="utf-8")
-            (copy / mutant.file).write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        code, said = _pytest(Path(folder), [str(TESTS / test) for test in tests.split()])
-    failed = re.search(r"^(?:FAILED|ERROR) \S*tests/(\S+::.*)", said, re.MULTILINE)
+            (copy / mutant.file).write_text(mutant.text(), encoding="utf-8")
+        code, output = _pytest(Path(folder), [str(TESTS / test) for test in tests.split()])
+    failed = re.search(r"^(?:FAILED|ERROR) \S*tests/(\S+::.*)", output, re.MULTILINE)
     if code is None:
-        verdict, detail = "killed", f"hung for {PATIENCE} s"
-    elif code == 1 and failed:  # with -x pytest gives 1 for an error in collection too
-        verdict, detail = "killed", failed[1]
+        verdict, detail = "noticed", f"timeout after {TIMEOUT} s"
+    elif code == 1 and failed:  # with -x pytest exits with 1 for an error in collection too
+        verdict, detail = "noticed", failed[1]
+    elif code == 0:
+        verdict, detail = "survived", ""
     else:
-        verdict, detail = ("survived", "") if code == 0 else ("broken", f"pytest gave {code}\n{said[-2000:]}")
+        verdict, detail = "broken", f"pytest exited with {code}\n{output[-2000:]}"
     return Outcome(verdict, detail, time.monotonic() - began)
 
 
-def _pytest(home: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """Its exit status (None: it hung) and what it said, where `tlt` is the package in `home`."""
+def _pytest(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """Return pytest's exit status (None after a timeout) and output. `tlt` is the package in `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not gpu"]
-    environment = os.environ | {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "TLT_MUTANT": "1"}
-    with (home / "said").open("w+", encoding="utf-8") as said:  # a pipe would stay open with a child left behind
-        streams = {"stdout": said, "stderr": subprocess.STDOUT}
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TLT_MUTANT": "1"}
+    with (folder / "output").open("w+", encoding="utf-8") as output:  # a child left behind would keep a pipe open
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             [*command, *tests], cwd=TESTS.parent, env=environment, start_new_session=True, **streams
         )
         try:
-            code = process.wait(PATIENCE)
+            code = process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             code = None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said.seek(0)
-        return code, said.read()
+        output.seek(0)
+        return code, output.read()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make mutants", description="Plants faults that tests must notice.")
-    parser.add_argument("-k", default="", help="only mutants with this in their area, file or name")
-    parser.add_argument("-j", type=int, default=2, help="how many at a time")
+    parser = argparse.ArgumentParser(prog="make mutants", description="Run the tests that must notice each mutant.")
+    parser.add_argument("-k", default="", help="only mutants with this text in function, operator, promise or tests")
+    parser.add_argument("-j", type=int, default=1, help="number of mutants at a time (default 1)")
     asked = parser.parse_args()
-    if faults := faults_of_the_lists(mutant for area in AREAS.values() for mutant in area):
-        print(*faults, sep="\n")
-        return 1
-    chosen = [m for area, listed in AREAS.items() for m in listed if asked.k in f"{area} {m.file} {m.name}"]
+    chosen = [mutant for mutant in MUTANTS if asked.k in str(mutant)]
     with ThreadPoolExecutor(asked.j) as pool:
         suites = sorted({mutant.tests for mutant in chosen})
         for suite, outcome in zip(suites, pool.map(run_tests, suites), strict=True):
-            print(f"{outcome.seconds:5.0f} s  without a fault: {suite}", flush=True)
+            print(f"{outcome.seconds:5.0f} s  without a mutant: {suite}", flush=True)
             if outcome.verdict != "survived":
-                print(f"fails without a fault: {outcome.detail}")
+                print(f"fails without a mutant: {outcome.detail}")
                 return 1
         outcomes: list[Outcome] = []
-        for mutant, outcome in zip(chosen, pool.map(run_tests, [m.tests for m in chosen], chosen), strict=True):
+        for mutant, outcome in zip(chosen, pool.map(run_tests, [it.tests for it in chosen], chosen), strict=True):
             outcomes.append(outcome)
-            print(f"{outcome.seconds:5.0f} s  {outcome.verdict}: {mutant.file}: {mutant.name}", flush=True)
-            print(f"         {outcome.detail}" * bool(outcome.detail))
+            print(f"{outcome.seconds:5.0f} s  {outcome.verdict:8}  {mutant}  {outcome.detail}", flush=True)
     return report(list(zip(chosen, outcomes, strict=True)))
 
 
 def report(results: Sequence[tuple[Mutant, Outcome]]) -> int:
-    """The table by file, then those that were not killed, with their edits; the exit status."""
+    """Print the counts by module and the diffs of mutants that survived, and return the exit status."""
     print()
     for file in dict.fromkeys(mutant.file for mutant, _ in results):
         verdicts = [outcome.verdict for mutant, outcome in results if mutant.file == file]
-        print(f"{verdicts.count('killed'):3} of {len(verdicts):2} killed  {file}")
-    alive = [(mutant, outcome) for mutant, outcome in results if outcome.verdict != "killed"]
-    print(f"{len(results) - len(alive):3} of {len(results):2} killed")
+        print(f"{verdicts.count('noticed'):3} of {len(verdicts):2} noticed  {file}")
+    alive = [(mutant, outcome) for mutant, outcome in results if outcome.verdict != "noticed"]
+    print(f"{len(results) - len(alive):3} of {len(results):2} noticed")
     for mutant, outcome in alive:
-        edit = [
-            f"  {sign} {line}" for sign, text in (("-", mutant.old), ("+", mutant.new)) for line in text.split("\n")
-        ]
-        print(f"\n{outcome.verdict}: {mutant.file}: {mutant.name} ({mutant.tests})", *edit, sep="\n")
+        before, after = unmutated(mutant.source()), mutant.text()
+        print(f"\n{outcome.verdict}: {mutant}")
+        print(*unified_diff(before.split("\n"), after.split("\n"), lineterm="", n=2), sep="\n")
+        print(outcome.detail)
     return int(bool(alive))
 
 

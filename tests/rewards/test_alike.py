@@ -41,3 +41,25 @@ def test_a_first_step_of_equal_rewards_says_what_each_term_saw(caplog: pytest.Lo
 def test_rewards_that_differ_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert rewarded(TERMS, "Answer: 42", "Answer: 41") == "42"
     assert caplog.messages == []
+
+
+def test_a_marker_is_found_without_its_last_space(caplog: pytest.LogCaptureFixture) -> None:
+    rewarded([{"name": "exact"}], "Answer:\n41", "Answer: 40", marker="Answer: ")
+    assert "the response has no" not in caplog.text
+    assert "exact: score 0, from the answer '41' and the data's answer '42'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("term", "said"),
+    [
+        ({"name": "exact"}, "exact: score 0, from the answer '41' and the data's answer '42'"),
+        ({"name": "math"}, "math: score 0, from the answer '41' and the data's answer '42'"),
+        ({"name": "format", "pattern": "^no"}, "format: score 0, from the pattern '^no' and the whole response"),
+        ({"name": "length", "length_from": 1, "length_to": 9}, "length: score -1, from 10 tokens"),
+    ],
+)
+def test_each_term_says_what_it_saw(term: dict[str, object], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Every term but the one in question scores alike as well, and the length is the same."""
+    rewarded([term], "Answer: 41", "Answer: 40")
+    (message,) = caplog.messages
+    assert message.endswith(f"\n  {said}")

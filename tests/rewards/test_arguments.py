@@ -55,6 +55,13 @@ def test_the_rest_of_the_columns_goes_to_the_keywords() -> None:
     assert called(of_trl, lists=True) == {"completions": SAID.text, "ground_truth": "42", **rest}
 
 
+def test_columns_with_names_of_other_projects_do_not_go_to_the_keywords() -> None:
+    """TRL and verl mean a response by these names."""
+    row = {"answer": "42", "completion": "old", "solution_str": "old", "completion_ids": [1], "response": "old"}
+    found = called(lambda prompt, answer, **kwargs: 0.0, prompt=Prompt(0, "", (1,), row | {"level": 3}))
+    assert found.keys() == {"prompt", "answer", "ground_truth", "level"}
+
+
 def test_names_of_lists_may_be_plurals_and_ours_come_first() -> None:
     def ours(prompts: Any, answers: Any, task: Any) -> None: ...
 

@@ -94,6 +94,8 @@ def raises_rudely(prompt: Any, answer: Any) -> float:
         ([(1.0, raises_rudely)], "error", "RudeError: a RudeError that cannot be printed"),
         ([(1.0, lambda p, a: 1e300)], "not a number", "it gave 1e+300, which float32 cannot hold"),
         ([(-1e38, lambda p, a: 10)], "not a number", "the sum of its terms is -1e+39"),
+        ([(1e38, lambda p, a: 10)], "not a number", "the sum of its terms is 1e+39"),
+        ([(1.0, lambda p, a: 3e38)] * 2, "not a number", "the sum of its terms is 6e+38"),
         ([(1.0, lambda p, a: 10**400)], "not a number", "it gave 1000"),
     ],
 )

@@ -13,13 +13,13 @@ import peft
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import random_batch, save_tokenizer, save_weights, tiny_tree
 from transformers import AutoModelForCausalLM
 
 from tlt.checkpoint import policy_in
 from tlt.cli import main
-from tlt.config import RolloutConfig, TrainConfig, parse_config
+from tlt.config import ConfigError, RolloutConfig, TrainConfig, parse_config
 from tlt.display import Display
 from tlt.export import export
 from tlt.metrics import read_metrics
@@ -139,19 +139,46 @@ def test_adapters_that_the_recipe_does_not_ask_for_are_not_passed_over(folder: P
         adapted(tmp_path / "policy", folder, targets=["q_proj"])
 
 
+@pytest.mark.parametrize("fault", ["missing", "odd"])
+def test_a_file_of_adapters_that_lacks_one_or_has_another_is_refused(folder: Path, tmp_path: Path, fault: str) -> None:
+    """PEFT loads what fits, and leaves the others at random."""
+    adapted(folder, folder).save(tmp_path)
+    file = tmp_path / "policy" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".lora_B." in name)
+    tensor = tensors.pop(name)
+    if fault == "odd":
+        tensors |= {name: tensor, name.replace(".0.", ".7."): tensor.clone()}
+    save_file(tensors, file)
+    with pytest.raises(
+        ModelError, match=r"adapter_model\.safetensors does not fit adapter_config\.json .*: restore it"
+    ):
+        whole_model(tmp_path / "policy", torch.float32)
+    said = "lacks the adapter" if fault == "missing" else r"train\.lora does not ask for"
+    with pytest.raises(ModelError, match=said):
+        adapted(tmp_path / "policy", folder)
+
+
 def test_targets_that_the_model_does_not_have_are_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"train\.lora\.targets do not fit the model"):
         adapted(folder, folder, targets=["query_key_value"])
 
 
-def run(home: Path, name: str, resume: bool = False, display: Display | None = None, **training: Any) -> str:
+def run(
+    home: Path,
+    name: str,
+    resume: bool = False,
+    force: tuple[str, ...] = (),
+    display: Display | None = None,
+    **training: Any,
+) -> str:
     sections = {
         "train": {"steps": 3, "lora": {"rank": 2}, "learning_rate": 1e-2} | training,
         "run": {"folder": str(home / name), "save_every": 1},
         "reward": {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
     }
     config = parse_config(tiny_tree(home, **sections))
-    return train(config, resume, display or Display(Console(quiet=True)))["policy_sha256"]
+    return train(config, resume, display or Display(Console(quiet=True)), force=force)["policy_sha256"]
 
 
 SEVERAL = {"epochs": 3, "updates_per_step": 2}
@@ -185,6 +212,31 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, training
         run(tmp_path, "failed", **training)
     assert run(tmp_path, "failed", True, **training) == whole
     assert len(read_metrics(tmp_path / "failed")) == len(read_metrics(tmp_path / "halves")) == 3
+
+
+def test_adapters_are_not_merged_into_another_base(tmp_path: Path) -> None:
+    run(tmp_path, "run", steps=1)
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.norm.weight": 1.5 * weights["model.norm.weight"]}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model are not those that the adapters in .*policy were trained on: restore"):
+        export(tmp_path / "run", tmp_path / "whole", "hf", "float32")
+    with pytest.raises(ConfigError, match=r"the files in model\.path are not those of the run to be resumed"):
+        run(tmp_path, "run", True, steps=2)
+
+
+def test_another_alpha_is_another_model_and_another_rank_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    run(tmp_path, "run", steps=1)
+    with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 7\.0, but the run to be resumed has"):
+        run(tmp_path, "run", True, steps=2, lora={"rank": 2, "alpha": 7.0})
+    for rank in (0, 3):
+        with pytest.raises(
+            ConfigError, match=rf"rank = {rank}, but the run to be resumed has 2, and its weights do not"
+        ):
+            run(tmp_path, "run", True, ("train.lora.rank",), steps=2, lora={"rank": rank})
+    adapted(folder, folder).save(tmp_path)
+    with pytest.raises(ModelError, match=r"has adapters of another rank: set train\.lora\.rank to theirs"):
+        adapted(tmp_path / "policy", folder, rank=3)
 
 
 def test_who_asks_a_run_of_adapters_for_its_model_is_told_how_to_get_it(tmp_path: Path) -> None:

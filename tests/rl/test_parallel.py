@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -56,10 +57,14 @@ def test_shards_are_whole_and_about_as_much_work_each(tokens: list[int], shards:
     """And the same ones, however many members have them."""
     size = data.draw(st.integers(1, shards))
     members = range(10, 10 + len(tokens))
-    owned: list[Any] = [own_shards(members, tokens, Member(rank, size, shards)) for rank in range(size)]  # type: ignore[arg-type]
+
+    def dealt(rank: int, size: int) -> list[list[int]]:
+        return own_shards([[i] for i in members], lambda part: tokens[part[0] - 10], Member(rank, size, shards))  # type: ignore[arg-type]
+
+    owned = [dealt(rank, size) for rank in range(size)]
     assert {len(own) for own in owned} <= {shards // size, -(-shards // size)}
     parts = [part for own in owned for part in own]
-    assert parts == own_shards(members, tokens, Member(0, 1, shards))  # type: ignore[arg-type]
+    assert parts == dealt(0, 1)
     assert sorted(i for part in parts for i in part) == list(members)
     assert all(part == sorted(part) for part in parts)
     for part in parts:
@@ -69,8 +74,34 @@ def test_shards_are_whole_and_about_as_much_work_each(tokens: list[int], shards:
 
 def test_the_longest_is_dealt_out_first() -> None:
     tokens = [10, 20, 10, 50, 10, 10, 30]
-    assert own_shards(range(7), tokens, Member(0, 1, 3)) == [[3], [2, 5, 6], [0, 1, 4]]  # type: ignore[arg-type]
-    assert own_shards(range(7), tokens, Member(1, 2, 3)) == [[2, 5, 6], [0, 1, 4]]  # type: ignore[arg-type]
+
+    def dealt(rank: int, size: int) -> list[list[int]]:
+        return own_shards([[i] for i in range(7)], lambda part: tokens[part[0]], Member(rank, size, 3))  # type: ignore[arg-type]
+
+    assert dealt(0, 1) == [[3], [2, 5, 6], [0, 1, 4]]
+    assert dealt(1, 2) == [[2, 5, 6], [0, 1, 4]]
+
+
+def shared_work(part: Sequence[int]) -> int:
+    """A prompt of 10 tokens, and responses of 4."""
+    return 10 + 4 * len(part)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards", "expected"),
+    [
+        ([4, 4], 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),  # 26 each
+        ([4, 4, 4], 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7]]),  # 52 and 26, where halves would be 54 each
+        ([8], 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),  # 42 and nothing, or 26 each
+        ([1, 1], 3, [[0], [1], []]),
+    ],
+)
+def test_responses_to_one_prompt_stay_together_unless_a_shard_gets_too_much(
+    sizes: list[int], shards: int, expected: list[list[int]]
+) -> None:
+    numbers = iter(range(sum(sizes)))
+    groups = [[next(numbers) for _ in range(size)] for size in sizes]
+    assert own_shards(groups, shared_work, Member(0, 1, shards)) == expected  # type: ignore[arg-type]
 
 
 def together(size: int, act: Any, shards: int = 0) -> list[Any]:
@@ -175,10 +206,14 @@ def test_several_members_end_where_one_does(folder: Path, loss: str, size: int, 
         assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize("way", [{"kl_weight": 0.1}, {"kl_weight": 0.1, "kl_in": "reward"}, {"epochs": 2}])
-def test_the_bits_do_not_depend_on_how_many_members_there_are(folder: Path, way: dict[str, Any]) -> None:
+def test_the_bits_do_not_depend_on_how_many_members_there_are(folder: Path, way: dict[str, Any], shared: bool) -> None:
     """In float32, where what is computed together rounds together. One shard of four is empty at times."""
     batch = replace(random_batch(VOCAB, responses=7), rewards=[[0.0, 1.0, 2.0], [1.0, 0.0, 1.0, 0.5]])
+    if shared:
+        first, second = tuple(range(12)), tuple(range(20, 0, -1))
+        batch.prompt_ids = [first] * 3 + [second] * 4
     settings = {"updates_per_step": 2, "micro_batch_tokens": 64, **way}
     found = [updated(folder, n, batch, shards=4, dtype=torch.float32, **settings) for n in (4, 3, 2, 1)]
     losses = {metrics["loss"] for members in found for metrics, _ in members}

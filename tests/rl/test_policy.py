@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
-from tlt.rl import policy as policy_module
+from tlt.rl import packer as packer_module
 from tlt.rl.advantages import grpo
 from tlt.rl.batching import MicroBatch, pack
 from tlt.rl.finite import NotFinite
@@ -225,13 +225,14 @@ def test_gaps_between_packed_sequences_contribute_exactly_nothing(
     def pack_with_junk(*args: Any) -> MicroBatch:
         nonlocal filled
         micro = pack(*args)
+        assert micro.predicts is not None
         behind = micro.predicts.flip(1).int().argmax(1) - 1  # a sequence ends one token behind its last prediction
         gap = torch.arange(micro.predicts.shape[1]) >= micro.predicts.shape[1] - behind[:, None]
         filled += int(gap.sum())
         micro.input_ids[gap] = 17
         return micro
 
-    monkeypatch.setattr(policy_module, "pack", pack_with_junk)
+    monkeypatch.setattr(packer_module, "pack", pack_with_junk)
     junk = gradient_of_update(make_policy(folder, loss=loss), batch)
     assert filled > 0
     assert all(torch.equal(clean[name], junk[name]) for name in clean)

@@ -26,9 +26,9 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
-from tlt.rl.batching import plan
 from tlt.rl.finite import NotFinite
-from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of, own_shards
+from tlt.rl.packer import Packer
+from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, _local
@@ -131,8 +131,9 @@ def passes(batch: TrainBatch, size: int) -> list[int]:
             self.rank, self.size, self.shards = rank, size, size
 
     everybody = range(len(batch.response_ids))
-    shards = [own_shards(everybody, batch.lengths(everybody), Member(rank)) for rank in range(size)]
-    return [len(plan(batch.lengths(own), 24, 32)) for (own,) in shards]
+    packer = Packer(24, 32, CPU, shares=True)
+    shards = [packer.shards(batch, everybody, Member(rank)) for rank in range(size)]
+    return [len(packer.plan(batch, own)) for (own,) in shards]
 
 
 def summed(group: ProcessGroup) -> list[float]:

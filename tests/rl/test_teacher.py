@@ -167,13 +167,11 @@ def test_a_drafter_is_trained_and_judged_on_it(world: Any) -> None:
     trainer.target_moved()
     assert trainer.ready
     assert trainer.train(60.0, lambda: trainer.trainer.steps >= 3).micro_batches == 3
-    replica = trainer.replica()
-    assert replica
-    judged = trainer.judge(replica.tensors)
-    assert judged.entries > 0
-    assert judged.candidate > 0
+    found = trainer.evaluate()
+    assert found.entries > 0
+    assert found.candidate > 0
     assert {id(item) for item in trainer.buffer.latest}.isdisjoint(id(item) for item in trainer.buffer.past)
-    assert trainer.judge(replica.tensors, stop=lambda: True).broken_off
+    assert trainer.evaluate(lambda: True).interrupted
     for _ in range(2):
         trainer.target_moved()
     assert trainer.recompute

@@ -19,7 +19,7 @@ from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
-from tlt.draft.gate import THRESHOLDS
+from tlt.draft.schedule import RULE
 from tlt.engine.engine import Engine
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.rl.parity import check_parity, take_weights
@@ -310,7 +310,7 @@ def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> No
     digest, learned_from, pool = train(run_of(tmp_path, "adaptive"), random.Random(3).randrange)
     assert (digest, learned_from) == plain
     assert any(method == "look_ahead" for _, method in pool.log)
-    assert all(worker.trainer.inside is None for worker in pool.workers), "no learned drafter is in use"
+    assert all(worker.spot.trainer is None for worker in pool.workers), "no learned drafter is in use"
 
 
 def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
@@ -323,16 +323,15 @@ def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
 
     plain = train(longer(config_of(tmp_path, 2, rollout=SHORT)))[:2]
-    monkeypatch.setattr("tlt.draft.gate.THRESHOLDS", replace(THRESHOLDS, stretch=1))
+    monkeypatch.setattr("tlt.draft.schedule.RULE", replace(RULE, stretch=1, burst=10**9))
     monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
-    monkeypatch.setattr("tlt.draft.gate.TrainingGate.should_train", lambda gate: True)
-    monkeypatch.setattr("tlt.draft.gate.Judgement.is_better", lambda judgement, times: judgement.entries > 0)
+    monkeypatch.setattr("tlt.draft.schedule.Schedule.publishes", lambda schedule, whole: whole.entries > 0)
     digest, learned_from, pool = train(longer(run_of(tmp_path, "eagle")), random.Random(5).randrange)
     assert (digest, learned_from) == plain
     log = [method for _, method in pool.log]
-    assert any(worker.trainer.inside.trainer.steps > 0 for worker in pool.workers)
+    assert any(worker.spot.trainer.trainer.steps > 0 for worker in pool.workers)
     assert log.count("take_drafter") >= 2
     for llm, worker in zip(started, pool.workers, strict=True):
-        given, in_use = llm.runner.drafter.model.tensors, checkpoint_tensors(worker.trainer.inside.in_use)
+        given, in_use = llm.runner.drafter.model.tensors, checkpoint_tensors(worker.spot.trainer.in_use)
         assert given.keys() == in_use.keys()
         assert all(torch.equal(given[name], tensor) for name, tensor in in_use.items())

@@ -1,4 +1,4 @@
-"""Look-ahead with many workers: which requests of coming steps are decoded, by which worker, and what that is worth.
+"""Look-ahead with many workers: which requests of coming steps are decoded, and by which worker.
 
 Idle workers decode the requests that the cursor takes next, with the present target. A response that has not ended is
 continued at the next occasion: its old tokens are its draft then, so they are verified on the way.
@@ -18,7 +18,6 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
 _GOES_ON, _ALIKE = 1.5, 0.5  # expected length of a response: so many times its own so far, or its longest sibling's
-_KEPT = 0.9  # weight of earlier measurements after another rollout or slice
 
 
 class LookingAhead:
@@ -27,28 +26,30 @@ class LookingAhead:
         self.slots, self.most_steps = slots, most_steps
         self.store = AheadStore(most_tokens)
         self.tokens = 0
-        self.value = Value()
+        self.accept_length = self.accept_length_ahead = 1.0  # of the last rollout's passes, without and with look-ahead
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
         self._at: dict[int, list[Request]] = {}  # worker -> what it decodes ahead
         self._home: dict[int, int] = {}  # seed -> the worker that has its keys and values
         self._given: list[Request] = []  # requests of this rollout
-        self._drafted = 0  # tokens decoded ahead that this rollout began with
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
         """A rollout of these requests begins. `coming` has the requests of the steps to come, a list for each step."""
         self._given = list(requests)
         self._coming, self._steps = iter(coming), deque()
         self._at = {}
-        self._drafted = sum(len(a.tokens) for r in requests if (a := self.store.get(r)))
 
     def since_last(self) -> int:
         """Number of tokens decoded ahead since the last call of this."""
         tokens, self.tokens = self.tokens, 0
         return tokens
 
-    def end(self, stats: RolloutStats, seconds: float, workers: int) -> None:
-        self.value.learn(stats, self._drafted, seconds * workers)
+    def end(self, stats: RolloutStats) -> None:
+        """Learn how many tokens a pass commits, and forget the drafts of this rollout."""
+        if passes := stats.row_passes - stats.ahead_passes:
+            self.accept_length = (stats.tokens - stats.ahead_committed) / passes
+        if stats.ahead_passes:
+            self.accept_length_ahead = stats.ahead_committed / stats.ahead_passes
         self.store.forget(request.seed for request in self._given)
         for request in self._given:
             self._home.pop(request.seed, None)
@@ -103,9 +104,7 @@ class LookingAhead:
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def heard(self, worker: int, done: AheadSlice) -> None:
-        new = sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
-        self.tokens += new
-        self.value.decoded(new, done.seconds)
+        self.tokens += sum(max(0, len(a.tokens) - self.store.length(a.seed)) for a in done.found)
         self.store.put(done.found)
         self.lost(worker)
 
@@ -139,9 +138,9 @@ class LookingAhead:
         mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
         known = self.store.get(request)
         if known is None:
-            return mean / self.value.accept_length
+            return mean / self.accept_length
         rest = 0 if known.ended else max(mean, len(known.tokens))
-        return len(known.tokens) / self.value.accept_length_ahead + rest / self.value.accept_length
+        return len(known.tokens) / self.accept_length_ahead + rest / self.accept_length
 
 
 def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
@@ -169,43 +168,3 @@ def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
         order.setdefault((row.request.prompt.prompt_id, row.request.epoch), len(order))
     key = {id(row): order[row.request.prompt.prompt_id, row.request.epoch] for row in rows}
     return [list(group) for _, group in groupby(sorted(rows, key=lambda row: key[id(row)]), lambda row: key[id(row)])]
-
-
-class Value:
-    """What a second of decoding ahead saves in the rollouts to come, from measurements alone."""
-
-    def __init__(self) -> None:
-        self.accept_length = self.accept_length_ahead = 1.0
-        self._drafted = self._seen = 0.0  # tokens that rollouts began with, and those of them accepted
-        self._tokens = self._seconds = 0.0  # tokens decoded ahead, and the seconds that took
-        self._pass_seconds = 0.0  # worker seconds of a pass over one row
-
-    def decoded(self, tokens: int, seconds: float) -> None:
-        self._tokens = _KEPT * self._tokens + tokens
-        self._seconds = _KEPT * self._seconds + seconds
-
-    def learn(self, stats: RolloutStats, drafted: int, worker_seconds: float) -> None:
-        """Learn from a rollout that began with `drafted` tokens decoded ahead."""
-        passes = stats.row_passes - stats.ahead_passes
-        if passes:
-            self.accept_length = (stats.tokens - stats.ahead_committed) / passes
-        if stats.ahead_passes:
-            self.accept_length_ahead = stats.ahead_committed / stats.ahead_passes
-        if stats.row_passes:
-            self._pass_seconds = worker_seconds / stats.row_passes
-        self._drafted = _KEPT * self._drafted + drafted
-        self._seen = _KEPT * self._seen + stats.seen_ahead
-
-    @property
-    def is_known(self) -> bool:
-        return self._seconds > 0 and self._drafted > 0 and self._seen > 0
-
-    def saves(self, seconds: float, workers: int) -> float:
-        """Seconds of the rollouts to come that `seconds` of decoding ahead save: tokens decoded ahead x fraction of
-        them that is accepted x seconds that each saves, over the number of workers. 0 as long as nothing was
-        measured."""
-        if not self.is_known:
-            return 0.0
-        tokens = seconds * self._tokens / self._seconds
-        less = self._pass_seconds * (1 / self.accept_length - 1 / self.accept_length_ahead)
-        return max(0.0, tokens * min(1.0, self._seen / self._drafted) * less / workers)

@@ -12,18 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from tlt.build import steps_ahead
+from tlt.build import starting_drafter, steps_ahead
 from tlt.cluster.ahead import LookingAhead, by_prompt
-from tlt.cluster.balance import Beside, Forecast, half_of, take
+from tlt.cluster.balance import Forecast, half_of, take
 from tlt.cluster.crew import BREAKABLE, Crew, Done
-from tlt.cluster.idle import IdleTime
+from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.pool import ClusterError
-from tlt.cluster.publication import METHODS, Publication
 from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
-from tlt.draft.gate import THRESHOLDS
-from tlt.draft.guard import Guard
+from tlt.draft.strategy import LEARNED
+from tlt.models.families import decoder_options, read_config
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
@@ -46,14 +45,13 @@ class Coordinator:
         """fraction of the update that the slowest worker had done a moment ago"""
         self._enter(IDLE)
         self._number = 0  # number of the present or last rollout
-        self._trained = 0  # entries that the drafter had been trained on by the end of the last rollout
         self._rendezvous: tuple[str, object] | None = None
-        self.drafter = Guard(Publication(crew, config), passes_on=(ClusterError,))
-        self.beside = Beside(THRESHOLDS.second_costs)
-        self.trains_when_idle = self.drafter(lambda it: it.trains, False)
+        options = decoder_options(read_config(config.model.path))
+        drafter = starting_drafter(config, options)
+        self.training = DrafterTraining(crew, crew.pool.put, config, options, drafter)
+        self.uses_idle_time = True  # for the drafter and for look-ahead
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
-        self.idle_time = IdleTime(self.drafter, self.ahead, crew)
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from there to the update
         self._version = 0  # target version
         self._plain = False  # whether this is a comparison with plain decoding
@@ -81,30 +79,27 @@ class Coordinator:
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
-        self.drafter.tell(lambda it: it.life.rollout_begins(self._version))
         self._begin(len(requests))
         self.ahead.begin(requests, coming if self.looks_ahead else ())
         self.queue = self.ahead.deal([Row(request) for request in requests], len(self.crew.present))
         responses = self._decode(on_response)
         self._enter(IDLE)
-        seconds, beside = time.monotonic() - began, self.beside
-        last = [share.last for share in self.shares if share.last]
-        self.drafter.tell(lambda it: it.rollout_ends(self._version, seconds, responses, beside, last, self.tracers[0]))
-        held_up = self._catch_up() if self.trains_when_idle else 0.0
+        seconds = time.monotonic() - began
+        stats = self._stats(responses)
+        self.training.rollout_ended(seconds, stats.agreement.get(LEARNED))
+        stats.seconds["spot"] = self._train_longer(seconds)
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
             self._decode_ahead(index)
         self.now = self._look()
-        stats = self._stats(responses)
-        stats.seconds["spot"] = held_up
-        self.ahead.end(stats, seconds, len(self.crew.present))
+        self.ahead.end(stats)
         return responses, stats
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         """Decode plainly. Workers help each other, and do nothing else meanwhile."""
         self._all_back()
-        kept = self.forecast, self.trains_when_idle, self.looks_ahead
-        self.forecast, self.trains_when_idle, self.looks_ahead = self._plain_forecast, False, False
+        kept = self.forecast
+        self.forecast, self.uses_idle_time = self._plain_forecast, False
         self._plain = True
         try:
             self._enter(COMPARE)
@@ -113,7 +108,7 @@ class Coordinator:
             return self._decode(on_response)
         finally:
             self._plain = False
-            self.forecast, self.trains_when_idle, self.looks_ahead = kept
+            self.forecast, self.uses_idle_time = kept, True
             self._enter(IDLE)
 
     def _all_back(self) -> None:
@@ -129,7 +124,6 @@ class Coordinator:
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
-        self.beside.begin()
         self.hear()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
@@ -158,19 +152,10 @@ class Coordinator:
     def _heard(self, done: Done) -> None:
         """Handle a call that came back, as far as it is about idle time."""
         if done.lost:
-            self.drafter.tell(lambda it: it.life.lost(done.worker))
             self.ahead.lost(done.worker)
         elif done.method == "look_ahead":
             self.ahead.heard(done.worker, done.result)
-        elif done.method == "take_state":
-            self.drafter.tell(lambda it: it.do(it.life.replaced(done.worker)))
-        elif done.method == "spot":
-            if done.result:
-                self.drafter.tell(lambda it: it.life.trained(done.worker, done.result))
-            else:
-                self.shares[done.worker].trains = False
-        elif done.method in METHODS:
-            self.drafter.tell(lambda it: it.life.answered(done.worker, done.result))
+        self.training.came_back(done)
 
     def _next(self, index: int) -> None:
         """Give a free worker the next slice of its share, rows that wait, or idle work."""
@@ -183,7 +168,6 @@ class Coordinator:
             share.asked, share.helper = [], None
             self._idle(index)
             return
-        share.trains = True
         self.tracers[index].enter(COMPARE if self._plain else ROLLOUT)
         fresh = [row.request for row in new if not row.tokens]
         drafts = [] if self._plain else self.ahead.drafts(row.request for row in new)
@@ -199,70 +183,42 @@ class Coordinator:
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Use a worker that has nothing left to decode: it helps another worker, or if that would not pay, trains the
-        drafter or decodes ahead. A helper decodes ahead until it is given rows, as it is back within a round."""
+        """Use a worker that has nothing left to decode, in this order: it helps another worker, trains the drafter, or
+        decodes ahead. A helper decodes ahead until it is given rows, because it is back within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if self._asks_for_rows(index):
+        if self._asks_for_rows(index) or not self._train(index, self.config.cluster.slice_seconds):
             self._decode_ahead(index)
-            return
-        if self.trains_when_idle and self._goes_on_with_the_drafter(index):
-            return
-        rather_trains = self._may_train(index) and (not self.looks_ahead or self.idle_time.rather_trains())
-        if rather_trains or not self._decode_ahead(index):
-            self._train(index)
 
-    def _goes_on_with_the_drafter(self, index: int) -> bool:
-        """Let idle workers do what the drafter's life asks for. Returns whether this one got a call."""
+    def _train(self, index: int, seconds: float) -> bool:
+        """Give an idle worker a call for the drafter. Return whether one was due."""
         idle = [i for i, share in enumerate(self.shares) if not share.rows and i in self.crew.sound]
-        self.drafter.tell(lambda it: it.go_on(idle))
-        if not self.crew.pending(index):
-            self.drafter.tell(lambda it: it.do(it.life.about_to_train(index)))
-        return bool(self.crew.pending(index))
+        due = self.uses_idle_time and self.training.next_call(index, idle, seconds)
+        if due:
+            self.tracers[index].enter(SPOT)
+        return due
 
-    def _catch_up(self) -> float:
-        """All workers train, for as long as that repays, and the candidates are judged. Returns the seconds it took."""
-        most, began = self.config.speculation.training.catch_up, time.monotonic()
-        until = began + self.drafter(lambda it: it.life.gate.catch_up(most), 0.0)
-        for index in sorted(self.crew.sound) if until > began else ():
-            self.crew.call(index, "rollout_ended")
-            self.shares[index].trains = True  # there is more to train on
-        while until > began:
-            trains = time.monotonic() < until and self.drafter(lambda it: it.life.gate.catch_up(most), 0.0) > 0
-            for index in self.crew.free():
-                if not self._goes_on_with_the_drafter(index) and trains:
-                    self._train(index)
-            self.now = self._look()
-            under_way = {method for index in self.crew.present for method in self.crew.pending(index)}
-            if under_way <= {"state", "take_state"}:  # a new worker comes up: nobody waits for it here
-                break
-            for done in self.crew.done():
-                self._heard(done)
-        self._enter(IDLE)
-        held_up = time.monotonic() - began
-        self.drafter.tell(lambda it: it.life.held_up(held_up))
-        return held_up
+    def _train_longer(self, rollout_seconds: float) -> float:
+        """Train the drafter before the update, for `speculation.training.extra` of the rollout. Return the seconds."""
+        began = time.monotonic()
+        until = began + self.training.extra * rollout_seconds
+        if until == began:
+            return 0.0
+        self.training.train_for(lambda: until - time.monotonic(), self.config.cluster.slice_seconds, self._heard)
+        return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
         """Have an idle worker decode ahead for coming steps. Returns whether there was something to decode."""
         idle = sum(not share.rows and i in self.crew.sound for i, share in enumerate(self.shares))
-        work = self.ahead.work(index, self._number, idle) if self.looks_ahead else None
+        looks_ahead = self.looks_ahead and self.uses_idle_time
+        work = self.ahead.work(index, self._number, idle) if looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
             self.crew.call_idle(index, "look_ahead", work, _AHEAD * self.config.cluster.slice_seconds)
         return work is not None
 
-    def _train(self, index: int) -> None:
-        if self._may_train(index):
-            self.tracers[index].enter(SPOT)
-            self.crew.call_idle(index, "spot", self.config.cluster.slice_seconds)
-
-    def _may_train(self, index: int) -> bool:
-        return self.trains_when_idle and self.shares[index].trains and self.idle_time.may_train()
-
     def _asks_for_rows(self, index: int) -> bool:
         """Ask the worker with most rows to give some to the idle one, where that is predicted to end the rollout
-        earlier. Returns whether this one waits for rows. What decoding ahead would save does not count against that: it
-        can be done later, and little of it may be of the responses that a step waits for."""
+        earlier. Returns whether this one waits for rows."""
         if any(share.helper == index for share in self.shares):
             return True
         most = max(self.shares, key=lambda share: len(share.rows))
@@ -273,9 +229,7 @@ class Coordinator:
         else:
             live, accept_length = most.last.live, most.last.stats.accept_length
             wanted = half_of(live)
-            trains = self._may_train(index) and (not self.looks_ahead or self.idle_time.training_saves_more())
-            seconds = self.forecast.seconds_left(live, accept_length) if trains else 0.0
-            if not self.forecast.is_worth_helping(live, wanted, accept_length, self.idle_time.training_saves(seconds)):
+            if not self.forecast.is_worth_helping(live, wanted, accept_length):
                 return False
         most.asked, most.helper = list(wanted), index
         return True
@@ -316,8 +270,6 @@ class Coordinator:
         prefill = has.seconds["prefill"] - had.seconds.get("prefill", 0.0)
         if rounds:
             rows = (has.row_passes - had.row_passes) / rounds
-            states = [tracer.state for tracer in self.tracers]
-            self.beside.decoded(states, now.seconds - prefill, rounds * self.forecast.round_time(rows), prefill)
             self.forecast.round_time.add(rows, (now.seconds - prefill) / rounds)
         if has.prefill_tokens > had.prefill_tokens:
             self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)
@@ -342,12 +294,11 @@ class Coordinator:
         names = {name for one in found for name in one.agreement}
         stats.agreement = {n: fmean(one.agreement[n] for one in found if n in one.agreement) for n in sorted(names)}
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
-        stats.spot = self.drafter(lambda it: it.life.numbers(), {})
+        stats.spot = self.training.report()
         stats.tokens = sum(len(response.token_ids) for response in responses)
         for name in vars(Passes()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
-        trained = self.drafter(lambda it: it.life.tokens, self._trained)
-        stats.drafter_tokens, self._trained = trained - self._trained, trained
+        stats.drafter_tokens = self.training.take_tokens()
         stats.ahead_tokens = self.ahead.since_last()
         return stats
 
@@ -366,7 +317,7 @@ class Coordinator:
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
-        self.drafter.tell(lambda it: it.do(it.life.update_begins()))
+        self.training.update_begins()
         given, left = self.crew.pool.put(batch), _ATTEMPTS
         while left:
             losses = self.crew.losses

@@ -18,7 +18,11 @@ log = logging.getLogger(__name__)
 
 _PATIENCE = SILENT + 10.0  # seconds for the others to come back from a joint call that a worker was lost from
 _LOOK = 1.0  # seconds between two looks for workers that do not answer
-BREAKABLE = ("spot", "judge", "look_ahead")  # calls that may be broken off; their last argument is the call's number
+BREAKABLE = (
+    "train_drafter",
+    "evaluate_drafter",
+    "look_ahead",
+)  # calls that may be broken off; their last argument is the call's number
 _JOINT = ("update", "shard_policy")  # a worker that hangs in one of these holds up all others
 _PING = 5.0  # seconds that a worker which does not hang may take to answer
 _IN_A_ROW = 3  # times that a worker may be lost with no update in between

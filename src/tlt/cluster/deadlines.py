@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 _SHORT = {
-    *("decode", "look_ahead", "spot", "judge", "replica", "adopt", "take_drafter", "rollout_ended", "forget"),
-    *("sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
+    *("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter"),
+    *("rollout_ended", "forget_older_data", "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
 }
 """calls that take a slice, or move little; the time of all others grows with the model"""
 _LATELY = 5  # number of last calls that set the deadline of a long call

@@ -2,28 +2,75 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from tlt.cluster.ahead import in_order
-from tlt.cluster.budget import Budget
+from tlt.cluster.crew import Done
+from tlt.cluster.drafter_training import METHODS, DrafterTraining
+from tlt.config import Config
 from tlt.draft.ahead import Ahead
-from tlt.draft.guard import Guard
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.spot_worker import SpotWorker
+from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
+from tlt.models.families import DecoderOptions
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats, WorkerNow
 
+_SLICE = 0.5  # seconds of training between two looks at what is due
+
+
+class OneWorker:
+    """Calls of the only worker, in this process: each is done at once. `stop` ends idle calls."""
+
+    def __init__(self, worker: SpotWorker) -> None:
+        self.worker, self.present = worker, [0]
+        self.stop: Callable[[], bool] = lambda: False
+        self._done: list[Done] = []
+
+    def free(self) -> list[int]:
+        return self.present
+
+    def call(self, index: int, method: str, *arguments: Any) -> None:
+        result = getattr(self.worker, method)(*arguments)
+        if method in METHODS:
+            self._done.append(Done(index, method, result))
+
+    def call_idle(self, index: int, method: str, *arguments: Any) -> None:
+        self.call(index, method, *arguments, self.stop)
+
+    def done(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+
+class OwnTraining(DrafterTraining):
+    """Training of the drafter by the one worker in this process."""
+
+    def __init__(self, worker: SpotWorker, config: Config, target: DecoderOptions, layer: EagleLayer | None) -> None:
+        self.worker, self._calls = worker, OneWorker(worker)
+        super().__init__(self._calls, lambda value: value, config, target, layer)
+
+    def train_until(self, is_over: Callable[[], bool]) -> None:
+        """Train, evaluate and publish until `is_over` says so, or nothing is due."""
+        self._calls.stop = is_over
+        self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.came_back)
+        while done := self._calls.done():  # a candidate may be waiting for its publication
+            for one in done:
+                self.came_back(one)
+
 
 class LocalRollout:
-    def __init__(self, engine: RolloutEngine, budget: Guard[Budget] | None = None, look_ahead: int = 0) -> None:
+    def __init__(self, engine: RolloutEngine, training: OwnTraining | None = None, look_ahead: int = 0) -> None:
         """`look_ahead`: number of coming steps whose requests are decoded beside a long tail, where a round may have
         more rows at little cost."""
-        self.engine, self.look_ahead = engine, look_ahead
-        self.budget = budget or Guard[Budget](None)
+        self.engine, self.training, self.look_ahead = engine, training, look_ahead
         self.plain = engine.plain_beside()
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
@@ -32,7 +79,8 @@ class LocalRollout:
     def sync(self, policy: Trainable, version: int) -> None:
         assert isinstance(policy, Policy), "the one in this process"
         take_weights(self.engine.target, policy, version)
-        self.budget.tell(lambda budget: budget.trainer.target_moved())
+        if self.training:
+            self.training.worker.target_moved()
         self.tracer.enter(IDLE)
 
     def generate(
@@ -55,12 +103,23 @@ class LocalRollout:
                 responses.append(response)
                 on_response(response)
         self.engine.look_ahead(())
-        if self.budget.inside:
-            self.tracer.enter(SPOT)
-            self.budget.tell(lambda budget: budget.spend(self.engine))
+        if self.training and self.training.is_on:
+            self._train_longer(self.training)
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
+
+    def _train_longer(self, training: OwnTraining) -> None:
+        """Train the drafter for `speculation.training.extra` of the rollout, and complete the engine's stats."""
+        self.tracer.enter(SPOT)
+        began, stats = time.perf_counter(), self.engine.stats
+        rollout_seconds = sum(stats.seconds.values())
+        training.rollout_ended(rollout_seconds, stats.agreement.get(LEARNED))
+        until = began + training.extra * rollout_seconds
+        if training.extra:
+            training.train_until(lambda: time.perf_counter() >= until)
+        stats.drafter_tokens, stats.spot = training.take_tokens(), training.report()
+        stats.seconds["spot"] = time.perf_counter() - began
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         self.tracer.enter(COMPARE)
@@ -77,12 +136,12 @@ class LocalRollout:
         self.engine.store.put(drafts)
 
     def state(self) -> dict[str, Any]:
-        drafter: dict[str, Any] = self.budget(lambda budget: budget.life.state(), {})
-        return {"tuner": self.engine.tuner.state(), "drafter": drafter}
+        return {"tuner": self.engine.tuner.state(), "drafter": self.training.state() if self.training else {}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.tuner.load_state(state["tuner"])
-        self.budget.tell(lambda budget: budget.load_state(state.get("drafter", {}), self.engine))
+        if self.training:
+            self.training.load_state(state.get("drafter", {}))
 
     def now(self) -> list[WorkerNow]:
         return [WorkerNow(self.tracer.state, self._live)]

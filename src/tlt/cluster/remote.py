@@ -41,12 +41,11 @@ class ClusterRollout:
         return self.coordinator.plainly(requests, on_response)
 
     def state(self) -> dict[str, Any]:
-        drafter: dict[str, Any] = self.coordinator.drafter(lambda it: it.state(), {})
-        return {"tuner": self.crew.someone("tuner_state"), "drafter": drafter}
+        return {"tuner": self.crew.someone("tuner_state"), "drafter": self.coordinator.training.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.crew.everyone("load_tuner_state", state["tuner"])
-        self.coordinator.drafter.tell(lambda it: it.load_state(state.get("drafter", {})))
+        self.coordinator.training.load_state(state.get("drafter", {}))
 
     def release(self) -> None:
         """There is nothing to do: each worker releases its memory before its part of the update."""
@@ -63,7 +62,7 @@ class ClusterRollout:
         return {f"worker {index}": peak for index, peak in self.crew.everyone("peak_memory").items()}
 
     def close(self) -> None:
-        self.coordinator.drafter.tell(lambda it: it.close())
+        self.coordinator.training.close()
         self.crew.pool.close()
 
 

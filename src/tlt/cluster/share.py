@@ -23,8 +23,6 @@ class Share:
     heard: dict[int, list[int]] = field(default_factory=dict)
     """by seed, the tokens that the worker reported since it was given the row"""
     last: Slice | None = None
-    trains: bool = True
-    """False once the worker had too little harvest to train on"""
 
     @property
     def lengths(self) -> tuple[int, ...]:

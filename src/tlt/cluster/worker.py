@@ -25,12 +25,9 @@ from tlt.build import (
 )
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
-from tlt.draft.average import Replica
-from tlt.draft.buffer import Harvest, Transcript
-from tlt.draft.gate import Judgement, SpotReport
-from tlt.draft.guard import Guard
-from tlt.draft.horizon import RoundCosts
-from tlt.draft.strategy import LEARNED
+from tlt.draft.saving import TrainerState
+from tlt.draft.schedule import Evaluation, SpotReport
+from tlt.draft.spot_worker import SpotWorker
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import peak_memory
 from tlt.rl.choose import make_policy, weights_folder
@@ -90,8 +87,6 @@ class Slice(NamedTuple):
     seconds: float
     news: dict[int, list[int]]
     """by seed, the tokens of live and waiting rows since the slice before"""
-    costs: Sequence[RoundCosts] = ()
-    """what this worker's rounds cost, once nothing is left to decode"""
 
 
 class State(NamedTuple):
@@ -118,9 +113,10 @@ class Worker:
         self.target = open_target(config, weights_folder(config, folder), trains=True)
         layer = starting_drafter(config, self.target.options)
         self.policy = make_policy(config, folder)
-        self.trainer = Guard(spot_trainer(layer, self.target, self.policy, config, index) if layer else None)
+        trainer = spot_trainer(layer, self.target, self.policy, config, index) if layer else None
+        self.spot = SpotWorker(trainer, lambda layer: self.engine.draft_with(layer))
         self.tracer = Tracer()
-        self.engine = open_engine(config, self.target, layer, self._harvest if layer else None, self.tracer)
+        self.engine = open_engine(config, self.target, layer, self.spot.harvest if layer else None, self.tracer)
         self.store = self.engine.store
         self.plain = self.engine.plain_beside()
         self.device = torch_device(config.model)
@@ -154,9 +150,7 @@ class Worker:
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         waiting = [row.request.seed for row in engine.waiting]
         seconds = time.perf_counter() - began
-        is_last = not work.plain and not engine.busy
-        costs = self.trainer(lambda _: engine.tuner.costs(LEARNED), []) if is_last else []
-        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine), costs)
+        return Slice(responses, released, engine.stats, live, waiting, seconds, self._news(engine))
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
@@ -187,51 +181,33 @@ class Worker:
             engine.start(())
             self._rollout = number
 
-    # -- the drafter: nothing that goes wrong here costs more than speed -----------------------------------------------
-
-    def spot(self, seconds: float, number: float = math.inf) -> SpotReport | None:
-        """Train the drafter until so many seconds are over and the micro-batch then under way is done. None if it
-        cannot train.
-        A call that may be broken off has a `number` above 0 and above all earlier ones."""
-        if not self.trainer(lambda trainer: trainer.ready, False):
-            return None
-        with self.tracer.span("spot"):
-            return self.trainer(lambda trainer: trainer.train(seconds, lambda: self._wanted >= number), None)
+    # -- the drafter: a fault here costs speed alone -------------------------------------------------------------------
 
     def interrupt(self, number: float) -> None:
-        """Called from another thread. A `spot` or `judge` with this number or a lower one ends amid its micro-batch, a
-        `look_ahead` with its round; if it has not begun yet, it ends at once."""
+        """End the idle call with this number, or a lower one, within its micro-batch or round. If it has not begun yet,
+        it ends at once. Called from another thread."""
         self._wanted = number
 
-    def rollout_ended(self) -> None:
-        """The rollout has ended, so its harvest is whole, although the target has not moved yet."""
-        self.trainer.tell(lambda trainer: trainer.rollout_ended())
+    def train_drafter(self, start: TrainerState | None, seconds: float, number: float = math.inf) -> SpotReport | None:
+        """Call `SpotWorker.train_drafter`. `number` is above 0 and above those of all earlier idle calls."""
+        with self.tracer.span("spot"):
+            return self.spot.train_drafter(start, seconds, lambda: self._wanted >= number)
 
-    def forget(self) -> None:
-        """The task has changed: train the drafter no more on rollouts before the last finished one."""
-        self.trainer.tell(lambda trainer: trainer.forget())
-
-    def replica(self) -> Replica | None:
-        return self.trainer(lambda trainer: trainer.replica(), None)
-
-    def judge(self, candidate: Replica | None, number: float = math.inf) -> Judgement | None:
-        """Judge the candidate, if there is one, and the drafter in use, on what this worker harvested in the last
-        finished rollout. None if it cannot judge."""
-        tensors, began = candidate.tensors if candidate else None, time.perf_counter()
+    def evaluate_drafter(self, start: TrainerState | None, number: float = math.inf) -> Evaluation | None:
         with self.tracer.span("judge"):
-            judged = self.trainer(lambda it: it.judge(tensors, lambda: self._wanted >= number), None)
-        return judged and judged._replace(seconds=time.perf_counter() - began)
+            return self.spot.evaluate_drafter(start, lambda: self._wanted >= number)
 
-    def adopt(self, common: Replica) -> None:
-        """Go on training from this replica."""
-        self.trainer.tell(lambda trainer: trainer.adopt(common))
+    def drafter_state(self) -> TrainerState | None:
+        return self.spot.drafter_state()
 
-    def take_drafter(self, common: Replica, agreement: float | None) -> None:
-        """Draft with the published drafter, from the next round on."""
-        self.trainer.tell(lambda trainer: self.engine.draft_with(trainer.publish(common.tensors, agreement)))
+    def take_drafter(self, state: TrainerState, acceptance: float | None) -> None:
+        self.spot.take_drafter(state, acceptance)
 
-    def _harvest(self, item: Harvest | Transcript) -> None:
-        self.trainer.tell(lambda trainer: trainer.harvest(item))
+    def forget_older_data(self) -> None:
+        self.spot.forget_older_data()
+
+    def rollout_ended(self) -> None:
+        self.spot.rollout_ended()
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -292,7 +268,7 @@ class Worker:
         self._before = None
         with self.tracer.span("sync"):
             take_weights(self.target, self.policy, version)
-            self.trainer.tell(lambda trainer: trainer.target_moved())
+            self.spot.target_moved()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -310,7 +286,7 @@ class Worker:
         self._restore(state)
         take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
-        self.trainer.tell(lambda trainer: trainer.target_moved())
+        self.spot.target_moved()
 
     def _restore(self, state: State) -> None:
         self.policy.optimizer.zero_grad(set_to_none=True)

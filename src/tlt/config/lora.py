@@ -9,8 +9,9 @@ from tlt.config.section import Section
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
-    """of the adapters (arXiv 2106.09685, by PEFT): the policy's own weights then stay as they are; 0: off"""
+    """Rank of the LoRA adapters (arXiv 2106.09685, by PEFT). The policy's own weights are then frozen. 0 turns LoRA
+    off."""
     alpha: float = Field(default=32.0, gt=0, le=10_000)
-    """an adapter is added alpha / rank times"""
+    """An adapter is scaled by alpha / rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """the matrices that have one, by the ends of their names"""
+    """Names of the matrices that have adapters, by their endings."""

@@ -1,4 +1,4 @@
-"""Where the fields of the former section [drafter] are now: old recipes are told, old checkpoints are read."""
+"""New places of fields that were moved: old recipes are refused with the new name, old checkpoints are read."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 _RENAMED = {"kind": "kind", "window": "window", "idle_training": "training.idle"}
+_REPLACED = ("budget", "catch_up")  # fields of speculation.training that `extra` replaces
 
 
 def fault(tree: Mapping[str, Any]) -> str | None:
-    """One sentence on the first field of the former section, by its new name."""
+    """Return one sentence on the first field that was moved; None if there is none."""
     if "drafter" not in tree:
-        return None
+        return _fault_of_training(tree)
     fields = tree["drafter"]
     if not isinstance(fields, Mapping) or not fields:
         return "[drafter] is now [speculation.training], but for kind and window, which are in [speculation]"
@@ -20,7 +21,7 @@ def fault(tree: Mapping[str, Any]) -> str | None:
 
 
 def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as an older checkpoint holds it, with all fields where they are now."""
+    """Return a recipe as an older checkpoint holds it, with all fields where they are now."""
     now = {section: fields for section, fields in tree.items() if section != "drafter"}
     speculation = dict(now.get("speculation", {}))
     for name, value in tree.get("drafter", {}).items():
@@ -29,7 +30,22 @@ def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
         for table in tables:
             place = place.setdefault(table, {})
         place[field] = value
+    if "training" in speculation:
+        kept = {name: value for name, value in speculation["training"].items() if name not in _REPLACED}
+        speculation["training"] = {"extra": speculation["training"].get("budget", 0.0)} | kept
     return now | {"speculation": speculation}
+
+
+def _fault_of_training(tree: Mapping[str, Any]) -> str | None:
+    speculation = tree.get("speculation")
+    training = speculation.get("training") if isinstance(speculation, Mapping) else None
+    found = [name for name in _REPLACED if isinstance(training, Mapping) and name in training]
+    if not found:
+        return None
+    return (
+        f"speculation.training.{found[0]} is replaced by speculation.training.extra, the share of the rollout's time "
+        "during which training may delay a step (default 0): rename it, or remove it"
+    )
 
 
 def _new_key(name: str) -> str:

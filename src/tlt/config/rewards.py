@@ -14,21 +14,23 @@ from tlt.config.section import LONGEST, Section
 
 class RewardTerm(Section):
     name: str = "reasoning_gym"
-    """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`, called as f(prompt, answer)
-    -> float, async or not; None: it does not apply. Parameters are filled by their names: prompt, answer, response (the
-    whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and columns of the data"""
+    """`reasoning_gym`, `math`, `exact`, `format`, `length`, or your own `module:function`. Your function is called as
+    f(prompt, answer) -> float and may be async. If it returns None, the term does not apply. Further parameters are
+    filled by name: response (the whole text), ground_truth, token_ids, length (in tokens), finish_reason, task, and
+    columns of the data."""
     weight: float = Field(default=1.0, ge=-1e30, le=1e30)
-    """the reward is the sum of weight * score"""
+    """The reward is the sum of weight * score over the terms."""
     pattern: str = ""
-    """format: 1 where this regular expression is found in the whole response, else 0"""
+    """For `format`: regular expression. The score is 1 if it is found in the response, else 0."""
     length_from: int = Field(default=0, ge=0)
-    """length: 0 up to so many tokens of the response, then falling ..."""
+    """For `length`: the score is 0 up to this many tokens, then falls linearly."""
     length_to: int = Field(default=0, ge=0)
-    """... to -1 at so many and above"""
+    """For `length`: the score is -1 from this many tokens on."""
     batched: bool = False
-    """your own function takes lists (of prompts, answers, ...) and gives one of numbers"""
+    """Your function takes lists (of prompts, answers, ...) and returns a list of numbers."""
     if_fails: Literal["response", "term"] = "response"
-    """where it raises or gives no number the response has no reward, or only this term does not apply"""
+    """If your function raises or returns no number: `response` gives the response no reward, `term` leaves out only
+    this term."""
 
     @model_validator(mode="after")
     def _possible(self) -> RewardTerm:
@@ -49,22 +51,22 @@ class RewardTerm(Section):
 
 class RewardConfig(RewardTerm):
     terms: list[RewardTerm] = []
-    """several rewards to be summed; give these or `name`"""
+    """Several reward terms that are summed. Give either these or `name`."""
     answer_marker: str = ""
-    """the answer is the text after the last of these in a response, letter by letter; empty: the whole response"""
+    """The answer is the text after the last occurrence of this in a response (default: the whole response)."""
     answer_end: str = ""
-    """and before the next of these, such as `</answer>`; empty: up to the end"""
+    """The answer ends before the next occurrence of this, such as `</answer>` (default: the end of the response)."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
-    """a response whose reward takes longer has none"""
+    """Timeout of a reward in seconds. A response whose reward takes longer has no reward."""
     workers: int | None = Field(default=None, gt=0)
-    """processes that may compute rewards at once; left out: half as many as there are cores. Those that only wait, for
-    a network or a hanging program, are not counted"""
+    """Number of processes that compute rewards at once (default: half the number of cores). Processes that only wait,
+    for example for a network, are not counted."""
     batch_size: int = Field(default=16, gt=0)
-    """responses that an async or a batched function is given at once"""
+    """Number of responses in one call of an async or batched function."""
     memory_mb: int = Field(default=8192, ge=0, le=2**40)
-    """bound of what a reward process may allocate, and of what it holds with all that it has started; 0: none"""
+    """Memory limit of a reward process and the processes it starts, in MiB. 0 sets none."""
     folder: str = "."
-    """where your module is: beside the recipe, or else in the working directory"""
+    """Folder of your module. The folder of the recipe is searched first, then the working directory."""
 
     @model_validator(mode="after")
     def _one_or_several(self) -> RewardConfig:

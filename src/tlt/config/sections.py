@@ -8,64 +8,73 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tlt.config.lora import LoraConfig
-from tlt.config.registry import TRACKERS
 from tlt.config.rewards import RewardConfig
+from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
+
+_MOST_RESPONSES = 1_000_000  # of a step
 
 
 class ModelConfig(Section):
     path: str
-    """folder of a Hugging Face checkpoint, looked up beside the recipe first, then from the working directory"""
+    """Folder of a Hugging Face checkpoint. A relative path is looked up beside the recipe first, then from the working
+    directory."""
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 on a CUDA device, over float32 masters, and float32 on the CPU"""
+    """Number format of the weights. `auto` is bfloat16 with float32 master weights on a CUDA device, and float32 on the
+    CPU."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
-    """`auto`, `cpu`, or a CUDA device such as `cuda:0`"""
+    """`cpu`, a CUDA device such as `cuda:0`, or `auto` (CUDA if there is one)."""
 
 
 class TaskConfig(Section):
     name: str
-    """a reasoning-gym task, such as `chain_sum`"""
+    """Name of a reasoning-gym task, such as `chain_sum`."""
     weight: float = Field(default=1.0, gt=0, le=1e30)
-    """share of the mixture, against the other tasks' weights"""
+    """Weight of the task in the mixture, relative to the other tasks."""
     params: dict[str, JsonValue] = {}
-    """the task's own parameters, as reasoning-gym names them"""
+    """Parameters of the task, with reasoning-gym's names."""
     stage: int = Field(default=0, ge=0)
-    """a curriculum: the first epoch goes through the stages in order, later ones mix them all"""
+    """Stage of a curriculum. The first epoch goes through the stages in order. Later epochs mix them."""
 
 
 class DataConfig(Section):
     tasks: list[TaskConfig] = []
-    """a mixture of reasoning-gym tasks; give this or `path`"""
+    """Mixture of reasoning-gym tasks. Give either this or `path`."""
     path: str | None = None
-    """a .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, or several by a
-    pattern such as `data/*.jsonl`; give this or `tasks`"""
+    """A .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, or a pattern such as
+    `data/*.jsonl`. Give either this or `tasks`."""
     prompt_column: str = "question"
-    """of `path`: the column with the prompt, text or a list of messages with role and content"""
+    """Column of `path` with the prompt: text, or a list of messages with role and content. A dotted name such as
+    `extra.prompt` reads a nested field."""
     answer_column: str = "answer"
-    """of `path`: the column with what a response is compared with; this or the one before may lie deeper:
-    `reward_model.ground_truth`"""
+    """Column of `path` with the right answer. A dotted name such as `reward_model.ground_truth` reads a nested
+    field."""
     template: str = "{question}"
-    """the text the model sees; `{question}` stands for the prompt's text"""
+    """Text that the model sees. `{question}` is replaced by the prompt's text."""
     chat: bool = False
-    """put that text into the tokenizer's chat template, as the user's turn; lists of messages need it"""
+    """Apply the tokenizer's chat template, with that text as the user's message. Prompts that are lists of messages
+    need it."""
     system: str = ""
-    """with `chat`, a system message before prompts that have none"""
+    """System message for prompts that have none. Needs `chat`."""
     chat_arguments: dict[str, JsonValue] = {}
-    """with `chat`, of the template, such as { enable_thinking = false }"""
+    """Arguments of the chat template, such as { enable_thinking = false }. Needs `chat`."""
     now: str | None = None
-    """with `chat`, the time for templates that write the date, such as `2026-11-25`; left out: when the run began"""
+    """Time for chat templates that write the date, such as `2026-11-25` (default: the time at which the run began).
+    Needs `chat`."""
     prefill: str = ""
-    """what each response begins with: the model goes on from there, and rewards see it"""
+    """Text that each response begins with. The model continues it, and rewards see it."""
     size: int = Field(default=2000, gt=0, le=1_000_000)
-    """prompts generated from `tasks` (an epoch)"""
+    """Number of prompts generated from `tasks`, which is one epoch."""
     seed: int = Field(default=0, ge=0)
-    """of the generated tasks"""
+    """Seed of the generated tasks."""
     shuffle: bool = True
-    """another order in each epoch; else that of the source"""
+    """Shuffle the prompts in each epoch. If false, keep the order of the source."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
+    """Longest prompt, in tokens."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
-    """what becomes of longer ones: an error at start, or left out and counted"""
+    """What to do with longer prompts: `refuse` ends with an error at the start, `drop` leaves them out and counts
+    them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -91,40 +100,52 @@ class DataConfig(Section):
 
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=16, gt=0)
-    """groups of responses that a step decodes"""
+    """Number of prompts in a step. Each gets `group_size` responses."""
     group_size: int = Field(default=8, gt=1)
-    """responses to each prompt, which are compared with each other"""
+    """Number of responses to each prompt. Advantages compare them with each other."""
     max_new_tokens: int = Field(default=512, gt=0)
-    """a longer response is cut off there"""
+    """Longest response, in tokens. Longer responses are truncated."""
     temperature: float = Field(default=1.0, ge=0)
-    """logits are divided by it, in the rollout and in the update"""
+    """Sampling temperature. It divides the logits in the rollout and in the update."""
     top_k: int = Field(default=0, ge=0)
-    """tokens are drawn from the so many likeliest; 0: from all"""
+    """Sample from the k most likely tokens. 0 samples from all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """tokens are drawn from the likeliest that have this chance together; 1: from all"""
+    """Sample from the most likely tokens whose probabilities sum to this. 1 samples from all."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
-    """a response ends with the first of them, or with one of the model's end tokens; they may name special tokens, such
-    as `<|im_end|>`"""
-    max_waves: int = Field(default=0, ge=0)
-    """dynamic sampling: up to this many waves of prompts_per_step prompts a step, until that many groups have rewards
-    that differ. 0: one wave, every group is used"""
+    """A response ends after the first of these strings, or at an end token of the model. A string may name a special
+    token, such as `<|im_end|>`."""
+    max_waves: int = Field(default=0, ge=0, le=1000)
+    """Dynamic sampling: decode up to this many times `prompts_per_step` prompts in a step, until `prompts_per_step`
+    groups have rewards that differ. 0 decodes once and uses every group."""
     leftover: Literal["carry", "drop"] = "carry"
-    """groups that dynamic sampling has decoded beyond those open the next step, or are dropped, as DAPO does"""
+    """Groups that dynamic sampling decoded beyond those it needs: `carry` uses them in the next step, `drop` discards
+    them as DAPO does."""
     overlong_tokens: int = Field(default=0, ge=0)
-    """soft overlong penalty: over the last so many of max_new_tokens a reward sinks by up to 1; 0: off"""
+    """Soft penalty for long responses: over the last `overlong_tokens` tokens before `max_new_tokens`, the reward falls
+    by up to 1. 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _so_many_as_end(self) -> RolloutConfig:
+        if self.prompts_per_step * self.group_size > _MOST_RESPONSES:
+            raise ValueError(
+                f"rollout.prompts_per_step = {self.prompts_per_step} times rollout.group_size = {self.group_size} is "
+                f"more than {_MOST_RESPONSES:,} responses a step, which would not end: lower one of them"
+            )
+        return self
 
 
 class EngineConfig(Section):
     backend: Literal["tlt", "vllm"] = "tlt"
-    """`tlt`: our own, nothing to install; `vllm`: vLLM with our noise, the same tokens; see docs/vllm.md"""
+    """`tlt` is our own engine. `vllm` is vLLM with our noise, which gives the same tokens (docs/vllm.md)."""
     max_rows: int = Field(default=64, gt=0)
-    """requests decoded at once; the others wait"""
+    """Number of requests decoded at once. The others wait."""
     kv_memory_mb: int = Field(default=1024, gt=0)
-    """bound of the key-value cache; a request that does not fit waits, one that outgrows it is preempted and resumed"""
+    """Size of the key-value cache in MiB. A request that does not fit waits. A request that outgrows the cache is
+    preempted and resumed."""
     prefill_tokens: int = Field(default=2048, gt=0)
-    """tokens of one prefill pass, padding counted"""
+    """Number of tokens in one prefill pass, padding included."""
     vllm: dict[str, JsonValue] = {}
-    """more arguments for vLLM, by its own names, such as `tensor_parallel_size` or `enforce_eager`"""
+    """Further arguments of vLLM, with its names, such as `tensor_parallel_size` or `enforce_eager`."""
 
     @property
     def ours(self) -> EngineConfig:
@@ -134,144 +155,115 @@ class EngineConfig(Section):
 
 class TrainConfig(Section):
     steps: int = Field(default=100, gt=0, le=1_000_000_000)
+    """Number of steps: rollout, reward, update, sync."""
     learning_rate: float = Field(default=1e-6, gt=0, le=10)
+    """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
-    """the rate rises evenly over the first so many steps"""
+    """Number of steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """of the rate after the warm-up; linear and cosine fall towards 0 at the last step"""
+    """Learning rate after the warm-up. `linear` and `cosine` fall to 0 at the last step."""
     weight_decay: float = Field(default=0.0, ge=0, le=100)
-    """of the matrices; norms and biases do not decay"""
+    """Weight decay of matrices. Norms and biases are not decayed."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are clipped to this norm."""
     advantage: Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """grpo: (reward - mean) / deviation in the group; grpo_batch: the deviation of the whole rollout; dr_grpo: reward -
-    mean; rloo: reward - mean of the others; reinforce_pp: mean and deviation of the whole rollout"""
+    """Advantage of a response. grpo: (reward - mean) / deviation in the group. grpo_batch: like grpo, with the
+    deviation of the whole rollout. dr_grpo: reward - mean. rloo: reward - mean of the other responses. reinforce_pp:
+    mean and deviation of the whole rollout."""
     advantage_epsilon: float = Field(default=1e-6, ge=0)
-    """added to a deviation that divides; 1e-4 in TRL"""
+    """Added to the deviation before dividing (TRL uses 1e-4)."""
     loss: Literal["ppo", "grpo", "dapo", "dr_grpo", "gspo"] = "ppo"
-    """ppo: every token counts the same; grpo: every response; dapo: every token, and a higher upper clip; dr_grpo:
-    every token, divided by rollout.max_new_tokens; gspo: every response, with one ratio each"""
+    """Loss. ppo: mean over tokens. grpo: mean over responses. dapo: mean over tokens, with a higher upper clip.
+    dr_grpo: sum over tokens divided by rollout.max_new_tokens. gspo: mean over responses, with one ratio for each."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """the ratio is clipped below 1 minus this; left out, as the loss's authors have it: 0.2, gspo 3e-4"""
+    """The ratio is clipped below 1 - clip_low (default 0.2, and 3e-4 for gspo)."""
     clip_high: float | None = Field(default=None, gt=0)
-    """the ratio is clipped above 1 plus this; left out: 0.2, dapo 0.28, gspo 4e-4"""
+    """The ratio is clipped above 1 + clip_high (default 0.2, 0.28 for dapo and 4e-4 for gspo)."""
     dual_clip: float = Field(default=3.0, ge=0)
-    """where the advantage is negative the ratio counts as at most this; 0: as what it is"""
+    """Upper bound of the ratio if the advantage is negative. 0 turns it off."""
     mask_truncated: bool = False
-    """responses cut off at rollout.max_new_tokens are compared with their group, but not trained on"""
+    """Leave truncated responses out of the loss. Their rewards still count in the advantages of their group."""
     kl_weight: float = Field(default=0.0, ge=0, le=1e30)
-    """of the divergence from the model that training started from, which is kept in memory as a second model; 0: off"""
+    """Weight of the KL divergence from the initial model, which is kept in memory as a second model. 0 turns it off."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """added to the loss of each token, or, summed over a response, taken off its reward before rewards are compared"""
+    """Where the KL divergence enters: `loss` adds it to the loss of each token, `reward` subtracts its sum over the
+    response from the reward."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """of the divergence at each token; left out: k3 in the loss, k1 in the reward"""
+    """Estimator of the KL divergence at each token (default k3 in the loss, k1 in the reward)."""
     kl_unbiased: bool = True
-    """in the loss it is multiplied by the ratio, so that its gradient is on average that of the divergence (DeepSeek-
-    V3.2, arXiv 2512.02556), as TRL does; false: as verl does"""
+    """Multiply the KL term of the loss by the ratio, so that its gradient is unbiased (DeepSeek-V3.2, arXiv
+    2512.02556), as TRL does. If false, do not, as verl does."""
     importance_cap: float = Field(default=0.0, ge=0)
-    """truncated importance weights min(trainer / rollout, cap) on the loss; rollout log-probs enter the update only
-    here, so that runs which round differently no longer end in the same bits. 0: off"""
+    """Cap of truncated importance weights min(trainer / rollout, cap) on the loss. Because rollout log-probs enter the
+    update only here, runs that round differently then end in different bits. 0 turns it off."""
     updates_per_step: int = Field(default=1, gt=0)
-    """optimizer steps on each rollout: its responses, in prompt order, are split into this many mini-batches"""
-    epochs: int = Field(default=1, gt=0)
-    """how often the update goes through all of these"""
+    """Number of optimizer steps on each rollout. The responses are split into this many mini-batches, in prompt
+    order."""
+    epochs: int = Field(default=1, gt=0, le=1000)
+    """Number of passes of the update over the rollout."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
-    """tokens of one forward and backward pass, packing gaps counted"""
+    """Number of tokens in one forward and backward pass, gaps of the packing included."""
     logits_mb: int = Field(default=256, gt=0)
-    """the logits of so many MiB are computed at once, and once more for the gradient where there are several such
-    chunks; a chunk needs about four times this"""
+    """Size of the logits computed at once, in MiB. If the logits need several chunks, each is computed again for the
+    gradient. A chunk needs about four times this memory."""
     gradient_checkpointing: bool = False
-    """keep only each layer's input and compute the rest once more for the gradient"""
+    """Keep only each layer's input, and recompute the rest for the gradient. It saves memory and costs time."""
     lora: LoraConfig = LoraConfig()
     shard: bool = False
-    """FSDP2, for a model that one device cannot hold: the decoder layers' parameters, gradients and moments are split
-    over the workers; a lost worker then ends the run, which --resume takes up from a checkpoint (run.save_every)"""
+    """Shard parameters, gradients and moments of the decoder layers over the workers (FSDP2), for a model that does not
+    fit one device. If a worker is lost, the run ends, and --resume continues from a checkpoint (run.save_every)."""
 
 
 class EvalConfig(Section):
     every: int = Field(default=0, ge=0)
-    """steps between evaluations on held-out prompts: before the first, every so many, and at the end; 0 is never"""
-    samples: int = Field(default=4, gt=0)
-    """responses to each prompt"""
+    """Number of steps between evaluations on held-out prompts. One is also run before the first step and at the end. 0
+    turns them off."""
+    samples: int = Field(default=4, gt=0, le=10_000)
+    """Number of responses to each held-out prompt."""
     size: int = Field(default=64, gt=0, le=250_000)
-    """prompts, from `data.tasks` with another seed or from `path`, less those that training has"""
+    """Number of held-out prompts, from `data.tasks` with another seed or from `path`. Prompts that training has are
+    left out."""
     path: str | None = None
-    """held-out prompts for a `data.path`, with the same columns"""
+    """File of held-out prompts if `data.path` is given, with the same columns."""
     solved: float = 1.0
-    """a response with at least this reward is right, for pass@k"""
+    """A response with at least this reward counts as right in pass@k."""
     keep_best: bool = True
-    """the policy with the highest mean reward of an evaluation stays in the run's folder, under best/"""
+    """Keep the policy with the highest mean reward of an evaluation in the run's folder, under best/."""
     temperature: float | None = Field(default=None, ge=0)
-    """this and the three below: of these responses; left out, as in `rollout`"""
+    """Sampling temperature of the evaluation (default: that of `rollout`)."""
     top_k: int | None = Field(default=None, ge=0)
+    """Top-k of the evaluation (default: that of `rollout`)."""
     top_p: float | None = Field(default=None, gt=0, le=1)
+    """Top-p of the evaluation (default: that of `rollout`)."""
     max_new_tokens: int | None = Field(default=None, gt=0)
+    """Longest response of the evaluation, in tokens (default: that of `rollout`)."""
 
 
 class ClusterConfig(Section):
     """Workers: each with its own engine, its replica of the policy, and its drafter."""
 
     workers: int = Field(default=1, gt=0, le=10_000)
-    """1: in this process; more: processes on Ray, each with its own cores, or its own CUDA device"""
+    """Number of workers. 1 runs in this process. More are Ray processes, each with its own cores or its own CUDA
+    device."""
     address: str | None = None
-    """of the Ray cluster to join, such as `10.0.0.1:6379`, which sees all files under the same paths; left out: this
-    machine alone"""
+    """Address of a Ray cluster, such as `10.0.0.1:6379`, whose nodes see all files under the same paths (default: this
+    machine alone)."""
     allow_no_token: bool = False
-    """join a Ray cluster that asks nobody for a token, as on a network that nobody else reaches"""
+    """Join a Ray cluster without authentication. Use it only on a private network."""
     min_workers: int | None = Field(default=None, gt=0)
-    """a run begins, and goes on, with so many where there is no place for the others, as a node is gone; it takes these
-    in once there is, and the result is the same. Left out: all to begin, 1 to go on; all where train.shard"""
+    """Smallest number of workers with which a run starts and continues, if the others have no place to run. They join
+    when there is a place again, and the result is the same (default: all to start, 1 to continue; all if
+    train.shard)."""
     grace: float = Field(default=60.0, gt=0, le=LONGEST)
-    """seconds that a worker's process has to begin, before the run goes on without it"""
+    """Timeout in seconds for the start of a worker's process. If a worker exceeds it, the run continues without that
+    worker."""
     slice_seconds: float = Field(default=0.2, gt=0, le=LONGEST)
-    """a worker decodes for so long before it reports and may be given other work"""
+    """Time in seconds that a worker decodes before it reports and can be given other requests."""
     patience: float = Field(default=300.0, gt=0, le=LONGEST)
-    """seconds: a worker that decodes or trains its drafter and has not reported for so long hangs, and is replaced; an
-    update or a save may take longer: ten times as long as they lately did"""
-
-
-class RunConfig(Section):
-    folder: str = "runs/latest"
-    """where the run keeps everything"""
-    seed: int = Field(default=0, ge=0)
-    """of the noise of every response, and of the order of prompts"""
-    save_every: int = Field(default=20, ge=0)
-    """steps between checkpoints; one is also saved at the end, at a signal and at an error. 0: at these alone"""
-    stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
-    """seconds that a step has to end once SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, twice as many amid an
-    update; then it is given up, and what was done before it is saved, unless it was amid its update"""
-    keep: int = Field(default=2, gt=0)
-    """checkpoints kept, the newest ones"""
-    mirror: str | None = None
-    """where each checkpoint is copied to in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another place
-    that fsspec knows (tlt-rl[mirror]); --resume fetches the newest one from there, if this machine has none as new"""
-    compare_every: int = Field(default=0, ge=0)
-    """before every so many-th step its requests are decoded once more, by plain decoding on the same workers, so that
-    the run can say what it saved, and that no token differs; 0 is never"""
-    trackers: list[str] | None = None
-    """`tensorboard`, `wandb`, `mlflow`: where metrics are shown beside metrics.jsonl, each an extra, such as
-    tlt-rl[wandb]; left out: TensorBoard, where it is installed"""
-    completions_mb: int = Field(default=1024, ge=0)
-    """completions.jsonl keeps every response, and drops the oldest beyond so many MiB; 0: none is kept"""
-    completions_format: Literal["jsonl", "parquet"] = "jsonl"
-    """`parquet`: completions/ in its place, a file a step (tlt-rl[parquet])"""
-    report: bool = True
-    """Write report.html, one page on the whole run, at each checkpoint and at the end; see docs/report.md."""
-    watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
-    """Power of a busy CPU core in watts. This is only used to estimate energy where no counter measures it."""
-    price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
-    """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
-    overwrite: bool = False
-    """start afresh in a folder that already holds a run"""
-
-    @field_validator("trackers")
-    @classmethod
-    def _known(cls, trackers: list[str] | None) -> list[str] | None:
-        for name in trackers or ():
-            if name not in TRACKERS:
-                raise ValueError(f'run.trackers: give some of {", ".join(TRACKERS)} (got "{name}")')
-        return trackers
+    """Timeout in seconds for one report of a worker that decodes or trains the drafter. A worker that exceeds it is
+    replaced. The timeout of an update or a save is ten times its recent duration, if that is longer."""
 
 
 class Config(Section):

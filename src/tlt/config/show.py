@@ -77,7 +77,7 @@ def _note(field: FieldInfo) -> list[str]:
     choices = [json.dumps(choice) for choice in _choices(field.annotation)]
     missing = [choice for choice in choices if json.loads(choice) not in text] if choices else []
     if missing:
-        text = f"{text}{'; ' if text else ''}one of {', '.join(choices)}"
+        text = f"{text} One of {', '.join(choices)}.".strip()
     return [f"# {line}" for line in textwrap.wrap(text, _WIDTH)]
 
 

@@ -15,64 +15,62 @@ class DrafterTrainConfig(Section):
     """How the learned drafter is trained: by `tlt draft train`, and while the policy is."""
 
     unroll: int = Field(default=7, gt=0, le=16)
-    """guesses in a row that training goes through at most, each on the drafter's own output of the one before; one more
-    than are right by now"""
+    """Largest number of consecutive draft tokens in training. Each is drafted from the drafter's own output for the one
+    before. The number used is one more than the drafter gets right at present."""
     loss: Literal["cross_entropy", "total_variation", "hybrid", "agreement"] = "cross_entropy"
-    """measured from random weights, `hybrid` learns as `cross_entropy` does and the other two next to nothing"""
+    """Loss of the drafter. From random weights `cross_entropy` and `hybrid` learn equally well; `total_variation` and
+    `agreement` hardly learn."""
     decay: float = Field(default=0.4, gt=0, le=1)
-    """weight of each guess against the one before"""
+    """Weight of each draft token in the loss, relative to the one before."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """of the drafter"""
+    """Learning rate of the drafter."""
     warmup_steps: int = Field(default=20, gt=0)
-    """its rate rises evenly over the first so many micro-batches"""
+    """Number of micro-batches over which the learning rate rises linearly."""
     max_grad_norm: float = Field(default=0.5, gt=0)
-    """its gradient is clipped to this norm"""
+    """Gradients of the drafter are clipped to this norm."""
     micro_batch_tokens: int = Field(default=1024, gt=0)
-    """entries of one pack, which is one optimizer step"""
+    """Number of tokens in a micro-batch, which is one optimizer step."""
     idle: bool = True
-    """with several workers, one that is idle trains the drafter; where speculation is adaptive, from a random one if
-    speculation.path names none"""
-    catch_up: float = Field(default=1.0, ge=0)
-    """with several workers and `idle`, a drafter that its target left behind may hold up a step for so many times a
-    rollout's seconds, in which all train it, where that repays before the run is over. 0: never"""
-    budget: float = Field(default=0.0, ge=0, le=1)
-    """with one worker, which is never idle, the drafter is trained for up to this share of the rollout's seconds, as
-    long as that pays back; from a random one if speculation.path names none. 0: not at all"""
+    """Train the drafter on idle workers (several workers only). Training starts from `speculation.path`, or from random
+    weights if `speculation.drafter` is adaptive and no path is given."""
+    extra: float = Field(default=0.0, ge=0, le=1)
+    """Share of the rollout's time during which training of the drafter may delay a step. A single worker is never idle,
+    so it trains a drafter only if this is above 0."""
     buffer_tokens: int = Field(default=200_000, gt=0)
-    """entries of harvest kept in host memory: of the rollout under way, and up to half of them of those before it,
-    what ends latest first"""
+    """Number of tokens of training data kept in host memory. Up to half of them are from earlier rollouts."""
 
 
 class SpeculationConfig(Section):
     """What drafts, where it comes from, and how it is trained."""
 
     drafter: str = "adaptive"
-    """`adaptive` picks a strategy for each round, or none, in vLLM one for the run (docs/vllm.md); `eagle` (learned)
-    and `suffix` (model-free) always draft, by depth, branching, verify_tokens and min_chance; `off`: nothing does"""
+    """`adaptive` chooses the fastest strategy for each round, which may be plain decoding (with vLLM it chooses one for
+    the run, docs/vllm.md). `eagle` (learned) and `suffix` (model-free) always draft, with depth, branching,
+    verify_tokens and min_chance. `off` never drafts."""
     trees: bool = False
-    """`adaptive` may draft trees too, not chains alone: on CPUs they were never the fastest"""
+    """Let `adaptive` draft trees as well as chains. On CPUs trees were never the fastest."""
     path: str | None = None
-    """folder of a learned drafter, looked up as model.path is; `tlt draft train` makes one"""
+    """Folder of a learned drafter. `tlt draft train` makes one. A relative path is looked up as model.path is."""
     kind: Literal["eagle1", "eagle3"] = "eagle1"
-    """of a drafter that is made, not read from `path`: `eagle3` reads three layers of the target, `eagle1` only its
-    last hidden state, a quarter of the traffic"""
+    """Architecture of a new drafter. `eagle3` reads hidden states of three layers of the target. `eagle1` reads the
+    last one only, a quarter of the traffic. A drafter from `path` has its own."""
     window: int = Field(default=512, gt=0)
-    """of such a drafter: tokens whose features are kept for each live request, and which it attends"""
+    """Attention window of a new drafter, in tokens. Hidden states of the last `window` tokens are kept for each active
+    request."""
     depth: int = Field(default=6, gt=0, le=32)
-    """guesses in a row"""
+    """Number of consecutive draft tokens."""
     branching: int = Field(default=2, gt=0, le=16)
-    """guesses beside each other, of which the likeliest are kept; 1: a chain"""
+    """Number of alternatives at each position of a draft tree. 1 drafts a chain."""
     verify_tokens: int = Field(default=8, gt=0, le=256)
-    """nodes of a tree verified in one pass, the root counted; 1 is plain decoding"""
+    """Number of tree nodes verified in one pass, root included. 1 is plain decoding."""
     min_chance: float = Field(default=0.5, ge=0, lt=1)
-    """a drafted token less likely to be reached than this is not verified; the chances are counted online"""
+    """Draft tokens whose estimated probability of being reached is lower are not verified."""
     history_tokens: int = Field(default=200_000, gt=0)
-    """tokens of earlier epochs that the suffix drafter keeps; the oldest age out"""
+    """Number of tokens of earlier epochs that the suffix drafter keeps. The oldest are dropped."""
     look_ahead: int = Field(default=4, ge=0)
-    """with `adaptive`, idle workers decode the requests of so many steps to come, as drafts of what the target will say
-    then; 0: of none"""
+    """Number of coming steps whose requests idle workers decode as drafts. Needs `adaptive`. 0 turns it off."""
     look_ahead_tokens: int = Field(default=16_000_000, gt=0)
-    """of these drafts that are kept in host memory, four bytes each; the oldest age out"""
+    """Number of look-ahead tokens kept in host memory, four bytes each. The oldest are dropped."""
     training: DrafterTrainConfig = DrafterTrainConfig()
 
     @field_validator("drafter")

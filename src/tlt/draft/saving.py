@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tlt.draft.average import Replica
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, load_drafter, save_drafter
 from tlt.files import flush, share
 from tlt.models.families import DecoderOptions
@@ -25,12 +25,23 @@ log = logging.getLogger(__name__)
 
 
 _KEPT = 2
+MEAN = "mean."
+"""prefix of the weights to publish in a trainer state"""
+TrainerState = dict[str, Tensor]
+"""copy of a drafter in training, in host memory, by parameter: `mean.*` the weights to publish, `weight.*` those in
+training, `exp_avg.*` and `exp_avg_sq.*` Adam's moments; and `steps`, `reach` and `whitening` of `DrafterTrainer`. Its
+tensors must not be changed."""
+
+
+def weights_of(state: TrainerState) -> dict[str, Tensor]:
+    """Return the weights to publish, by their names in `EagleLayer`."""
+    return {name.removeprefix(MEAN): tensor for name, tensor in state.items() if name.startswith(MEAN)}
 
 
 class Saved(NamedTuple):
     number: int
     layer: EagleLayer
-    replica: Replica
+    state: TrainerState
 
 
 class DrafterSaver:
@@ -40,14 +51,14 @@ class DrafterSaver:
     def __init__(self, folder: Path, options: EagleOptions) -> None:
         self.folder, self.options = folder, options
         self._lock = threading.Lock()
-        self._waiting: tuple[int, Replica, float | None] | None = None
+        self._waiting: tuple[int, TrainerState, float | None] | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, number: int, replica: Replica, agreement: float | None = None) -> None:
-        """Ask for a save, and return at once. The replica's tensors must not be changed afterwards. Of several saves
-        that wait, only the newest is written. An error of the disk is logged, and costs only this save."""
+    def save(self, number: int, state: TrainerState, agreement: float | None = None) -> None:
+        """Ask for a save, and return at once. If several saves wait, only the newest is
+        written. An error of the disk is logged, and costs only this save."""
         with self._lock:
-            self._waiting = (number, replica, agreement)
+            self._waiting = (number, state, agreement)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="drafter-saver")
                 self._thread.start()
@@ -70,18 +81,18 @@ class DrafterSaver:
                 log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
 
 
-def write(folder: Path, options: EagleOptions, number: int, replica: Replica, agreement: float | None) -> None:
+def write(folder: Path, options: EagleOptions, number: int, state: TrainerState, agreement: float | None) -> None:
     """Save at once, in this thread. Raises OSError or SafetensorError."""
     final, draft = folder / f"drafter_{number:08d}", folder / f".drafter_{number:08d}.partial"
     for left_over in folder.glob(".drafter_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
-    with torch.device("meta"):  # its tensors will be the replica's
+    with torch.device("meta"):  # its tensors will be those of the state
         layer = EagleLayer(options)
-    layer.load_state_dict(replica.weights, assign=True)
+    layer.load_state_dict(weights_of(state), assign=True)
     layer.agreement = agreement
     save_drafter(layer, draft)
-    rest = {name: tensor for name, tensor in replica.tensors.items() if not name.startswith("mean.")}
+    rest = {name: tensor for name, tensor in state.items() if not name.startswith(MEAN)}
     save_file(rest, draft / "training.safetensors")
     share(draft)
     for path in (*draft.iterdir(), draft):
@@ -103,8 +114,8 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
         except (DrafterError, OSError, SafetensorError) as error:
             log.warning("the drafter in %s is damaged, and passed over (%s)", path, error)
             continue
-        tensors = {f"mean.{name}": tensor.detach() for name, tensor in layer.named_parameters()}
-        return Saved(int(path.name.removeprefix("drafter_")), layer, Replica(tensors | rest, 0))
+        tensors = {MEAN + name: tensor.detach() for name, tensor in layer.named_parameters()}
+        return Saved(int(path.name.removeprefix("drafter_")), layer, tensors | rest)
     if found:
         log.warning("no drafter in %s is whole: the one that the run began with is left", folder)
     return None

@@ -1,7 +1,7 @@
-"""Spot training: trains the drafter in idle time, in short calls that can be broken off amid a micro-batch.
+"""Spot training: trains the drafter in idle time, in short calls that can be interrupted within a micro-batch.
 
-Each worker has one trainer. Workers exchange values only: `replica` gives a copy, `adopt` takes one, and the results
-of `judge` are summed. Drafters are judged on the harvest of the last finished rollout, and trained on those before it.
+Each worker has one trainer. A trainer goes on from another one's `state`. A candidate is evaluated on training data of
+the last finished rollout, and was trained on those before it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from tlt.config import DrafterTrainConfig
-from tlt.draft.average import Replica
 from tlt.draft.buffer import Harvest, HarvestBuffer, Transcript, pieces
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.gate import THRESHOLDS, Judgement, SpotReport, summed
 from tlt.draft.recompute import Recompute
+from tlt.draft.saving import MEAN, TrainerState, weights_of
+from tlt.draft.schedule import RULE, Evaluation, SpotReport, sum_evaluations
 from tlt.draft.teacher import Teacher
 from tlt.draft.trainer import DrafterTrainer, Interrupted
 from tlt.draft.unroll import bundles, pack
@@ -57,13 +57,12 @@ class SpotTrainer:
     ) -> None:
         self.target, self.config, self.recompute = target, config, recompute
         self.trainer = DrafterTrainer(copy.deepcopy(layer), target, config, seed)
-        self.in_use, self.judged = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
+        self.in_use, self.candidate = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
         self.names = [name for name, _ in self.trainer.layer.named_parameters()]
         self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
         self.rng = random.Random(seed)
-        self.judged_tokens = THRESHOLDS.judged * config.micro_batch_tokens
-        self.tokens = 0  # entries trained on since the last replica
+        self.judged_tokens = RULE.judged * config.micro_batch_tokens
         self._is_whole = False  # whether the rollout by the present target has ended
         self._is_afresh = False  # whether nothing was trained on yet since the task changed
         wanted = _ENOUGH * config.micro_batch_tokens
@@ -124,7 +123,6 @@ class SpotTrainer:
                 break
             spent = time.perf_counter() - began
             report = SpotReport(report.micro_batches + (trained > 0), report.tokens + trained, spent)
-        self.tokens += report.tokens
         return report
 
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
@@ -162,67 +160,68 @@ class SpotTrainer:
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, weight)
 
-    def replica(self) -> Replica | None:
-        """A copy of all that training changes, with the entries trained on since the last copy. None if it is not
-        finite: then training starts again, from the drafter in use."""
-        tensors = {f"mean.{name}": tensor for name, tensor in zip(self.names, self.mean, strict=True)}
+    def state(self) -> TrainerState | None:
+        """Return a copy of all that training changes, in host memory. None if it is not finite: then training starts
+        again, from the drafter in use."""
+        tensors = {MEAN + name: tensor for name, tensor in zip(self.names, self.mean, strict=True)}
         tensors |= self.trainer.state()
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            log.warning("the drafter in training is not finite; it is trained again from the one in use")
-            self.adopt(self._start())
+            self._restart()
             return None
-        tokens, self.tokens = self.tokens, 0
-        return Replica({name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}, tokens)
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
-    def _start(self) -> Replica:
-        """The replica of the drafter in use, as if it had not been trained yet."""
+    def _restart(self) -> None:
+        """Train the drafter in use, as if it had not been trained yet."""
+        log.warning("the drafter in training is not finite; it is trained again from the one in use")
         trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
-        means = {f"mean.{name}": parameter for name, parameter in self.in_use.named_parameters()}
-        return Replica(means | trainer.state(), 0)
+        weights = {MEAN + name: parameter for name, parameter in self.in_use.named_parameters()}
+        self.load_state(weights | trainer.state())
 
     @torch.no_grad()
-    def adopt(self, replica: Replica) -> None:
-        """Go on training from this replica, the common start of all workers."""
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from another trainer's state."""
         for name, tensor in zip(self.names, self.mean, strict=True):
-            tensor.copy_(replica.tensors[f"mean.{name}"])
-        self.trainer.load_state(replica.tensors)
-        self.tokens = 0
+            tensor.copy_(state[MEAN + name])
+        self.trainer.load_state(state)
 
     # -- publication ---------------------------------------------------------------------------------------------------
 
-    def judge(self, candidate: Mapping[str, Tensor] | None, stop: Callable[[], bool] = lambda: False) -> Judgement:
-        """Judge a candidate (`Replica.tensors`), if there is one, and the drafter in use, on this worker's `evidence`.
-        Where `stop` says so, it is broken off amid a micro-batch and returns the parts done by then."""
-        layers = [self.in_use] if candidate is None else [self.in_use, _put(candidate, self.judged)]
-        done: list[Judgement] = []
+    def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Compare the candidate, which is the running mean of the weights, with the drafter in use on this worker's
+        held-out data. If `stop` says so, the call ends within a micro-batch, and returns what was compared by then."""
+        if not all(bool(tensor.isfinite().all()) for tensor in self.mean):
+            self._restart()
+            return Evaluation()
+        began, done = time.perf_counter(), list[Evaluation]()
+        layers = [self.in_use, _put(dict(zip(self.names, self.mean, strict=True)), self.candidate)]
         try:
             while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
                 if not self._recompute_one(stop, past=False):
                     break
-            parts = list(bundles(self.evidence(), self.config.micro_batch_tokens))
-            self.rng.shuffle(parts)  # so that judgements broken off again and again are not all of the same part
+            parts = list(bundles(self.held_out(), self.config.micro_batch_tokens))
+            self.rng.shuffle(parts)  # so that calls which are interrupted do not all compare the same part
             for items in parts:
-                found, entries = self.trainer.judge(layers, pack(items, self.target.device), stop)
-                (in_use, _), (mine, first) = found if candidate else (*found, (0.0, 0.0))
-                done.append(Judgement(entries, in_use, mine, first))
+                batch = pack(items, self.target.device)
+                [(in_use, _), (mine, first)], entries = self.trainer.judge(layers, batch, stop)
+                done.append(Evaluation(entries, in_use, mine, first))
         except Interrupted:
-            done.append(Judgement(broken_off=True))
-        return summed(done)
+            done.append(Evaluation(interrupted=True))
+        return sum_evaluations(done)._replace(seconds=time.perf_counter() - began)
 
-    def evidence(self) -> list[Harvest]:
-        """Pieces of the last finished rollout's harvest: the same ones until the target has moved."""
+    def held_out(self) -> list[Harvest]:
+        """Return pieces of the last finished rollout: the same ones until the target changes."""
         return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
 
-    def publish(self, candidate: Mapping[str, Tensor], agreement: float | None) -> EagleLayer:
-        """Make a candidate (`Replica.tensors`), with the measured agreement of its first guess, the drafter in use.
-        Returns a separate layer for `engine.draft_with`."""
-        _put(candidate, self.in_use)
-        self.in_use.agreement = agreement
+    def publish(self, state: TrainerState, acceptance: float | None) -> EagleLayer:
+        """Make the weights of this state the drafter in use. `acceptance`: measured rate of its first draft token.
+        Return a separate layer for `engine.draft_with`."""
+        _put(weights_of(state), self.in_use)
+        self.in_use.agreement = acceptance
         return copy.deepcopy(self.in_use)
 
 
 @torch.no_grad()
-def _put(candidate: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
+def _put(weights: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
     for name, parameter in layer.named_parameters():
-        parameter.copy_(candidate[f"mean.{name}"])
+        parameter.copy_(weights[name])
     return layer

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from tlt.draft.horizon import RoundCosts
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.acceptance import AcceptanceModel, chance
 from tlt.engine.buckets import Bucket, Took, bucket_of
@@ -37,7 +36,6 @@ _ROWS_OF_JUDGEMENT = 8  # weight, in rows, of the acceptance rate that a new dra
 _FREE_ROWS_SLOWDOWN = 0.03  # a round may take longer by this fraction for rows that nobody waits for
 _BRIEF_ROUND_SLOWDOWN = 1.8  # a round that is to be over soon may take so many times the round of one row
 _MARGIN = 0.02  # an arm gives way only to one that is faster by this fraction
-_KEPT_OF_SPENT = 0.8  # of the seconds spent in rounds, from one rollout to the next
 _LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
 _AGREEMENT_AHEAD = 0.97  # how often a look-ahead's tokens are expected to be right before any was seen
 
@@ -69,7 +67,6 @@ class Bandit:
         self.catch_up: dict[str, float] = {}  # extra seconds of a drafter's first round after another drafter's
         self._rounds = 0
         self.spent = self.lost = 0.0  # seconds of the last rounds, and how many of them plain decoding would have saved
-        self._spent: dict[Bucket, float] = {}  # seconds spent in rounds of the last rollouts
         self._now = Bucket(0, 0)
         self._each = 1.0  # tokens that a row commits in a round with `current`
         self._ahead = self._expected_ahead()  # and in one with a look-ahead chain of 0, 1, 2, ... tokens
@@ -223,13 +220,10 @@ class Bandit:
 
     def rollout_begins(self) -> None:
         _ = self.profile  # measured now, while no round is under way
-        self._spent = {bucket: _KEPT_OF_SPENT * seconds for bucket, seconds in self._spent.items()}
 
     def record(self, result: RoundResult) -> None:
-        strategy, seconds, tokens, scored, ahead, own = result
+        strategy, seconds, tokens, scored, ahead = result
         bucket = self._now
-        if own:
-            self._spent[bucket] = self._spent.get(bucket, 0.0) + seconds
         if strategy not in self._known:
             return
         ahead = ahead or [0] * len(tokens)
@@ -275,16 +269,10 @@ class Bandit:
             self._within[rows, longer] = max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
         return self._within[rows, longer]
 
-    def costs(self, drafter: str) -> list[RoundCosts]:
-        chains = [arm for arm in self._arms if arm.drafter == drafter and arm.branching == 1]
-        others = [arm for arm in self._arms if arm.drafter not in (drafter, PLAIN.drafter)]
-
-        def found(bucket: Bucket, spent: float) -> RoundCosts:
-            plain, drafted = self.seconds(PLAIN, bucket), {arm.depth: self.seconds(arm, bucket) for arm in chains}
-            faster = [self.tokens(arm) * plain / self.seconds(arm, bucket) for arm in others]
-            return RoundCosts(spent, plain, drafted, max([1.0, *faster]))
-
-        return [found(bucket, spent) for bucket, spent in self._spent.items() if chains]
+    def plain_seconds(self, rows: int, context: float) -> float:
+        """Return the expected seconds, by the start-up profile and by the rounds that were timed."""
+        bucket = bucket_of(rows, context)
+        return self.seconds(PLAIN, bucket) * self._profiled(PLAIN, rows) / self._profiled(PLAIN, 2**bucket.rows)
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """Forget what was seen of the old drafter. The acceptance rate of the new one counts as if it had been seen in

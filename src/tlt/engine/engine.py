@@ -39,7 +39,6 @@ from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
 from tlt.engine.stops import Stops, text_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.walk import walk
-from tlt.engine.yardstick import Yardstick
 from tlt.models.decoder import Decoder
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
@@ -50,7 +49,7 @@ class Engine(Generates):
 
     `detokenize` is needed for stop strings. `layout` says which features of the target are kept for each live row, and
     `on_harvest` is given them as windows fill up and responses end. A row of which `store` knows what an older target
-    said is drafted by that. `yardstick` compares with plain decoding. `kv_tokens` bounds the cache, in tokens.
+    said is drafted by that. `kv_tokens` bounds the cache, in tokens.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Engine(Generates):
         on_harvest: Callable[[Harvest], None] | None = None,
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
-        yardstick: Yardstick | None = None,
         kv_tokens: int | None = None,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
@@ -72,7 +70,6 @@ class Engine(Generates):
         self.drafters = Drafters(drafters)
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
-        self.yardstick = yardstick or Yardstick(every=0)
         self.stops = Stops(detokenize)
         o = target.options
         shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
@@ -96,7 +93,6 @@ class Engine(Generates):
         rows = RowTable([self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
         widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
-        self.yardstick.begin()
         self.parking.begin(window)
         return RolloutState(
             rows=rows,
@@ -217,7 +213,6 @@ class Engine(Generates):
             self._trace("prefill", clock.began)
         context = sum(row.kv_length for row in self.rows) / len(self.rows)
         strategy = self.tuner.choose(len(self.rows), context, self.drafters.usable.keys(), self._offers())
-        strategy = self.yardstick.choose(strategy, len(self.rows))
         with clock.phase("prefill"):
             preempted = self.make_room(strategy)
         began, start = time.time(), time.perf_counter()
@@ -233,9 +228,9 @@ class Engine(Generates):
         scored, took = not prefilled and not preempted, time.perf_counter() - start
         told = [guesses_of(row, tree, taken) for row, tree, taken in zip(now.rows, trees, tokens, strict=True)]
         committed, proposed = [n for n, _ in told], [ahead for _, ahead in told]
-        self.tuner.record(RoundResult(strategy, took, committed, scored, proposed, own))
+        self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
         if scored:
-            self.stats.against_plain = self.yardstick.record(strategy, took, tokens, [row.ahead for row in now.rows])
+            self._compare_with_plain(now, took, tokens, context)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._amid_round = False
@@ -361,9 +356,8 @@ class Engine(Generates):
         return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
 
     def _response(self, row: Row, reason: str) -> Response:
-        text = text_of(row, self.detokenize)
-        lists = row.tokens, row.logprobs, row.full_logprobs
-        return Response(row.request, *lists, reason, text, decoded=row.decoded, proposed=row.proposed)
+        known = {"text": text_of(row, self.detokenize), "decoded": row.decoded, "proposed": row.proposed}
+        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, **known)
 
     def _was_ahead(self, row: Row) -> bool:
         """A row that was decoded for a coming step ends in the store."""
@@ -385,6 +379,15 @@ class Engine(Generates):
         stats.drafter_failures = self.drafters.failures
         stats.agreement = {name: seen.now for name, seen in watched.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
+
+    def _compare_with_plain(self, now: Round, seconds: float, tokens: Sequence[int], context: float) -> None:
+        """Add the seconds of a round, and those that plain decoding would have taken for this rollout's tokens."""
+        own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
+        plain = self.tuner.plain_seconds(len(own), context) if own else None
+        if plain is not None:
+            known = self.stats.against_plain
+            known["seconds"] = known.get("seconds", 0.0) + seconds
+            known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * sum(own) / len(own)
 
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:

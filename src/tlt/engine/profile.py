@@ -26,7 +26,7 @@ _REPEATS = 5
 _ROWS = 16
 _NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the passes that are timed
 _LEVELS = (1, 3)  # of the drafts that are timed: the first level costs more than those below
-_TOKENS = 8  # of the prompt, and of a response
+_TOKENS = 8  # of the prompt, and of the response, at most
 
 
 def profile(
@@ -41,14 +41,18 @@ def profile(
     What a pass over B rows of N tokens takes depends on B x N alone. So passes over one row and over a few rows are
     timed, and all others follow from these."""
     shapes = sorted({(s.drafter, s.branching) for s in strategies if s.drafter != PLAIN.drafter})
+    length = max(1, min(_TOKENS, target.options.max_positions // 2))  # tokens of the prompt, and of the response
+    deepest = target.options.max_positions - length  # a draft must not go beyond the positions of a short model
     passes: dict[int, float] = {}
     drafts: dict[tuple[str, int, int], dict[int, float]] = {}
     for count, seconds in {1: _SECONDS / 3, min(_ROWS, config.max_rows): _SECONDS * 2 / 3}.items():
-        engine = _engine(target, config, drafters, layout, count)
+        engine = _engine(target, config, drafters, layout, count, length)
         live = len(engine.rows)  # a small cache holds fewer
-        nodes = [n for n in _NODES if n <= most_nodes(live, target.options.vocab_size)]
+        nodes = [n for n in _NODES if n <= min(deepest, most_nodes(live, target.options.vocab_size))]
         calls: dict[Hashable, tuple[int, Callable[[], object]]] = {
-            (*shape, level): (0, partial(_draft, engine, shape, level)) for shape in shapes for level in _LEVELS
+            (*shape, level): (0, partial(_draft, engine, shape, min(level, deepest)))
+            for shape in shapes
+            for level in _LEVELS
         }
         calls |= {n: (n * live, partial(_verify, engine, n)) for n in nodes}
         for name, least in _least_seconds(calls, seconds, target.device).items():
@@ -82,16 +86,21 @@ def _extrapolate(points: Mapping[int, float], x: int) -> float:
 
 
 def _engine(
-    target: Decoder, config: EngineConfig, drafters: Sequence[Drafter], layout: FeatureLayout | None, rows: int
+    target: Decoder,
+    config: EngineConfig,
+    drafters: Sequence[Drafter],
+    layout: FeatureLayout | None,
+    rows: int,
+    length: int,
 ) -> Engine:
-    """Return an engine in which so many rows have begun to decode the same prompt."""
+    """Return an engine in which `rows` rows have begun to decode the same prompt of `length` tokens."""
     widest = Strategy(PLAIN.drafter, max(_NODES) - 1, 1, max(_NODES))
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
-    length = min(_TOKENS, target.options.max_positions // 2)
     # a small cache has room for one row of the profile all the same
-    engine.cache.bound_tokens = max(engine.cache.bound_tokens, 2 * length + engine.rollout.scheduler.headroom)
+    engine.cache.bound_tokens = max(engine.cache.bound_tokens, length + _TOKENS + engine.rollout.scheduler.headroom)
     prompt = Prompt(-1, "", tuple(i % target.options.vocab_size for i in range(length)))
-    engine.start([Request(prompt, 0, 0, i, SamplingParams(max_new_tokens=length)) for i in range(rows)])
+    sampling = SamplingParams(max_new_tokens=min(_TOKENS, target.options.max_positions - length))
+    engine.start([Request(prompt, 0, 0, i, sampling) for i in range(rows)])
     engine.round()  # prefill
     return engine
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tlt.draft.horizon import RoundCosts
 from tlt.draft.strategy import PLAIN, Strategy
 
 
@@ -21,8 +20,6 @@ class RoundResult(NamedTuple):
     """whether its seconds count; those of a round with a prefill do not"""
     ahead: Sequence[int] = ()
     """tokens that the row's look-ahead had proposed; without any values, no row has one"""
-    own: bool = True
-    """whether any of its rows is of this rollout, not of coming steps"""
 
 
 class Tuner(Protocol):
@@ -56,8 +53,8 @@ class Tuner(Protocol):
         """Another drafter has this name from now on. `chance`: how often its first guess is right, if that is known."""
         ...
 
-    def costs(self, drafter: str) -> list[RoundCosts]:
-        """What rounds with and without the drafter's chains cost, by size of rounds; [] where that is not known."""
+    def plain_seconds(self, rows: int, context: float) -> float | None:
+        """Return the seconds of a round with plain decoding; None if they are not measured."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -91,8 +88,8 @@ class Fixed:
 
     def renew(self, drafter: str, chance: float | None) -> None: ...
 
-    def costs(self, drafter: str) -> list[RoundCosts]:
-        return []
+    def plain_seconds(self, rows: int, context: float) -> float | None:
+        return None
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt.build import make_engine, starting_drafter
-from tlt.cluster.budget import Budget, harvest_to
+from tlt.cluster.local import OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.draft.ahead import AheadStore
-from tlt.draft.guard import Guard
 from tlt.draft.spot import SpotTrainer
+from tlt.draft.spot_worker import SpotWorker
 from tlt.engine.engine import Engine
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
@@ -34,20 +34,22 @@ def recipe_of(
 
 def adaptive_engine(
     config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
-) -> tuple[Engine, Guard[Budget]]:
-    """An engine on this target, which holds weights, and what trains its drafter, if anything does. The drafters that
-    an earlier run left in its folder are gone on with where that run is `resumed`, else new ones are numbered after
-    them."""
+) -> tuple[Engine, OwnTraining]:
+    """Return an engine on this target, which holds weights, and the training of its drafter. If the run is `resumed`,
+    it goes on with the drafter in its folder; else new drafters are numbered after those."""
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)
-    budget = Guard(Budget(SpotTrainer(layer, target, speculation.training, seed), config) if layer else None)
+    trainer = SpotTrainer(layer, target, speculation.training, seed) if layer else None
+    worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
     store = AheadStore(speculation.look_ahead_tokens)
-    harvest = harvest_to(budget) if layer else None
+    harvest = worker.harvest if layer else None
     engine = make_engine(config.engine, speculation, target, tokenizer, layer, harvest, Tracer(), store)
-    budget.tell(lambda it: it.number_on())
+    training = OwnTraining(worker, config, target.options, layer)
     if resumed:
-        budget.tell(lambda it: it.take_published(engine))
-    return engine, budget
+        training.load_state({})
+    else:
+        training.number_on()
+    return engine, training
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:

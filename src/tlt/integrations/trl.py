@@ -16,11 +16,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from tlt.build import steps_ahead
-from tlt.cluster.budget import Budget
-from tlt.cluster.local import LocalRollout
+from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
-from tlt.draft.guard import Guard
 from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_impossible, refuse_version
@@ -73,14 +71,13 @@ class _Process:
         self.trained = Trained(trainer)
         options = known_options(self.trained.model.config)
         self.target = Decoder(options, self.trained.dtype, trainer.accelerator.device)
-        self.budget = Guard[Budget](None)
         self.place, self.updates = _Place(), 0
-        self._sync(trainer)
+        self._take_weights(trainer)
         trainer.add_callback(_AfterEvaluation(self.place))
         resumed = trainer.state.global_step > 0
-        made, self.budget = adaptive_engine(config, self.target, trainer.processing_class, resumed)
+        made, self.training = adaptive_engine(config, self.target, trainer.processing_class, resumed)
         self.others = _Others(trainer.accelerator.num_processes)
-        self.rollout = LocalRollout(made, None if self.others.group else self.budget, steps_ahead(speculation))
+        self.rollout = LocalRollout(made, self.training, steps_ahead(speculation))
 
     def complete(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         began = time.perf_counter()
@@ -91,20 +88,25 @@ class _Process:
         if not trainer.model.training:  # the next evaluation asks the same with the same seeds
             self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
         decoded = time.perf_counter()
-        self.others.wait(self._use_idle_time)
+        self.others.wait(self.training.train_until)
         waited = time.perf_counter()
         self.rollout.release()
         seconds = {"sync": synced - began, "rollout": decoded - synced, "wait": waited - decoded}
-        for name, value in _metrics(stats, seconds, self.budget).items():
+        for name, value in _metrics(stats, seconds, self.training).items():
             trainer._log_metric(f"tlt/{name}", value)  # what TRL gives to reward functions as `log_metric`
         return _completions(requests, responses)
 
     def _sync(self, trainer: Any) -> None:
-        """The engine takes the policy's weights, if these are new."""
-        if self.trained.has_changed(trainer):
+        if self._take_weights(trainer):
+            self.training.worker.target_moved()
+
+    def _take_weights(self, trainer: Any) -> bool:
+        """Give the engine the policy's weights if they have changed. Return whether they have."""
+        changed = self.trained.has_changed(trainer)
+        if changed:
             take_weights(self.target, self.trained, self.updates)
             self.updates += 1
-            self.budget.tell(lambda budget: budget.trainer.target_moved())
+        return changed
 
     def _requests(self, prompts: Sequence[Any], trainer: Any) -> list[Request]:
         domain, step, time_ = self.place.of(trainer)
@@ -117,9 +119,6 @@ class _Process:
             seed = request_seed(trainer.args.seed, domain, when, time_, index)
             requests.append(Request(prompt, index, self.place.generations, seed, law))
         return requests
-
-    def _use_idle_time(self, is_over: Callable[[], bool]) -> None:
-        self.budget.tell(lambda budget: budget.spend_idle(self.rollout.engine, is_over))
 
 
 class _Place:
@@ -185,14 +184,14 @@ def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> 
     }
 
 
-def _metrics(stats: RolloutStats, seconds: Mapping[str, float], budget: Guard[Budget]) -> dict[str, float]:
+def _metrics(stats: RolloutStats, seconds: Mapping[str, float], training: OwnTraining) -> dict[str, float]:
     found = {f"seconds/{name}": value for name, value in seconds.items()}
     found |= {
         "accept_length": stats.accept_length,
         "tokens_per_second": stats.tokens / max(seconds["rollout"], 1e-9),
         "seen_ahead": stats.seen_ahead / max(1, stats.tokens),
     }
-    version = budget(lambda it: it.life.version, None)
-    if version is not None:
-        found |= {"drafter_version": float(version), "drafter_tokens": float(stats.drafter_tokens)}
+    if training.is_on:
+        tokens = stats.drafter_tokens + training.take_tokens()
+        found |= {"drafter_version": float(training.version), "drafter_tokens": float(tokens)}
     return found

@@ -15,6 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tlt.build import stop_token_ids
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
+from tlt.draft.strategy import LEARNED
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.protocol import RolloutEngine
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
@@ -43,7 +44,7 @@ class Server:
         target = Decoder(decoder_options(read_config(folder)), getattr(torch, rollout.dtype), torch.device(device))
         target.load(read_safetensors(folder), 0)
         self.longest = target.options.max_positions
-        engine, self.budget = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
+        engine, self.training = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
         self.awake = True
         self.engine = AsyncEngine(engine, self._use_idle_time)
 
@@ -117,9 +118,11 @@ class Server:
     def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
         if engine.busy:
             raise RuntimeError("new weights while requests are decoded: abort them, or wait for them, first")
+        stats = engine.stats
+        self.training.rollout_ended(sum(stats.seconds.values()), stats.agreement.get(LEARNED))
         engine.target.load(weights, engine.target.version + 1)
         engine.start(())
-        self.budget.tell(lambda budget: budget.trainer.target_moved())
+        self.training.worker.target_moved()
 
     async def set_global_steps(self, step: int) -> None:
         self.step = step
@@ -150,7 +153,7 @@ class Server:
     def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
         """While the other replicas still decode."""
         if self.awake:
-            self.budget.tell(lambda budget: budget.spend_idle(engine, is_over))
+            self.training.train_until(is_over)
 
 
 def _release(engine: RolloutEngine) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tlt.config import Config
 from tlt.config.registry import REWARDS
@@ -20,7 +21,7 @@ from tlt.rewards.pool import ScorePool
 from tlt.rewards.scores import Term, make_terms, sources_sha256
 from tlt.types import Prompt, Response
 
-__all__ = ["Reward", "RewardError", "make_reward", "refuse_unanswered", "sources_sha256"]
+__all__ = ["Reward", "RewardError", "make_reward", "refuse_special_tokens", "refuse_unanswered", "sources_sha256"]
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,25 @@ def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
         if any(alike in "".join(text.split()).casefold() for text in shown):
             said = "no prompt has reward.answer_marker = %r, but some have it in other case or spacing"
             _log.warning(said, marker)
+
+
+def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
+    """Raise RewardError if a marker holds a special token, because these are left out of a response's text. Log a
+    warning for a pattern."""
+    reward, prefill = config.reward, config.data.prefill
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for name in ("answer_marker", "answer_end"):
+        for token in special:
+            if token in getattr(reward, name) and token not in prefill:
+                raise RewardError(
+                    f"reward.{name} has {token}, a special token, and rewards are shown texts without these: take "
+                    'another text, or set "special": false for that token in tokenizer.json and tokenizer_config.json'
+                )
+    for pattern in (term.pattern for term in reward.all_terms):
+        for token in special:
+            if (token in pattern or re.escape(token) in pattern) and token not in prefill:
+                said = "reward.pattern %r has %s, a special token, which is in no text that rewards are shown"
+                _log.warning(said, pattern, token)
 
 
 class Scorer(Protocol):

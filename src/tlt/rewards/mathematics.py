@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from tlt.rewards.notations import in_latex
+
 _DELIMITED = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|\\boxed|\\fbox", re.DOTALL)
 _COMMAND = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _FUNCTIONS = "arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp"
@@ -23,15 +25,22 @@ _WRITTEN_OTHERWISE = [
 ]
 _CHOICE = re.compile(r"(?:\\[a-z]+\s*\{\s*)*(?:\(([A-E])\)|([A-E]))[\s.}]*", re.DOTALL)
 _TEXT = re.compile(r"(?:\\boxed\s*\{)?\s*\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*[A-Za-z]{2}[^{}]*)\}[\s.}]*")
-_CHOICES = tuple("ABCDE")
 _LETTER = re.compile(r"(?<![A-Za-z'])[A-E](?![A-Za-z'])")
 _ARTICLE = re.compile(r"(?<![A-Za-z'])A(?= (?!is\b|or\b|and\b|because\b)[a-z])")
 _AROUND = re.compile(r"^(?:[ ,;:=*\n]|\.(?!\d))+|[ .,;:=*\n]+$")  # no decimal point in front of digits
+_LONG_UNIT = r"(?:[kcdm]m|mi|ft|in|yd|inch(?:es)?|feet|met(?:er|re)s?|miles?|units?|kg|lb|sec|min|hr)"
+_UNIT = rf"(?:{_LONG_UNIT}|[mgsh])"
+_POWER = r"\^(?:[23]|\{[23]\})"
+_AREA = re.compile(rf"(?<=\d)\s*{_LONG_UNIT}{_POWER}(?![\w^/])")
+_MEASURED = re.compile(rf"(?<=\d)\s*{_UNIT}(?:{_POWER}|(?:{_POWER})?/{_UNIT}(?:{_POWER})?)(?![\w^/])")
+_VARIABLE = re.compile(r"[A-Za-z]")
 
 
 def is_mathematics(gold: str) -> bool:
     """Whether there is anything in a right answer that can be compared as mathematics."""
-    return bool(_CHOICE.fullmatch(gold.strip()) or _TEXT.fullmatch(gold.strip()) or _has_value(delimited(gold)))
+    return bool(
+        _CHOICE.fullmatch(gold.strip()) or _TEXT.fullmatch(gold.strip()) or _has_value(delimited(in_latex(gold)))
+    )
 
 
 def _has_value(text: str) -> bool:
@@ -40,23 +49,31 @@ def _has_value(text: str) -> bool:
 
 def equal(gold: str, answer: str) -> bool:
     """Whether the answer is the right one. Needs math-verify."""
-    from math_verify import StringExtractionConfig, parse, verify
+    from math_verify import parse, verify
 
     if choice := _CHOICE.fullmatch(gold.strip()):
-        letters = StringExtractionConfig(strings=_CHOICES, lowercase=False)
         bare = re.sub(r"\\[a-zA-Z]+|[][(){}$\\]", " ", answer)
-        said, right = set(_LETTER.findall(_ARTICLE.sub("", bare))), choice[1] or choice[2]
-        return said <= {right} and right in parse(bare, [letters], parsing_timeout=None)  # type: ignore[arg-type]
+        letters = _LETTER.findall(_ARTICLE.sub("", bare)) or _LETTER.findall(bare)
+        return set(letters) == {choice[1] or choice[2]}
     if text := _TEXT.fullmatch(gold.strip()):
         said = _TEXT.fullmatch(answer.strip(" \n$"))
         return _folded(text[1]) == _folded(said[1] if said else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
     # its own time limits would call a hang a wrong answer: ours are around the whole process
-    one, other = (parse(delimited(text), parsing_timeout=None) for text in (gold, answer))  # type: ignore[arg-type]
+    texts = _without_units(in_latex(gold), in_latex(answer))
+    one, other = (parse(delimited(text), parsing_timeout=None) for text in texts)  # type: ignore[arg-type]
     return verify(one, other, timeout_seconds=None)
 
 
 def _folded(text: str) -> str:
     return " ".join(text.casefold().split()).strip(" .()")
+
+
+def _without_units(gold: str, answer: str) -> tuple[str, str]:
+    """Return both without powers and quotients of units, such as cm^2 and m/s, if the right answer is a number.
+
+    Other right answers stay as they are, because m may be a variable."""
+    number = _AREA.sub("", gold)
+    return (gold, answer) if _VARIABLE.search(_COMMAND.sub("", number)) else (number, _MEASURED.sub("", answer))
 
 
 def delimited(text: str) -> str:

@@ -1,6 +1,7 @@
 """Packed micro-batches: sequences laid end to end in rows, with true borders, under a token budget.
 
-What is packed together is a function of the sequences' lengths and order alone, never of when they arrived.
+Responses that share a prompt may share one copy of it (`shared_prefix`). What is packed together is a function of the
+sequences and their order alone, never of when they arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tlt.rl.shared_prefix import SharedRow, no_mask
+
 _BEGINNING = 256  # tokens that a pass could go through in the time it takes to begin one
+_ATTENTION = 2  # tokens that a pass could go through in the time of one more attention call in each layer
+
+
+class Layout(NamedTuple):
+    """Rows of sequence numbers that make one micro-batch."""
+
+    rows: list[list[int]]
+    shared: bool = False
+    """The rows are groups of responses to one prompt, and are laid end to end in a single row."""
 
 
 class MicroBatch(NamedTuple):
@@ -22,8 +34,53 @@ class MicroBatch(NamedTuple):
     input_ids: Tensor  # [R, L]
     position_ids: Tensor  # [R, L] from 0 in each sequence
     mask: Tensor | None  # [R, 1, L, L] bool: causal, within one sequence; None where a row is one: causal says it all
-    predicts: Tensor  # [R, L] bool: the next token is a response token of the same sequence
+    predicts: Tensor | None  # [R, L] bool: the next token is a response token of the same sequence; None if shared
     targets: Tensor  # [T] those next tokens, in row-major order of `predicts`
+    shared: SharedRow | None = None  # prompts and responses of a single row, where responses share a prompt
+
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """Select the hidden states that predict the targets: [R, L, D] -> [T, D]."""
+        return self.shared.predicting(hidden) if self.shared else hidden[self.predicts]
+
+
+def by_prompt(members: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Group sequence numbers by equal prompts, in order of first appearance."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in members:
+        groups.setdefault(tuple(prompts[i]), []).append(i)
+    return list(groups.values())
+
+
+def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
+    """Return the tokens to compute for a group: with one copy of its prompt if that is less work, else with one each.
+
+    Work counts the attended pairs as `plan` does, without the hidden size: sharing saves as many pairs or more."""
+    apart, together = sum(prompt + own for own in responses), prompt + sum(responses)
+    return together if together + _ATTENTION * (1 + len(responses)) < apart else apart
+
+
+def plan_shared(
+    groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], most: int
+) -> list[Layout]:
+    """Fill micro-batches of up to `most` tokens with groups, one copy of a prompt in each that holds its responses.
+
+    A response beyond the budget gets a micro-batch with its prompt alone."""
+    layouts: list[Layout] = []
+    room = 0
+    for group in groups:
+        begun = False
+        for i in group:
+            need = len(responses[i]) + (0 if begun else len(prompts[i]))
+            if need > room:
+                layouts.append(Layout([], shared=True))
+                room, begun = most, False
+                need = len(prompts[i]) + len(responses[i])
+            if not begun:
+                layouts[-1].rows.append([])
+                begun = True
+            layouts[-1].rows[-1].append(i)
+            room -= need
+    return layouts
 
 
 def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
@@ -107,3 +164,27 @@ def pack(
         t.to(device) for t in (input_ids, position_ids, predicts, torch.tensor(targets))
     )
     return MicroBatch([i for row in rows for i in row], input_ids, position_ids, mask, predicts, wanted)
+
+
+def pack_shared(
+    rows: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    device: torch.device,
+) -> MicroBatch:
+    """Lay out groups of one prompt each, end to end in one row: the prompt, then each of its responses."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    for row in rows:
+        prompt = prompts[row[0]]
+        tokens += prompt
+        positions += range(len(prompt))
+        for i in row:
+            tokens += responses[i]
+            positions += range(len(prompt), len(prompt) + len(responses[i]))
+    sequences = [i for row in rows for i in row]
+    targets = [token for i in sequences for token in responses[i]]
+    layout = SharedRow([(len(prompts[row[0]]), [len(responses[i]) for i in row]) for row in rows], device)
+    input_ids, position_ids = (torch.tensor([of], device=device) for of in (tokens, positions))
+    wanted = torch.tensor(targets, dtype=torch.long, device=device)
+    return MicroBatch(sequences, input_ids, position_ids, no_mask(device), None, wanted, layout)

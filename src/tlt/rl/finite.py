@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +21,21 @@ class NotFinite(ValueError):
 def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:
     """All members of a group make this call, each with its own part of the same tensors, and raise together."""
     names, tensors = zip(*named, strict=True)
-    bad = torch.stack([tensor.detach().isfinite().all().logical_not() for tensor in tensors]).double()
+    bad = _not_finite([tensor.detach() for tensor in tensors])
     group.sum_(bad)
     if found := [name for name, count in zip(names, bad.tolist(), strict=True) if count]:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise NotFinite(f"{found[0]}{more} of the policy is not finite {when}: {remedy}")
+
+
+def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a float64 1 for each tensor that is not finite, else 0.
+
+    Each tensor is read once, by its sum. Finite numbers may have an infinite sum, so such a tensor is read again."""
+    bad = torch.stack([tensor.sum().double() for tensor in tensors]).isfinite().logical_not().double()
+    for k in bad.nonzero().flatten().tolist():
+        bad[k] = not tensors[k].isfinite().all()
+    return bad
 
 
 def refuse_loss(loss: float, first_wrong: str, step: int) -> None:

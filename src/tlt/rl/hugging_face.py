@@ -26,9 +26,20 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
         with telling(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
             GenerationConfig.from_pretrained(folder)
     with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", use_safetensors=True
+        model: Any
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
         )
+    for what, names in (("lack", loaded["missing_keys"]), ("hold", loaded["unexpected_keys"])):
+        if names:  # transformers would draw the former at random, and leave out the latter
+            raise ModelError(
+                f"the weights in {folder} {what} {min(names)}, and do not fit its config.json: fetch or save it again"
+            )
     model.to(device)
     model.eval()  # no dropout: old and new log-probs must come from the same function
     return model

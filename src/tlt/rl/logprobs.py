@@ -23,17 +23,19 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
     cast = _autocast(micro.input_ids.device, autocast)
+    inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
+    shared = {"shared_row": micro.shared} if micro.shared else {}
     with cast:
-        hidden = model.base_model(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=micro.mask, use_cache=False
-        ).last_hidden_state[micro.predicts]
+        hidden = micro.predicting(model.base_model(**inputs, **shared, use_cache=False).last_hidden_state)
     head = model.get_output_embeddings()
 
     def law(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with cast:
             logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        log_p = torch.log_softmax(wide / max(temperature, lowest_temperature(wide.dtype)), dim=-1)
+        if temperature != 1.0:  # a division by 1 would write and read all logits again, and their gradient
+            wide = wide / max(temperature, lowest_temperature(wide.dtype))
+        log_p = torch.log_softmax(wide, dim=-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         with torch.no_grad():
             return chosen, -(log_p.exp() * log_p).sum(-1)

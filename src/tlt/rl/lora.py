@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt.config.lora import LoraConfig
+from tlt.files import read_json
 from tlt.models.families import ModelError
+from tlt.models.weights import folder_sha256
 from tlt.rl.hugging_face import is_tied, load_model
 from tlt.rl.policy import Policy
 from tlt_rl import install_hint
@@ -33,7 +35,10 @@ class AdaptedPolicy(Policy):
         file = Path(folder) / FILE
         if file.is_file():
             inner = {_inner(name): tensor for name, tensor in load_file(file).items()}
-            found = model.load_state_dict(inner, strict=False)
+            try:
+                found = model.load_state_dict(inner, strict=False)
+            except RuntimeError:
+                raise ModelError(f"{file} has adapters of another rank: set train.lora.rank to theirs") from None
             if unknown := found.unexpected_keys:
                 raise ModelError(
                     f"{file} has adapters that train.lora does not ask for ({unknown[0]}): set its targets"
@@ -76,6 +81,12 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is not there: put it back")
+    state = adapters.parent / "state.json"  # of the checkpoint, which knows the files of its base
+    trained_on = read_json(state).get("model") if state.is_file() else None
+    if trained_on and trained_on != folder_sha256(str(base)):
+        raise ModelError(
+            f"the files in {base} are not those that the adapters in {adapters} were trained on: restore them"
+        )
     model = load_model(str(base), torch.float32, torch.device("cpu"))
     if tied := is_tied(model):
         _set_head(model, model.get_input_embeddings().weight.clone(), tied=False)

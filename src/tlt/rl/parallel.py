@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -88,18 +89,39 @@ def numbers_of(rank: int, size: int, shards: int) -> range:
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
-def own_shards(members: Sequence[int], tokens: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-    """This rank's shards of an optimizer step's responses, each of so many `tokens`, in prompt order; some may be
-    empty. The longest is dealt out first, each to the shard that has fewest tokens (LPT: Graham, 1969), so that all
-    shards are about as much work."""
-    shards: list[list[int]] = [[] for _ in range(group.shards)]
-    loads = [0] * group.shards
-    for place in sorted(range(len(members)), key=lambda k: (-tokens[k], k)):
+def own_shards(
+    groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], group: ProcessGroup
+) -> list[list[int]]:
+    """Return this rank's shards of an optimizer step's responses, each in prompt order; some may be empty.
+
+    `groups` are responses to one prompt each, and `work` is that of responses which stay together. Groups stay whole,
+    or all of them are cut into 2, 4, .. parts, whichever leaves least work to the shard that has most."""
+    longest = max(map(len, groups), default=1)
+    cuts = [1 << k for k in range(longest.bit_length())] + [longest]
+    dealt = (_deal([own for whole in groups for own in _cut(whole, parts)], work, group.shards) for parts in cuts)
+    shards = min(dealt, key=lambda found: found[0])[1]
+    return [sorted(shards[number]) for number in numbers_of(group.rank, group.size, group.shards)]
+
+
+def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
+    borders = [len(group) * k // parts for k in range(parts + 1)]
+    return [group[lo:hi] for lo, hi in pairwise(borders) if hi > lo]
+
+
+def _deal(
+    units: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int
+) -> tuple[int, list[list[int]]]:
+    """Deal out units to `count` shards: the most work that one has, and the shards.
+
+    The largest is dealt out first, each to the shard that has least work (LPT: Graham, 1969)."""
+    shards: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    sizes = [work(unit) for unit in units]
+    for place in sorted(range(len(units)), key=lambda k: (-sizes[k], k)):
         lightest = loads.index(min(loads))
-        loads[lightest] += tokens[place]
-        shards[lightest].append(place)
-    own = numbers_of(group.rank, group.size, group.shards)
-    return [[members[place] for place in sorted(shards[number])] for number in own]
+        loads[lightest] += sizes[place]
+        shards[lightest] += units[place]
+    return max(loads), shards
 
 
 def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:

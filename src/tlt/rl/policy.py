@@ -15,15 +15,17 @@ from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
-from tlt.rl.batching import MicroBatch, pack, plan
+from tlt.rl.batching import MicroBatch
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.groups import advantages_of
 from tlt.rl.hugging_face import checkpoint_layers, load_model, save_model
 from tlt.rl.logprobs import old_logprobs, rollout_logprobs, sequence_logits, token_logprobs
 from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
 from tlt.rl.optimizer import adamw, load_moments, moments_of
-from tlt.rl.parallel import Alone, ProcessGroup, own_shards, sum_gradients, take_gradients
+from tlt.rl.packer import Packer
+from tlt.rl.parallel import Alone, ProcessGroup, sum_gradients, take_gradients
 from tlt.rl.schedule import learning_rate, split
+from tlt.rl.shared_prefix import share_prefixes
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
@@ -78,6 +80,8 @@ class Policy:
         self.kl = KL[config.kl_estimator or ("k3" if config.kl_in == "loss" else "k1")]
         self.optimizer = self._make_optimizer()
         refuse_weights(self._own_weights(), Alone(), f"in {folder}", "fetch or save the model again")
+        shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
+        self.packer = Packer(config.micro_batch_tokens, self.model.config.hidden_size, device, shares)
         self._skipped = 0  # updates in a row that were left out as a whole
         self.version: int | None = 0
         """steps that it was updated in; None amid an update, once a weight has changed"""
@@ -140,7 +144,7 @@ class Policy:
     def _penalized(self, batch: TrainBatch, group: ProcessGroup) -> tuple[TrainBatch, float]:
         """With the divergence of each response taken off its reward; and its mean over all tokens."""
         everyone = range(len(batch.response_ids))
-        shards = own_shards(everyone, batch.lengths(everyone), group)
+        shards = self.packer.shards(batch, everyone, group)
         old = self._old_logprobs(batch, shards, group)
         reference = self._logprobs_of(self.reference, batch, shards, group)
         sums = torch.zeros(len(everyone), dtype=torch.float64, device=self.device)
@@ -314,8 +318,7 @@ class Policy:
 
     def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
         """This member's shards of those that have a gradient."""
-        taught = [i for i in members if self._teaches(batch, i)]
-        return own_shards(taught, batch.lengths(taught), group)
+        return self.packer.shards(batch, [i for i in members if self._teaches(batch, i)], group)
 
     def _teaches(self, batch: TrainBatch, i: int) -> bool:
         return (bool(batch.advantages[i]) or self._kl_in_loss) and i not in batch.masked
@@ -327,7 +330,7 @@ class Policy:
         untaught = [i for i in range(len(batch.response_ids)) if not self._teaches(batch, i)]
         sample = untaught[::_ONE_IN]
         count, drawn = (sum(len(batch.response_ids[i]) for i in some) for some in (untaught, sample))
-        shards = own_shards(sample, batch.lengths(sample), group)
+        shards = self.packer.shards(batch, sample, group)
         carried = self._carried(batch, shards)
         for shard in shards:
             for micro in self._micro_batches(self.model, batch, shard, group):
@@ -335,16 +338,13 @@ class Policy:
                 old = old_logprobs(batch, micro, logprobs, carried)
                 tokens.add(old, rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)
 
-    def _plan(self, batch: TrainBatch, members: Sequence[int]) -> list[list[list[int]]]:
-        return plan(batch.lengths(members), self.config.micro_batch_tokens, self.model.config.hidden_size)
-
     def _micro_batches(
         self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
         """Those of this member, for passes through `model`."""
-        for rows in self._plan(batch, members):
-            yield pack([[members[i] for i in row] for row in rows], batch.prompt_ids, batch.response_ids, self.device)
-            done = sum(batch.lengths([members[i] for row in rows for i in row]))
+        for layout in self.packer.plan(batch, members):
+            yield self.packer.pack(batch, layout)
+            done = sum(batch.lengths([i for row in layout.rows for i in row]))
             self.updated += done * self._token_share * (_BACK if torch.is_grad_enabled() else 1)
 
     def _share_of_a_token(self, batch: TrainBatch, shards: Sequence[Sequence[int]]) -> float:

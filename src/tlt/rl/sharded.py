@@ -72,7 +72,7 @@ class ShardedPolicy(Policy):
         self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
         """As each pass through a layer is one of all members, those who have fewer join in with passes of nothing."""
-        own = torch.tensor([len(self._plan(batch, members))], device=self.device)
+        own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
         yield from super()._micro_batches(model, batch, members, group)
         for _ in range(missing):

@@ -1,0 +1,235 @@
+"""Training of the drafter in idle time: one driver for one worker and for many.
+
+The schedule (draft/schedule.py) says when to train, the baton (draft/baton.py) who. The driver turns that into calls of
+the workers (draft/spot_worker.py):
+
+    train_drafter, evaluate_drafter   idle calls, of one worker at a time
+    drafter_state                     copy of the trainer state, for the next worker or for publication
+    take_drafter                      all workers draft with a published drafter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt.cluster.crew import Done
+from tlt.cluster.pool import ClusterError, Handle
+from tlt.config import Config
+from tlt.draft.baton import Baton
+from tlt.draft.eagle import EagleLayer
+from tlt.draft.faults import FaultBarrier, contained
+from tlt.draft.saving import DrafterSaver, TrainerState, load_latest, newest_number
+from tlt.draft.schedule import Due, Evaluation, Schedule, SpotReport
+from tlt.models.families import DecoderOptions
+
+METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
+"""calls whose results the driver waits for"""
+
+
+class Calls(Protocol):
+    """Calls of workers: a `Crew`, or the one worker in this process (cluster/local.py)."""
+
+    @property
+    def present(self) -> list[int]: ...
+
+    def free(self) -> list[int]: ...
+
+    def call(self, index: int, method: str, *arguments: Any) -> Any: ...
+
+    def call_idle(self, index: int, method: str, *arguments: Any) -> None: ...
+
+    def done(self) -> list[Done]: ...
+
+
+class DrafterTraining(FaultBarrier):
+    """Trains, evaluates and publishes drafters, and saves published ones in the run's folder."""
+
+    passes_on = (ClusterError,)
+
+    def __init__(
+        self,
+        crew: Calls,
+        put: Callable[[Any], Handle],
+        config: Config,
+        target: DecoderOptions,
+        layer: EagleLayer | None,
+    ) -> None:
+        """`layer`: the drafter that the run begins with; None if none is trained. `put` gives a handle of a value, to
+        be an argument of calls."""
+        training = config.speculation.training
+        self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
+        self.schedule = Schedule(training.micro_batch_tokens)
+        self.baton = Baton[Handle]()
+        self.version = 0
+        """number of the drafter in use; 0: the one that the run began with"""
+        self.in_use: tuple[Handle, float | None] | None = None
+        """the published drafter, and the acceptance rate of its first draft token"""
+        self.under_way: int | None = None
+        """the worker that is at one of `METHODS`"""
+        self.folder = Path(config.run.folder).resolve() / "drafter"
+        self.saver = DrafterSaver(self.folder, layer.options) if layer else None
+        self._put = put
+        self._to_publish: float | None = None  # acceptance rate of the candidate whose state is awaited
+        self._unable = set[int]()  # workers with too little training data in this rollout
+        self._evaluation: Evaluation | None = None  # last one since the last report
+        self._tokens = 0  # trained on since the last report
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    @contained(False)
+    def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
+        """Give this one of the `idle` workers a call for the drafter, of about so many seconds. Return whether there
+        was one."""
+        due, able = self.schedule.due(), set(idle) - self._unable
+        if due is None or self.under_way is not None or worker not in able:
+            return False
+        if not self.baton.is_free(worker):
+            if self.baton.is_kept(able):
+                self._ask_for_state(self.baton.holder)
+            return False
+        self.under_way, start = worker, self.baton.pass_to(worker)
+        if due is Due.EVALUATE:
+            self.crew.call_idle(worker, "evaluate_drafter", start)
+        else:
+            self.crew.call_idle(worker, "train_drafter", start, seconds)
+        return True
+
+    def _ask_for_state(self, worker: int | None) -> None:
+        if worker in self.crew.present:
+            self.under_way = worker
+            self.crew.call(worker, "drafter_state")
+
+    @contained(None)
+    def update_begins(self) -> None:
+        """Take the trainer state, so that any worker may go on from it in the next rollout."""
+        if self.under_way is None and self.baton.holder is not None:
+            self._ask_for_state(self.baton.holder)
+
+    @contained(None)
+    def came_back(self, done: Done) -> None:
+        """Handle a call that came back, or a lost worker."""
+        if done.worker == self.under_way and (done.lost or done.method in METHODS):
+            self.under_way = None
+        match done:
+            case Done(lost=True):
+                self._lost(done.worker)
+            case Done(method="take_state") if self.in_use:
+                self.crew.call(done.worker, "take_drafter", *self.in_use)
+            case Done(method="train_drafter" | "evaluate_drafter", result=None):
+                self._unable.add(done.worker)
+            case Done(method="train_drafter"):
+                self._trained(done.worker, done.result)
+            case Done(method="evaluate_drafter"):
+                self._evaluated(done.worker, done.result)
+            case Done(method="drafter_state"):
+                self._took_state(done.worker, done.result)
+            case _:
+                pass
+
+    def _lost(self, worker: int) -> None:
+        if self.baton.holder == worker:
+            self.schedule.begin_stretch()
+        self.baton.lost(worker)
+
+    def _trained(self, worker: int, report: SpotReport) -> None:
+        self._tokens += report.tokens
+        self.schedule.trained(report)
+        if report.micro_batches:
+            self.baton.trained(worker)
+
+    def _evaluated(self, worker: int, part: Evaluation) -> None:
+        whole = self.schedule.evaluated(part)
+        if whole is None:
+            return
+        self._evaluation = whole
+        if self.schedule.publishes(whole):
+            self._to_publish = whole.acceptance
+            self._ask_for_state(worker)
+
+    def _took_state(self, worker: int, state: TrainerState | None) -> None:
+        acceptance, self._to_publish = self._to_publish, None
+        if state is None:  # not finite
+            self.baton.taken(worker, None)
+            self.schedule.begin_stretch()
+            return
+        handle = self._put(state)
+        self.baton.taken(worker, handle)
+        if acceptance is not None and self.saver:
+            self.version += 1
+            self._draft_with(handle, acceptance)
+            self.saver.save(self.version, state, acceptance)
+
+    def _draft_with(self, drafter: Handle, acceptance: float | None) -> None:
+        self.in_use = drafter, acceptance
+        self._tell_all("take_drafter", drafter, acceptance)
+
+    def _tell_all(self, method: str, *arguments: Any) -> None:
+        for worker in self.crew.present:
+            self.crew.call(worker, method, *arguments)
+
+    # -- rollouts ------------------------------------------------------------------------------------------------------
+
+    @contained(None)
+    def rollout_ended(self, seconds: float, acceptance: float | None) -> None:
+        """Note a rollout, with the engine's acceptance rate of the learned drafter (None: not used)."""
+        self._unable.clear()
+        if self.schedule.rollout_ended(seconds, acceptance):
+            self._tell_all("forget_older_data")
+        if self.extra:
+            self._tell_all("rollout_ended")
+
+    def train_for(self, left: Callable[[], float], most: float, hear: Callable[[Done], None]) -> None:
+        """Use free workers for the drafter while something is due, until no seconds are `left`, in calls of at `most`
+        so many seconds. `hear` is given all calls that come back."""
+        while (seconds := left()) > 0.0:
+            for worker in (idle := self.crew.free()):
+                self.next_call(worker, idle, min(seconds, most))
+            if not self.is_on or (self.under_way is None and self.crew.free()):
+                break
+            for done in self.crew.done():
+                hear(done)
+
+    @contained({})
+    def report(self) -> dict[str, float]:
+        """Return the metrics since the last call of this, without `take_tokens`."""
+        found = {"version": float(self.version if self.in_use else 0), "rests": float(self.schedule.rests)}
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation and evaluation.in_use:
+            found["accept_length"] = evaluation.entries / evaluation.in_use
+            if evaluation.candidate > 0.0:
+                found["candidate"] = evaluation.entries / evaluation.candidate
+        return found
+
+    def take_tokens(self) -> int:
+        """Return the number of tokens that were trained on since the last call of this."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @contained({})
+    def state(self) -> dict[str, Any]:
+        """Return plain data; published drafters are in the run's folder."""
+        return self.schedule.state()
+
+    @contained(None)
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the drafter that was published last, in a resumed run."""
+        self.number_on()
+        if saved := load_latest(self.folder, self.target):
+            self.version, handle = saved.number, self._put(saved.state)
+            self.baton.restart(handle)
+            self._draft_with(handle, saved.layer.agreement)
+        self.schedule.load_state(state)
+
+    @contained(None)
+    def number_on(self) -> None:
+        """Number drafters after those in the folder, because the saver keeps the highest numbers."""
+        self.version = newest_number(self.folder)
+
+    @contained(None)
+    def close(self) -> None:
+        if self.saver:
+            self.saver.wait()

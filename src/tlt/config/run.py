@@ -1,0 +1,54 @@
+"""Where a run is kept, and what it writes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from tlt.config.registry import TRACKERS
+from tlt.config.section import LONGEST, Section
+
+
+class RunConfig(Section):
+    folder: str = "runs/latest"
+    """Folder of the run."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the noise of all responses and of the order of prompts."""
+    save_every: int = Field(default=20, ge=0)
+    """Number of steps between checkpoints. One is also saved at the end, at a signal and at an error. 0 saves only
+    then."""
+    stop_within: float = Field(default=20.0, gt=0, le=LONGEST)
+    """Time in seconds that a step has to finish after SIGTERM, SIGHUP or Ctrl-C, doubled during an update. A step that
+    takes longer is abandoned, and the state before it is saved, except during an update."""
+    keep: int = Field(default=2, gt=0)
+    """Number of checkpoints kept, the newest ones."""
+    mirror: str | None = None
+    """Place to which each checkpoint is copied in the background, such as `s3://bucket/run` (tlt-rl[s3]) or another URL
+    of fsspec (tlt-rl[mirror]). --resume fetches the newest checkpoint from there if this machine has none as new."""
+    compare_every: int = Field(default=0, ge=0)
+    """Every this many steps, decode the requests a second time with plain decoding. The run then reports the times of
+    both and the number of tokens that differ. 0 turns it off."""
+    trackers: list[str] | None = None
+    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`. Each is an extra, such as tlt-rl[wandb]
+    (default: TensorBoard if it is installed)."""
+    completions_mb: int = Field(default=1024, ge=0)
+    """Size of completions.jsonl in MiB. The oldest responses are dropped beyond it. 0 keeps none."""
+    completions_format: Literal["jsonl", "parquet"] = "jsonl"
+    """`jsonl` writes completions.jsonl. `parquet` writes a file for each step into completions/ (tlt-rl[parquet])."""
+    report: bool = True
+    """Write report.html, one page on the whole run, at each checkpoint and at the end; see docs/report.md."""
+    watts_per_core: float | None = Field(default=None, gt=0, le=1e6)
+    """Power of a busy CPU core in watts. This is only used to estimate energy where no counter measures it."""
+    price_per_hour: float | None = Field(default=None, ge=0, le=1e9)
+    """Price of all machines of the run for one hour, in any currency. This is only used to estimate the cost."""
+    overwrite: bool = False
+    """Start a new run in a folder that already holds one."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _known(cls, trackers: list[str] | None) -> list[str] | None:
+        for name in trackers or ():
+            if name not in TRACKERS:
+                raise ValueError(f'run.trackers: give some of {", ".join(TRACKERS)} (got "{name}")')
+        return trackers

@@ -1,0 +1,48 @@
+"""Keeps faults of drafter training away from the run: they cost speed alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+log = logging.getLogger(__name__)
+Owner = TypeVar("Owner", bound="FaultBarrier")
+P = ParamSpec("P")
+R = TypeVar("R")
+D = TypeVar("D")
+
+
+class FaultBarrier:
+    """An object whose `contained` methods do nothing once one of them has raised."""
+
+    is_on = True
+    passes_on: tuple[type[Exception], ...] = ()
+    """errors of the run itself, which are raised on"""
+
+    def switch_off(self) -> None:
+        self.is_on = False
+
+
+def contained(default: D) -> Callable[[Callable[Concatenate[Owner, P], R]], Callable[Concatenate[Owner, P], R | D]]:
+    """Decorate a method of a `FaultBarrier`. If it raises, the barrier is switched off; from then on it returns
+    `default`."""
+
+    def decorate(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R | D]:
+        @wraps(method)
+        def called(self: Owner, *arguments: P.args, **named: P.kwargs) -> R | D:
+            if not self.is_on:
+                return default
+            try:
+                return method(self, *arguments, **named)
+            except self.passes_on:
+                raise
+            except Exception:
+                log.exception("training of the drafter failed; the run goes on without it")
+                self.switch_off()
+                return default
+
+        return called
+
+    return decorate

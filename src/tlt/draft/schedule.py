@@ -1,0 +1,175 @@
+"""Decides when the learned drafter is trained, from the results of training alone.
+
+Training proceeds in stretches of 16 micro-batches. After each stretch the trained weights, the candidate, are compared
+with the drafter in use on held-out data. The candidate is published if it decodes that data in 2 % fewer rounds.
+
+    burst   until 8 candidates in a row were not published, idle workers train whenever they can
+    rest    then training may use at most 5 % of the rollouts' time, until a candidate is published or the task changes
+
+The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
+training data are dropped, and a new burst begins.
+
+Nothing here imports torch or Ray, or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The constants of the schedule."""
+
+    stretch: int = 16
+    """micro-batches between two evaluations; an evaluation takes as long as three to five of them"""
+    judged: int = 2
+    """micro-batches of held-out data that a candidate is evaluated on"""
+    better: float = 1.02
+    """factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
+    burst: int = 8
+    """candidates in a row that may fail before training rests, and rollouts in the running mean of the acceptance"""
+    rest_share: float = 0.05
+    """worker seconds of training at rest per second of rollout. Training slows a neighbour on the same CPU by 8 to
+    17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    fallen: float = 0.8
+    """fraction of the running mean of the acceptance rate below which a rollout counts as fallen"""
+    times: int = 2
+    """fallen rollouts in a row after which the task has changed"""
+
+
+RULE = Rule()
+Due = Enum("Due", "TRAIN EVALUATE")
+
+
+class SpotReport(NamedTuple):
+    """Result of a training call."""
+
+    micro_batches: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Evaluation(NamedTuple):
+    """Comparison of a candidate with the drafter in use, on the same held-out data."""
+
+    entries: int = 0
+    """tokens that were compared"""
+    in_use: float = 0.0
+    """expected rounds in which the drafter in use would decode them"""
+    candidate: float = 0.0
+    """expected rounds of the candidate; NaN if its weights are not finite"""
+    first: float = 0.0
+    """expected number of the candidate's rounds whose first draft token is accepted"""
+    interrupted: bool = False
+    """whether the call ended before all held-out data were compared"""
+    seconds: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Acceptance rate of the candidate's first draft token."""
+        return self.first / self.candidate if self.candidate > 0.0 else 0.0
+
+
+def sum_evaluations(parts: Iterable[Evaluation]) -> Evaluation:
+    """Return the evaluation on all held-out data of several parts."""
+    columns = list(zip(*parts, strict=True)) or [()] * 6
+    entries, in_use, candidate, first, interrupted, seconds = columns
+    return Evaluation(sum(entries), sum(in_use), sum(candidate), sum(first), any(interrupted), sum(seconds))
+
+
+class Schedule:
+    """Counts what training led to. Events are its methods; `due` says what an idle worker should do."""
+
+    def __init__(self, micro_batch_tokens: int, rule: Rule | None = None) -> None:
+        self.rule = rule or RULE
+        self.wanted = self.rule.judged * micro_batch_tokens
+        """tokens after which an interrupted evaluation is complete"""
+        self.micro_batches = 0
+        """micro-batches of the present stretch"""
+        self.evaluation = Evaluation()
+        """evaluation of the present candidate so far"""
+        self.in_vain = 0
+        """candidates since the last publication, or since the burst began"""
+        self.credit = 0.0
+        """worker seconds that training may still use at rest; negative after a call that took longer"""
+        self.acceptance: float | None = None
+        """running mean of the acceptance rate of rollouts"""
+        self.low = 0
+        """fallen rollouts in a row"""
+
+    @property
+    def rests(self) -> bool:
+        return self.in_vain >= self.rule.burst
+
+    def due(self) -> Due | None:
+        """Return what the worker that holds the trainer state should do next; None while training rests."""
+        if self.rests and self.credit <= 0.0:
+            return None
+        return Due.EVALUATE if self.micro_batches >= self.rule.stretch else Due.TRAIN
+
+    def trained(self, report: SpotReport) -> None:
+        self.micro_batches += report.micro_batches
+        self._pay(report.seconds)
+
+    def evaluated(self, part: Evaluation) -> Evaluation | None:
+        """Add a part of the candidate's evaluation. If it is complete, begin the next stretch and return the whole."""
+        self._pay(part.seconds)
+        whole = sum_evaluations([self.evaluation._replace(interrupted=False), part])
+        if part.interrupted and whole.entries < self.wanted:
+            self.evaluation = whole
+            return None
+        self.begin_stretch()
+        if self.publishes(whole):
+            self.in_vain = 0
+        elif not self.rests:
+            self.in_vain += 1
+            self.credit = 0.0
+        return whole
+
+    def publishes(self, whole: Evaluation) -> bool:
+        """Return whether the candidate is better by enough. One that is NaN or was not evaluated is not."""
+        return whole.in_use > self.rule.better * whole.candidate > 0.0
+
+    def rollout_ended(self, seconds: float, acceptance: float | None) -> bool:
+        """Note a rollout's seconds and its acceptance rate (None: the drafter was not used). Return whether the task
+        has changed."""
+        if self.rests:
+            self.credit += self.rule.rest_share * seconds
+        if acceptance is None:
+            return False
+        if self.acceptance is None:
+            self.acceptance = acceptance
+        self.low = self.low + 1 if acceptance < self.rule.fallen * self.acceptance else 0
+        if self.low >= self.rule.times:
+            self._begin_burst(acceptance)
+            return True
+        if not self.low:
+            self.acceptance += (acceptance - self.acceptance) / self.rule.burst
+        return False
+
+    def _begin_burst(self, acceptance: float) -> None:
+        self.acceptance, self.low, self.in_vain, self.credit = acceptance, 0, 0, 0.0
+        self.begin_stretch()
+
+    def begin_stretch(self) -> None:
+        """Begin a stretch, as the training of the present one was lost or evaluated."""
+        self.micro_batches, self.evaluation = 0, Evaluation()
+
+    def _pay(self, seconds: float) -> None:
+        if self.rests:
+            self.credit -= seconds
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data. The present stretch is left out, because a resumed run trains on from the published
+        drafter."""
+        return {name: getattr(self, name) for name in ("in_vain", "credit", "acceptance", "low")}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in self.state().keys() & state.keys():
+            setattr(self, name, state[name])

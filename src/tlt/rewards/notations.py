@@ -1,0 +1,36 @@
+"""Mathematics as models and people write it outside of LaTeX: √2, ½, x², –3, <b>42</b>, `42`."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SUPERSCRIPTS = {ord(char): str(unicodedata.normalize("NFKC", char)) for char in "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"}
+_CHARACTERS = str.maketrans(
+    {"`": "", "−": "-", "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "⁄": "/", "∕": "/"}
+    | dict.fromkeys("\u00a0\u2009\u202f", " ")
+)
+_NOTATIONS = [
+    (re.compile(r"<(b|i|u|em|strong|code|p|span|mark|answer)>(.*?)</\1>", re.DOTALL), r"\2"),
+    (re.compile(r"<sup>(.*?)</sup>", re.DOTALL), r"^{\1}"),
+    (re.compile(r"(?<![\w_])__(?=\S)([^_]+)__(?![\w_])"), r"\1"),
+    (re.compile(r"(?<![\w)}\]])[‒–](?=[\d.\\√])"), "-"),  # between two numbers it is a range
+    (re.compile(r"√\s*(?:(\d+)|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
+]
+
+
+def in_latex(text: str) -> str:
+    """Return the text with characters of Unicode and marks of HTML and Markdown written as LaTeX has them."""
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = "".join(_fraction(char) for char in text.translate(_CHARACTERS))
+    for pattern, meant in _NOTATIONS:
+        text = pattern.sub(meant, text)
+    return text
+
+
+def _fraction(char: str) -> str:
+    """Return the character. A fraction such as ½ becomes ` 1/2`, and a digit of another script becomes one of ours."""
+    found = unicodedata.normalize("NFKC", char)
+    if "⁄" in found and char != "⁄":
+        return f" {found.replace('⁄', '/')}"
+    return found if char.isdecimal() else char

@@ -1,0 +1,52 @@
+"""Cuts a batch into the shards of a group's members, and a shard into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tlt.rl.batching import Layout, MicroBatch, by_prompt, pack, pack_shared, plan, plan_shared, shared_tokens
+from tlt.rl.parallel import ProcessGroup, own_shards
+from tlt.types import TrainBatch
+
+
+@dataclass
+class Packer:
+    """All results are functions of the batch and these settings, never of timing or of the members that are alive."""
+
+    max_tokens: int
+    """Tokens of a micro-batch"""
+    hidden_size: int
+    device: torch.device
+    shares: bool
+    """Whether responses to one prompt may share a copy of it"""
+
+    def shards(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+        """Return this member's shards of these responses. Responses to one prompt stay together if that is less work
+        for the shard that has most."""
+        return own_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), group)
+
+    def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
+        """Cut these responses into micro-batches. Groups share their prompt where that is less work."""
+        groups = self._groups(batch, members)
+        shared = [group for group in groups if self._tokens(batch, group) < sum(batch.lengths(group))]
+        sharing = {i for group in shared for i in group}
+        rest = [i for i in members if i not in sharing]
+        rows = plan(batch.lengths(rest), self.max_tokens, self.hidden_size)
+        return [
+            *plan_shared(shared, batch.prompt_ids, batch.response_ids, self.max_tokens),
+            *(Layout([[rest[k] for k in row] for row in of_one]) for of_one in rows),
+        ]
+
+    def pack(self, batch: TrainBatch, layout: Layout) -> MicroBatch:
+        lay_out = pack_shared if layout.shared else pack
+        return lay_out(layout.rows, batch.prompt_ids, batch.response_ids, self.device)
+
+    def _groups(self, batch: TrainBatch, members: Sequence[int]) -> list[list[int]]:
+        return by_prompt(members, batch.prompt_ids) if self.shares else [[i] for i in members]
+
+    def _tokens(self, batch: TrainBatch, group: Sequence[int]) -> int:
+        """Tokens to compute for responses to one prompt."""
+        return shared_tokens(len(batch.prompt_ids[group[0]]), [len(batch.response_ids[i]) for i in group])

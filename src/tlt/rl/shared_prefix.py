@@ -1,0 +1,174 @@
+"""Attention over shared prompts: one row holds a prompt once, followed by all responses to it.
+
+Each response attends to the prompt and to itself. Its positions are those that it has alone behind the prompt. The
+function is registered with transformers, so it serves every model whose attention layers use that registry.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+log = logging.getLogger(__name__)
+
+_NAME = "tlt_shared_prefix"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
+_LAYERS = {"full_attention", "sliding_attention"}
+_ROUNDING = 1e-4  # relative to the largest hidden state
+
+
+class CannotShare(RuntimeError):
+    """The model's attention needs something that this function does not compute."""
+
+
+@dataclass
+class SharedRow:
+    """Layout of one row of groups: (tokens of the prompt, tokens of each response) of each group, in order."""
+
+    groups: Sequence[tuple[int, Sequence[int]]]
+    device: torch.device
+    windows: list[int | None] = field(default_factory=list)
+    """Attention window of each layer that has read this layout, in tokens; None is the whole context"""
+    _masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each prompt and response, in the order of the row."""
+        return list(chain.from_iterable((prompt, *responses) for prompt, responses in self.groups))
+
+    def mask(self, before: int, own: int, window: int | None) -> Tensor:
+        """[own, before + own] bool: tokens that each of `own` tokens attends to, `before` tokens precede them.
+
+        Masks are computed once for all layers."""
+        window = window if window and window < before + own else None
+        key = (before, own, window)
+        if key not in self._masks:
+            mask = torch.ones(own, before + own, dtype=torch.bool, device=self.device).tril(before)
+            self._masks[key] = mask.triu(before + 1 - window) if window else mask
+        return self._masks[key]
+
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """Select the hidden states that predict response tokens: [1, N, D] -> [tokens of all responses, D].
+
+        A prompt's last token predicts the first token of each of its responses."""
+        parts = iter(hidden[0].split(self.sizes))
+        found = []
+        for _, responses in self.groups:
+            last = next(parts)[-1:]
+            for own in islice(parts, len(responses)):
+                found += [last, own[:-1]] if len(own) else []
+        return torch.cat(found)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    shared_row: SharedRow | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention [1, H, N, D] -> [1, N, H, D] within each group, or that of sdpa if there is no `shared_row`.
+
+    Raises CannotShare."""
+    if shared_row is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    _refuse(settings)
+    scaling, window = settings.get("scaling"), settings.get("sliding_window")
+    parts = zip(*(tensor.split(shared_row.sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    found = []
+    for before, responses in shared_row.groups:
+        query, key, value = next(parts)
+        mask = shared_row.mask(0, before, window) if window and window < before else None
+        found.append(_sdpa(query, key, value, mask, scaling))
+        for own in responses:
+            q, k, v = next(parts)
+            if own:
+                k, v = (torch.cat(both, dim=2) for both in ((key, k), (value, v)))
+                found.append(_sdpa(q, k, v, shared_row.mask(before, own, window), scaling))
+    shared_row.windows.append(window)
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _refuse(settings: dict[str, Any]) -> None:
+    if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
+        raise CannotShare(f"its attention uses {names[0]}")
+    if settings.get("dropout"):
+        raise CannotShare("its attention uses dropout")
+    if settings.get("is_causal") is False:
+        raise CannotShare("its attention is not causal")
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Without a mask, attention is causal."""
+    share = query.shape[1] // key.shape[1]
+    grouped = share > 1 and (mask is None or query.device.type == "cpu")  # CUDA has no fast kernel for both
+    if share > 1 and not grouped:
+        key, value = repeat_kv(key, share), repeat_kv(value, share)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+
+
+AttentionInterface.register(_NAME, attend)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+def share_prefixes(model: Any) -> bool:
+    """Make `model` accept `shared_row`. If it computes something else than for each sequence alone, return False."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _NAME
+    try:
+        _compare(model)
+    except (TypeError, ValueError, RuntimeError) as error:  # a model may reject the layout in any way
+        log.warning(
+            "the update computes a prompt again for each response, which takes longer: %s cannot share it, because %s",
+            type(model).__name__,
+            error,
+        )
+        model.config._attn_implementation = before
+        return False
+    return True
+
+
+@torch.no_grad()
+def _compare(model: Any) -> None:
+    """Compare a small group in one row with each of its sequences alone. Raises CannotShare."""
+    device, size = model.get_input_embeddings().weight.device, model.config.vocab_size
+    types: list[str] = list(getattr(model.config, "layer_types", None) or ())
+    if unknown := set(types) - _LAYERS:
+        raise CannotShare(f"it has layers of type {min(unknown)}")
+    first, second, third = (size * k // 4 for k in (1, 2, 3))  # not the padding token, whose embedding may be 0
+    prompt, responses = [first], [[second, third], [third]]
+    row = SharedRow([(1, [2, 1])], device)
+    tokens = torch.tensor([[*prompt, *responses[0], *responses[1]]], device=device)
+    positions = torch.tensor([[0, 1, 2, 1]], device=device)
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": no_mask(device)}
+    together = model.base_model(**inputs, use_cache=False, shared_row=row).last_hidden_state[0]
+    if len(row.windows) != model.config.num_hidden_layers:
+        raise CannotShare(
+            f"{len(row.windows)} of its {model.config.num_hidden_layers} layers use transformers' attention registry"
+        )
+    if sum(window is not None for window in row.windows) < types.count("sliding_attention"):
+        raise CannotShare("its sliding layers do not name their window")
+    for response, own in zip(responses, (together[1:3], together[3:]), strict=True):
+        tokens = torch.tensor([[*prompt, *response]], device=device)
+        alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, 1:]
+        if not (alone - own).abs().max() <= _ROUNDING * alone.abs().max():
+            raise CannotShare("hidden states of a shared prompt differ from those of each sequence alone")
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """Return a 4D mask, which transformers hands on as it is. Without one it would build [N, N] from positions."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

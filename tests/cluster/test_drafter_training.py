@@ -1,0 +1,469 @@
+"""Idle workers train a drafter from random weights and publish it: no token changes, whatever fails meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from pools import TestPool, ThreadWorker
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import run as run_module
+from tlt.build import starting_drafter
+from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.crew import Crew, Done
+from tlt.cluster.drafter_training import DrafterTraining
+from tlt.cluster.pool import ClusterError, Handle
+from tlt.cluster.remote import ClusterRollout, join
+from tlt.cluster.share import Share
+from tlt.config import Config
+from tlt.display import Display
+from tlt.draft import schedule as schedules
+from tlt.draft.saving import load_latest, weights_of
+from tlt.draft.schedule import RULE, Evaluation, Schedule, SpotReport
+from tlt.draft.spot import SpotTrainer
+from tlt.draft.strategy import Strategy
+from tlt.engine.tuner import Fixed
+from tlt.metrics import read_metrics
+from tlt.models.families import decoder_options, read_config
+from tlt.types import Prompt, Request, Row, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def config_of(home: Path, drafter: str, **training: Any) -> Config:
+    return tiny_config(
+        home,
+        reward={"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
+        rollout={"stop_strings": list("abcdefghij "), "prompts_per_step": 4, "max_new_tokens": 40},
+        speculation={
+            "drafter": drafter,
+            "window": 16,
+            "training": {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2} | training,
+        },
+        cluster={"workers": 2, "slice_seconds": 1e-9},
+        train={"steps": 8, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
+    )
+
+
+def rule(**changed: Any) -> Any:
+    return patch.object(schedules, "RULE", replace(RULE, **{"stretch": 2, "burst": 10**9} | changed))
+
+
+def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple[str, DrafterTraining, TestPool]:
+    """Return the policy's sha256, the driver of the drafter's training, and the pool. `changed`: constants."""
+    found: list[Any] = []
+
+    def many_workers(config: Config, folder: str | Path) -> Any:
+        turns = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
+        pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(turns), loses)
+        rollout, policy = join(pool, config)
+        assert isinstance(rollout, ClusterRollout)
+        found.extend([rollout.coordinator.training, pool])
+        return rollout, policy
+
+    learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
+    with (
+        patch("tlt.parts._many_workers", many_workers),
+        patch("tlt.build.make_tuner", lambda *arguments: Fixed(learned)),
+        rule(**changed),
+    ):
+        summary = run_module.train(config, False, Display(Console(quiet=True)))
+    return summary["policy_sha256"], found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> str:
+    return train(config_of(home, "off"))[0]
+
+
+def training_of(crew: Any, config: Config) -> DrafterTraining:
+    options = decoder_options(read_config(config.model.path))
+    return DrafterTraining(crew, lambda value: value, config, options, starting_drafter(config, options))
+
+
+def test_idle_workers_train_and_publish(home: Path, plain: str) -> None:
+    digest, training, pool = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert training.version > 0
+    saved = load_latest(training.folder, training.target)
+    assert saved
+    assert saved.number == training.version
+    assert training.in_use
+    for worker in pool.workers:
+        assert worker.engine.drafters.usable["eagle"].agreement > 0  # it was 0; the last one may not be everywhere yet
+    lines = [line["rollout"] for line in read_metrics(home / "run")]
+    assert {line["spot"]["rests"] for line in lines} == {0.0}
+    assert any(line["spot"].get("candidate", 0.0) > 1.0 for line in lines)
+    assert all(line["spot_seconds"] == 0.0 for line in lines), "no step is delayed"
+
+
+def test_where_nothing_is_trained_nothing_is_said(home: Path) -> None:
+    _, training, pool = train(config_of(home, "suffix"))
+    assert not training.is_on
+    assert training.state() == {}
+    assert all(line["rollout"]["spot"] == {} for line in read_metrics(home / "run"))
+    assert not any("drafter" in method for _, method in pool.log)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_resumed_run_goes_on_with_the_published_drafter(home: Path, damaged: bool) -> None:
+    """If no drafter can be read, later ones have higher numbers, because the saver keeps those."""
+    config = config_of(home, "adaptive")
+    _, before, _ = train(config)
+    for file in before.folder.glob("*/model.safetensors") if damaged else ():
+        file.write_bytes(b"")
+    calls: list[Any] = []
+    crew = SimpleNamespace(present=[0, 1], call=lambda *call: calls.append(call))
+    after = training_of(crew, config)
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert after.version == before.version > 0
+    assert after.schedule.state() == before.schedule.state()
+    assert bool(calls) != damaged
+    if not damaged:
+        assert before.in_use
+        assert after.in_use
+        assert after.in_use[1] == before.in_use[1], "its acceptance rate"
+        assert [call[:2] for call in calls] == [(0, "take_drafter"), (1, "take_drafter")]
+        assert after.baton.pass_to(0) == after.baton.pass_to(1) == after.in_use[0], "training goes on from there"
+
+
+def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plain: str) -> None:
+    """Although it is by far too little for a candidate. One worker trains at a time."""
+    steps: list[tuple[float, float]] = []  # before and after each call
+    real = SpotTrainer.train
+
+    def watched(self: SpotTrainer, *arguments: Any) -> Any:
+        before = self.trainer.steps
+        report = real(self, *arguments)
+        steps.append((before, self.trainer.steps))
+        return report
+
+    with patch.object(SpotTrainer, "train", watched):
+        digest, training, pool = train(config_of(home, "adaptive"), stretch=10_000)
+    assert digest == plain
+    assert training.version == 0
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(steps)), "one chain of steps"
+    assert len({worker for worker, method in pool.log if method == "train_drafter"}) == 2
+    logged = sum(line["rollout"]["drafter_tokens"] for line in read_metrics(home / "run"))
+    assert 0 < logged <= 32 * steps[-1][1]
+    assert logged + training.take_tokens() > 0
+
+
+# -- delaying a step ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_training_may_delay_a_step_by_its_share(home: Path, plain: str, loses: bool) -> None:
+    """A worker trains between a rollout and the update, on data of that rollout too. It may be lost then."""
+    lost: list[int] = []
+    asked: list[float] = []
+    ages: set[int] = set()
+    evaluate = ThreadWorker.evaluate_drafter
+
+    def loses_one(worker: int, method: str) -> str:
+        if not loses or method != "train_drafter" or lost or len(asked) < 3:
+            return ""
+        lost.append(worker)
+        return "before"
+
+    def evaluated(self: ThreadWorker, *arguments: Any) -> Any:
+        assert self.spot.trainer
+        ages.update(self.target.version - item.target_version for item in self.spot.trainer.buffer.latest)
+        return evaluate(self, *arguments)
+
+    def longer(coordinator: Coordinator, seconds: float) -> float:
+        asked.append(seconds)
+        return train_longer(coordinator, 0.1)
+
+    train_longer = Coordinator._train_longer
+    with (
+        patch.object(Coordinator, "_train_longer", longer),
+        patch.object(ThreadWorker, "evaluate_drafter", evaluated),
+    ):
+        digest, training, _ = train(config_of(home, "adaptive", extra=1.0), loses_one)
+    assert digest == plain
+    assert training.version > 0
+    assert 0 in ages, "held-out data are of the rollout that has just ended"
+    lines = [line["rollout"] for line in read_metrics(home / "run")]
+    assert all(line["spot_seconds"] >= 0.1 for line in lines[2:])
+    assert len(lost) == loses
+
+
+def test_a_training_at_rest_delays_nothing(home: Path, plain: str) -> None:
+    digest, _, pool = train(config_of(home, "adaptive", extra=1.0), burst=0, rest_share=0.0)
+    assert digest == plain
+    assert not any(method in ("train_drafter", "evaluate_drafter") for _, method in pool.log)
+    assert all(line["rollout"]["spot"]["rests"] == 1.0 for line in read_metrics(home / "run"))
+
+
+# -- idle workers ------------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_decode_are_left_alone(home: Path) -> None:
+    busy: list[bool] = []
+    evaluate = ThreadWorker.evaluate_drafter
+
+    def watched(self: ThreadWorker, *arguments: Any) -> Any:
+        busy.append(self.engine.busy)
+        return evaluate(self, *arguments)
+
+    with patch.object(ThreadWorker, "evaluate_drafter", watched):
+        _, _, pool = train(config_of(home, "adaptive"))
+    assert busy
+    assert not any(busy)
+    trained: set[int] = set()
+    for worker, method in pool.log:
+        assert method != "drafter_state" or worker in trained, "only of one that trained, or evaluated"
+        trained |= {worker} if method in ("train_drafter", "evaluate_drafter") else set()
+
+
+def test_an_interrupted_evaluation_is_gone_on_with(home: Path, plain: str) -> None:
+    """By the next idle worker, be it in another rollout."""
+    evaluate = ThreadWorker.evaluate_drafter
+    parts: list[Evaluation] = []
+
+    def impatient(self: ThreadWorker, start: Any, number: float) -> Any:
+        if len(parts) % 3 < 2:
+            self.interrupt(number)
+        part = evaluate(self, start, number)
+        assert part
+        parts.append(part)
+        return part
+
+    with patch.object(ThreadWorker, "evaluate_drafter", impatient):
+        digest, training, _ = train(config_of(home, "adaptive"), better=1.0)
+    assert digest == plain
+    assert training.version > 0
+    assert any(part.interrupted for part in parts)
+
+
+@pytest.mark.parametrize("acceptances", [[0.9, 0.1, 0.9, 0.1], [0.9, 0.1, 0.1, 0.9]])
+def test_older_data_are_dropped_everywhere_once_the_task_has_changed(home: Path, acceptances: list[float]) -> None:
+    calls: list[Any] = []
+    crew = SimpleNamespace(present=[0, 2], call=lambda *call: calls.append(call))
+    training = training_of(crew, config_of(home, "adaptive"))
+    for acceptance in acceptances:
+        training.rollout_ended(1.0, acceptance)
+    changed = acceptances[2] == 0.1
+    assert calls == [(0, "forget_older_data"), (2, "forget_older_data")] * changed
+
+
+class Calls:
+    """Calls that a test answers."""
+
+    def __init__(self, workers: int = 3) -> None:
+        self.present = list(range(workers))
+        self.made: list[tuple[Any, ...]] = []
+
+    def free(self) -> list[int]:
+        return self.present
+
+    def call(self, index: int, method: str, *arguments: Any) -> None:
+        self.made.append((index, method, *arguments))
+
+    call_idle = call
+
+    def done(self) -> list[Done]:
+        return []
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        made, self.made = self.made, []
+        return made
+
+
+def test_the_state_goes_from_one_that_decodes_to_one_that_is_idle(home: Path) -> None:
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    assert training.next_call(0, [0], 0.5)
+    assert calls.taken() == [(0, "train_drafter", None, 0.5)]
+    assert not training.next_call(1, [0, 1], 0.5), "one at a time"
+    training.came_back(Done(0, "train_drafter", SpotReport(1, 32, 0.1)))
+    assert not training.next_call(1, [0, 1], 0.5), "the one that trains is idle too"
+    assert calls.taken() == []
+    assert not training.next_call(1, [1], 0.5)
+    assert calls.taken() == [(0, "drafter_state")], "it has got something to decode"
+    training.came_back(Done(0, "drafter_state", {"mean.a": torch.ones(1)}))
+    assert training.next_call(1, [1], 0.5)
+    assert calls.taken() == [(1, "train_drafter", {"mean.a": torch.ones(1)}, 0.5)]
+
+
+def test_one_with_too_little_data_is_asked_again_in_the_next_rollout(home: Path) -> None:
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.next_call(0, [0, 1], 0.5)
+    training.came_back(Done(0, "train_drafter", None))
+    assert not training.next_call(0, [0, 1], 0.5)
+    assert training.next_call(1, [0, 1], 0.5), "another one may have more"
+    training.came_back(Done(1, "train_drafter", None))
+    training.rollout_ended(1.0, None)
+    assert training.next_call(0, [0, 1], 0.5)
+
+
+def test_a_candidate_is_published_to_all_who_are_there(home: Path) -> None:
+    calls = Calls()
+    calls.present = [0, 2]
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.saver = SimpleNamespace(save=lambda *saved: calls.made.append(("saved", *saved)))  # type: ignore
+    training.next_call(2, [2], 0.5)
+    training.came_back(Done(2, "train_drafter", SpotReport(RULE.stretch, 32, 0.1)))
+    calls.taken()
+    assert training.next_call(2, [2], 0.5)
+    assert calls.taken() == [(2, "evaluate_drafter", None)]
+    training.came_back(Done(2, "evaluate_drafter", Evaluation(100, 50.0, 40.0, 30.0)))
+    assert calls.taken() == [(2, "drafter_state")]
+    state = {"mean.a": torch.ones(1)}
+    training.came_back(Done(2, "drafter_state", state))
+    assert calls.taken() == [
+        (0, "take_drafter", state, 0.75),
+        (2, "take_drafter", state, 0.75),
+        ("saved", 1, state, 0.75),
+    ]
+    assert training.report() == {"version": 1.0, "rests": 0.0, "accept_length": 2.0, "candidate": 2.5}
+    assert training.report() == {"version": 1.0, "rests": 0.0}, "of the next rollout"
+    training.came_back(Done(1, "take_state", None))
+    assert calls.taken() == [(1, "take_drafter", state, 0.75)], "a new worker"
+
+
+def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
+    """What it had trained does not count for the next candidate; a call that was under way is awaited no more."""
+    calls = Calls()
+    training = training_of(calls, config_of(home, "adaptive"))
+    training.next_call(0, [0], 0.5)
+    training.came_back(Done(0, "train_drafter", SpotReport(RULE.stretch - 1, 32, 0.1)))
+    training.next_call(0, [0], 0.5)
+    training.came_back(Done(0, "train_drafter", None, lost=True))
+    assert training.schedule.micro_batches == 0
+    assert training.next_call(1, [1], 0.5)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["due", "trained", "evaluated", "rollout_ended", "state"])
+def test_a_schedule_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
+    def fails(self: Schedule, *arguments: Any) -> Any:
+        raise ZeroDivisionError("in the schedule")
+
+    with patch.object(Schedule, method, fails):
+        digest, training, _ = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert not training.is_on
+
+
+def test_a_cluster_that_fails_is_no_fault_of_the_training(home: Path) -> None:
+    def fails(self: Schedule, *arguments: Any) -> Any:
+        raise ClusterError("all workers were lost")
+
+    with patch.object(Schedule, "trained", fails), pytest.raises(ClusterError):
+        train(config_of(home, "adaptive"))
+
+
+def test_one_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
+    class Silent(TestPool):
+        def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
+            return [] if timeout is not None else super().wait(handles, timeout)
+
+    crew = Crew(Silent(2, lambda index: None))
+    crew.call(1, "evaluate_drafter", None)
+    crew.call(0, "train_drafter", 0.0)
+    crew.call_back(("evaluate_drafter",), patience=-1.0)
+    assert crew.losses == 1
+    assert [(done.worker, done.method, done.lost) for done in crew.kept()] == [(1, "evaluate_drafter", True)]
+    assert crew.pending(1) == ["take_state"]
+    assert crew.pending(0) == ["train_drafter", "state"]
+
+
+@pytest.mark.parametrize(
+    ("method", "when"),
+    [
+        ("train_drafter", "before"),
+        ("drafter_state", "after"),
+        ("evaluate_drafter", "before"),
+        ("take_drafter", "after"),
+    ],
+)
+def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain: str, method: str, when: str) -> None:
+    counts = 0
+
+    def loses(worker: int, called: str) -> str:
+        nonlocal counts
+        counts += called == method
+        return when if called == method and counts == 1 else ""
+
+    digest, training, pool = train(config_of(home, "adaptive"), loses, better=1.0, stretch=1)  # much is published
+    assert digest == plain
+    assert counts > 1
+    assert training.is_on
+    assert sum(m == "take_state" for _, m in pool.log) == 1
+
+
+@pytest.mark.parametrize("method", ["train", "state", "evaluate", "publish", "harvest"])
+def test_a_trainer_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with patch.object(SpotTrainer, method, fail):
+        digest, training, pool = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert training.version == (method == "publish"), "that is the last one"
+    assert not all(worker.spot.trainer for worker in pool.workers)
+
+
+@contextmanager
+def spoiled() -> Iterator[None]:
+    real = SpotTrainer.train
+
+    def spoil(self: SpotTrainer, *arguments: Any) -> Any:
+        report = real(self, *arguments)
+        for tensor in self.mean:
+            tensor.fill_(float("nan"))
+        return report
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(SpotTrainer, "train", spoil))
+        yield
+
+
+def test_a_drafter_that_turns_nan_is_never_published(home: Path, plain: str) -> None:
+    with spoiled():
+        digest, training, pool = train(config_of(home, "adaptive"))
+    assert digest == plain
+    assert training.version == 0
+    assert sum(method == "train_drafter" for _, method in pool.log) > 1, "training goes on"
+    assert all(worker.spot.trainer for worker in pool.workers)
+
+
+def test_rows_that_were_promised_to_one_that_is_lost_are_given_to_others(home: Path) -> None:
+    """Else the rollout waits for them for ever."""
+    crew: Any = SimpleNamespace(size=2, present=[0, 1], break_off=lambda: None, pool=SimpleNamespace(put=None))
+    coordinator = Coordinator(crew, config_of(home, "adaptive"))
+    given, promised = (Row(Request(Prompt(0, "", (1, 2)), i, 0, i, SamplingParams())) for i in range(2))
+    coordinator.queue = deque()
+    coordinator.shares = [Share(), Share(rows={0: given}, promised=[promised])]
+    coordinator._reclaim(1)
+    assert list(coordinator.queue) == [[given, promised]]
+    assert not coordinator.shares[1].promised
+
+
+def test_a_saved_drafter_is_what_was_published(home: Path) -> None:
+    _, training, pool = train(config_of(home, "adaptive"))
+    saved = load_latest(training.folder, training.target)
+    assert saved
+    used = {worker.spot.trainer.in_use.fc.weight.sum().item() for worker in pool.workers}
+    assert weights_of(saved.state)["fc.weight"].sum().item() in used

@@ -1,0 +1,144 @@
+"""One worker that trains its drafter between rollouts: no token depends on it, and its faults cost speed alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from tlt.cluster.local import LocalRollout, OwnTraining
+from tlt.config import Config
+from tlt.draft import schedule
+from tlt.draft.schedule import RULE
+from tlt.draft.spot import SpotTrainer
+from tlt.parts import make_parts
+from tlt.tokenizer import load_tokenizer
+from tlt.types import Request, RolloutStats
+
+
+@pytest.fixture(autouse=True)
+def small_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start-up profile takes seconds: every round costs the same here. Each candidate is evaluated soon."""
+
+    def even(target: Any, config: Any, drafters: Any, arms: Any, layout: Any) -> dict[int, Any]:
+        return {rows: {arm: 1.0 + 0.01 * arm.depth for arm in arms} for rows in (1, 4)}
+
+    monkeypatch.setattr("tlt.build.profile", even)
+    monkeypatch.setattr(schedule, "RULE", replace(RULE, stretch=1, burst=10**9))
+
+
+def make(config: Config) -> LocalRollout:
+    torch.manual_seed(0)
+    parts, policy = make_parts(config, load_tokenizer(config.model.path))
+    assert isinstance(parts.rollout, LocalRollout)
+    parts.rollout.prompts, parts.rollout.sampling = parts.prompts, parts.sampling  # pyright: ignore
+    parts.rollout.policy = policy  # pyright: ignore
+    return parts.rollout
+
+
+def decode(rollout: Any, step: int) -> tuple[list[list[int]], RolloutStats]:
+    params = replace(rollout.sampling, max_new_tokens=24)
+    requests = [
+        Request(prompt, i, step, 100 * step + 10 * p + i, params)
+        for p, prompt in enumerate(rollout.prompts)
+        for i in range(2)
+    ]
+    responses, stats = rollout.generate(requests, lambda response: None)
+    return [r.token_ids for r in sorted(responses, key=lambda r: r.request.seed)], stats
+
+
+def config_of(folder: Path, extra: float = 1.0) -> Config:
+    training = {"extra": extra, "micro_batch_tokens": 64, "unroll": 2}
+    return tiny_config(folder, speculation={"drafter": "adaptive", "window": 32, "training": training})
+
+
+def training_of(rollout: LocalRollout) -> OwnTraining:
+    assert rollout.training
+    assert rollout.training.is_on
+    return rollout.training
+
+
+def run(rollout: Any, steps: int) -> None:
+    for step in range(steps):
+        decode(rollout, step)
+        rollout.sync(rollout.policy, step + 1)
+
+
+def test_a_cold_start_changes_no_token_and_trains(tmp_path: Path) -> None:
+    """From a random drafter, as soon as there was a step before. The engine drafts with what is published."""
+    plain, trained = make(tiny_config(tmp_path)), make(config_of(tmp_path))
+    training, published = training_of(trained), []
+    assert "eagle" in trained.engine.drafters.usable
+    for step in range(4):
+        tokens, stats = decode(trained, step)
+        assert tokens == decode(plain, step)[0]
+        assert stats.seconds["spot"] > 0
+        assert (stats.drafter_tokens > 0) == (step > 0)
+        for rollout in (plain, trained):
+            rollout.sync(rollout.policy, step + 1)  # pyright: ignore
+        published.append(training.version)
+    assert published[-1] > 0, "it learned something"
+    assert training.worker.trainer
+    drafter = trained.engine.drafters.usable["eagle"]
+    assert drafter.agreement == training.worker.trainer.in_use.agreement
+
+
+def test_without_an_extra_share_there_is_no_trainer(tmp_path: Path) -> None:
+    for config in (config_of(tmp_path, extra=0.0), tiny_config(tmp_path)):
+        rollout = make(config)
+        assert rollout.training
+        assert not rollout.training.is_on
+
+
+def test_a_trainer_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, plain = make(config_of(tmp_path)), make(tiny_config(tmp_path))
+
+    def broken(self: SpotTrainer, seconds: float, stop: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SpotTrainer, "train", broken)
+    for step in range(2):
+        assert decode(rollout, step)[0] == decode(plain, step)[0]
+        for side in (rollout, plain):
+            side.sync(side.policy, step + 1)  # pyright: ignore
+    assert decode(rollout, 2)[0] == decode(plain, 2)[0]
+    assert rollout.training
+    assert rollout.training.worker.trainer is None
+
+
+def test_training_takes_its_share_and_what_is_over_ends_it(tmp_path: Path) -> None:
+    rollout = make(config_of(tmp_path))
+    run(rollout, 2)
+    training, asked = training_of(rollout), []
+
+    def is_over() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    training.take_tokens()
+    training.train_until(is_over)
+    assert training.take_tokens() == 0, "interrupted in its first micro-batch"
+    assert training.under_way is None
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_resumed_run_goes_on_with_the_drafter(tmp_path: Path, damaged: bool) -> None:
+    first, second = (make(config_of(tmp_path)) for _ in range(2))
+    run(first, 3)
+    before, after = training_of(first), training_of(second)
+    before.close()
+    for file in before.folder.glob("*/model.safetensors") if damaged else ():
+        file.write_bytes(b"")
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert before.version == after.version > 0
+    assert (after.in_use is None) == damaged
+    assert before.schedule.state() == after.schedule.state()
+    if not damaged:
+        for one, other in zip(*(it.worker.trainer.in_use.parameters() for it in (before, after)), strict=True):  # pyright: ignore
+            assert torch.allclose(one, other, atol=1e-6)
+    assert decode(second, 9)[0] == decode(make(tiny_config(tmp_path)), 9)[0]

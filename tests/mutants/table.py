@@ -1,0 +1,324 @@
+"""The mutants: each breaks one promise, and the named tests must notice.
+
+To choose a site, run `python -m mutants.sites MODULE:FUNCTION` in the folder tests. Before a mutant is listed,
+`make mutants ARGS="-k FUNCTION"` must show that the tests notice it.
+"""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+_TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
+    ("sampling", "test_sampling.py"): [
+        ("request_seed", "argument", 3, "A request's seed has 64 bits of its own hash."),
+        ("philox", "constant", 0, "The noise is Philox with ten rounds, as its published vectors say."),
+        ("_gumbel_block", "less", 0, "Each bit of a seed counts once."),
+        ("_gumbel_block", "swap", 7, "Noise depends on position and token by a fixed place in the counter."),
+        ("_gumbel_block", "constant", 3, "The noise has the standard Gumbel distribution."),
+        ("log_law", "compare", 3, "Top-k keeps k tokens."),
+        ("log_law", "argument", 25, "Top-p sums probabilities in float64."),
+        ("log_law", "compare", 5, "Top-p keeps the smallest prefix that reaches its mass."),
+        ("log_law", "unwrap", 31, "A restricted distribution sums to 1."),
+        ("gumbel_topk", "operator", 0, "A token is the argmax of log-probability plus noise."),
+    ],
+    ("engine.walk", "engine/test_walk.py"): [
+        ("walk", "operand", 0, "An accepted node is a child of the node before it."),
+        ("walk", "operand", 1, "An accepted node holds the token that the target sampled."),
+    ],
+    ("engine.rows", "engine/test_rows.py"): [
+        ("RowTable.remove", "drop", 3, "The last row takes the place of a row that leaves."),
+    ],
+    ("engine.stops", "engine/test_engine.py"): [
+        ("Stops.append", "drop", 4, "Nothing follows a stop token within a round."),
+        ("Stops.reason", "compare", 1, "A response has at most max_new_tokens tokens."),
+        ("Stops.reason", "compare", 0, "A response ends at a stop token."),
+        ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
+    ],
+    ("engine.spelling", "test_tokenizer.py"): [
+        ("Detokenizer.__call__", "constant", 1, "Text is what the tokens spell, with no space removed."),
+    ],
+    ("engine.spelling", "engine/test_spelling.py"): [
+        ("Detokenizer._bytes_of", "element", 2, "A byte-fallback token spells its byte."),
+    ],
+    ("engine.kv_cache", "engine/test_rows.py"): [
+        ("KVCache.clear", "drop", 1, "A new rollout does not reuse prompts of the previous one."),
+        ("KVCache.wipe", "drop", 1, "A wiped slot holds no prompt."),
+        ("KVCache.remove", "drop", 1, "Values that are not finite are wiped when their row leaves."),
+        ("KVCache.remove", "drop", 4, "A row that moves takes its keys and values along."),
+    ],
+    ("engine.kv_cache", "engine/test_kv_cache.py"): [
+        ("KVCache.fits", "compare", 0, "The cache uses all of its bound."),
+    ],
+    ("engine.scheduler", "engine/test_scheduler.py"): [
+        ("Scheduler.admit", "opposite", 4, "Admission counts the longest row."),
+        ("Scheduler.admit", "drop", 14, "Admission stops at the cache's bound."),
+        ("Scheduler.admit", "operand", 23, "Rows have room to grow when a row is admitted."),
+        ("Scheduler.admit", "operand", 14, "The number of rows never exceeds max_rows."),
+        ("Scheduler.withdraw", "operand", 1, "Withdrawing requests leaves look-ahead rows alone."),
+        ("Scheduler.submit", "drop", 2, "A request that can never run is refused at once."),
+    ],
+    ("engine.placing", "engine/test_rows.py"): [
+        ("place_new_rows", "operand", 1, "A prompt is reused only from the slot that holds it."),
+        ("place_new_rows", "operand", 3, "A row that was begun is not replaced by its sibling's prompt."),
+        ("seat", "drop", 21, "A sibling gets a copy of its prompt's keys and values."),
+    ],
+    ("engine.parking", "engine/test_parking.py"): [
+        ("Parking.park", "drop", 11, "Swapped-out rows use a bounded amount of memory."),
+        ("Parking.restore", "drop", 1, "A restored row frees its swapped-out memory."),
+        ("Parking.restore", "drop", 2, "A restored row gets its keys and values back."),
+    ],
+    ("engine.noise", "engine/test_noise.py"): [
+        ("NoiseWindow.remove", "drop", 0, "A row that moves takes its noise along."),
+        ("NoiseWindow.append", "drop", 7, "A greedy row has no noise."),
+        ("NoiseWindow.prepare", "operand", 1, "The bonus token of a chain has noise."),
+        ("DraftNoise.__call__", "operand", 1, "A drafter ranks candidates under the noise of their own position."),
+    ],
+    ("engine.laws", "engine/test_planted_bugs.py"): [
+        ("LawTable.remove", "drop", 0, "A row that moves keeps its sampling parameters."),
+    ],
+    ("engine.laws", "engine/test_rows.py"): [
+        ("LawTable.append", "drop", 1, "A new row's sampling parameters apply from its first round."),
+    ],
+    ("engine.runner", "draft/test_features.py"): [
+        ("Runner._keep", "operand", 17, "A feature is stored with the token that follows it."),
+    ],
+    ("engine.runner", "engine/test_engine.py"): [
+        ("Runner.verify", "operand", 1, "Each node is sampled under the noise of its own position."),
+        ("Runner.verify", "drop", 5, "A greedy token has probability 1."),
+        ("Runner._pass", "operand", 1, "A token's rotary position counts its depth in the tree."),
+    ],
+    ("engine.engine", "engine/test_planted_bugs.py"): [
+        ("Engine._commit", "swap", 6, "An accepted branch is moved behind the committed tokens."),
+        ("Engine._commit", "compare", 1, "Only nodes off the main chain are moved in the cache."),
+    ],
+    ("engine.engine", "engine/test_rows.py"): [
+        ("Engine.verify", "drop", 3, "A draft that leads to values that are not finite changes no token."),
+    ],
+    ("engine.engine", "engine/test_look_ahead.py"): [
+        ("Engine._admit", "drop", 0, "A request of this step takes precedence over look-ahead."),
+        ("Engine._commit", "always", 5, "A look-ahead row is no response of this step."),
+        ("Engine._commit", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
+        ("Engine.keep_ahead", "argument", 4, "An old draft is kept until new tokens replace it."),
+        ("Engine._offers", "argument", 10, "A look-ahead draft ends where the response must end."),
+    ],
+    ("engine.harvest", "engine/test_look_ahead.py"): [
+        ("Harvester.collect", "operand", 4, "Look-ahead rows are no training data."),
+    ],
+    ("engine.harvest", "draft/test_features.py"): [
+        ("Harvester._give", "operand", 4, "Training data that a drafter overwrote is dropped."),
+    ],
+    ("engine.drafters", "engine/test_drafters.py"): [
+        ("_open", "unwrap", 5, "A drafter gets copies of the engine's lists."),
+    ],
+    ("engine.drafters", "engine/test_corners.py"): [
+        ("Drafters.guard", "drop", 6, "A drafter that failed is not asked again."),
+    ],
+    ("engine.asynchronous", "engine/test_asynchronous.py"): [
+        ("AsyncEngine._submit", "drop", 0, "Two requests under way never share a seed."),
+        ("AsyncEngine._withdraw", "drop", 2, "A cancelled request leaves the engine."),
+    ],
+    ("attention.slots", "attention/test_slots.py"): [
+        ("SlotAttention.resize", "drop", 3, "Growing the cache keeps its contents."),
+        ("SlotAttention.wipe", "element", 4, "Wiping a slot keeps the tokens before its start."),
+        ("SlotAttention._attend_span", "nothing", 5, "Scores in bfloat16 are widened for the softmax."),
+        ("SlotAttention.plan_draft", "operand", 13, "A drafter's entries wrap around the ring."),
+        ("SlotAttention.deeper", "operand", 0, "Each level of a draft has its own slots."),
+        ("SlotAttention._bias", "compare", 3, "Nodes of a tree see no stale values behind the tree."),
+        ("SlotAttention._bias", "compare", 1, "A token sees itself and all tokens before it."),
+    ],
+    ("models.decoder", "models/test_decoder.py"): [
+        ("RMSNorm.__init__", "operand", 7, "A norm's epsilon is added to a mean."),
+        ("rotary_table", "operand", 1, "Rotary embedding uses attention_scaling."),
+        ("to_pairs", "unwrap", 5, "Rotary pairs are re-ordered from Hugging Face's halves."),
+        ("Decoder.forward", "drop", 10, "Queries and keys are normed where the family does so."),
+    ],
+    ("models.decoder", "models/test_weights.py"): [
+        ("_Loader.check_all_taken", "drop", 1, "An unknown weight is an error."),
+        ("_Loader.own", "unwrap", 0, "The engine has its own copy of the policy's weights."),
+    ],
+    ("models.weights", "models/test_weights.py"): [
+        ("sha256", "element", 3, "A digest tells a tensor from its transpose."),
+        ("sha256", "unwrap", 1, "A digest does not depend on the order of tensors."),
+    ],
+    ("models.families", "models/test_families.py"): [
+        ("_max_positions", "drop", 7, "A sliding window bounds the positions."),
+    ],
+    ("rl.advantages", "rl/test_advantages.py"): [
+        ("_deviation", "operand", 3, "The standard deviation divides by n - 1."),
+        ("dr_grpo", "drop", 0, "Equal rewards have an advantage of exactly 0."),
+        ("rloo", "less", 0, "RLOO leaves the response itself out of the mean."),
+        ("_ratio", "negate", 0, "A deviation of 0 divides nothing."),
+    ],
+    ("rl.groups", "rl/test_groups.py"): [
+        ("_shaped", "operator", 1, "An overlong response is penalized."),
+        ("rewards_of", "always", 0, "A response without a reward is left out."),
+        ("has_spread", "compare", 0, "A group of equal rewards is resampled."),
+        ("make_batch", "compare", 1, "A truncated response is masked."),
+    ],
+    ("rl.losses", "rl/test_losses.py"): [
+        ("k3", "swap", 0, "k3 estimates the divergence of the policy from the reference."),
+        ("truncated_weights", "unwrap", 0, "Importance weights are capped."),
+        ("_clipped", "unwrap", 6, "A negative advantage counts at most the dual clip."),
+        ("_clipped", "operand", 11, "The loss uses importance weights."),
+        ("clipped_policy_loss", "swap", 2, "The ratio is policy over old policy."),
+    ],
+    ("rl.batching", "rl/test_batching.py"): [
+        ("pack", "drop", 12, "Positions begin at 0 in each packed sequence."),
+        ("pack", "operand", 12, "Packed sequences do not see each other."),
+        ("_least_work", "operand", 18, "A micro-batch stays within its token budget."),
+    ],
+    ("rl.batching", "rl/test_shared_prefix.py"): [
+        ("plan_shared", "operand", 2, "A shared prompt counts against the token budget."),
+    ],
+    ("rl.shared_prefix", "rl/test_shared_prefix.py"): [
+        ("SharedRow.mask", "unwrap", 0, "No token of a response attends to a later one."),
+        ("SharedRow.mask", "unwrap", 4, "Responses keep the attention window of each layer."),
+        ("share_prefixes", "unwrap", 0, "A model is compared before it shares prompts."),
+    ],
+    ("rl.logprobs", "rl/test_logprobs.py"): [
+        ("token_logprobs.law", "operand", 1, "The trainer's log-probabilities use the rollout's temperature."),
+    ],
+    ("rl.policy", "rl/test_policy.py"): [
+        ("Policy._step", "always", 1, "A step whose gradient is not finite changes nothing."),
+        ("Policy._teaches", "operand", 1, "A masked response teaches nothing."),
+        ("Policy.update", "drop", 3, "The learning rate follows its schedule."),
+    ],
+    ("rl.parallel", "rl/test_parallel.py"): [
+        ("_deal", "opposite", 0, "The next part goes to the shard with least work."),
+        ("own_shards", "opposite", 1, "The busiest shard has as little work as possible."),
+        ("in_order", "constant", 4, "Every shard counts in the sum."),
+        ("sum_gradients", "drop", 9, "Every member gets the sum of gradients."),
+        ("take_gradients", "drop", 2, "A shard begins without the gradients of the one before."),
+    ],
+    ("rl.finite", "rl/test_policy.py"): [
+        ("refuse_loss", "drop", 0, "A loss that is not finite ends the run."),
+    ],
+    ("rewards.scores", "rewards/test_scores.py"): [
+        ("exact", "opposite", 0, "One right answer is enough."),
+        ("length_penalty", "opposite", 0, "The length penalty is at most 1."),
+    ],
+    ("rewards.scores", "rewards/test_pool.py"): [
+        ("_users.scores", "drop", 7, "A batched reward returns one number for each response."),
+    ],
+    ("rewards.pool", "rewards/test_pool.py"): [
+        ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
+        ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
+        ("ScorePool._lose", "drop", 2, "Responses of a lost process return to the queue."),
+        ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
+        ("ScorePool._take", "operand", 6, "A response under suspicion is scored alone."),
+    ],
+    ("checkpoint", "test_checkpoint.py"): [
+        ("save", "drop", 7, "A checkpoint appears whole or not at all."),
+        ("save", "always", 0, "A damaged newer checkpoint does not push out a good one."),
+        ("fault", "compare", 0, "A damaged file is detected."),
+        ("_lists_all", "operator", 1, "A manifest without weights is damaged."),
+    ],
+    ("journal", "test_journal.py"): [
+        ("Journal.read", "drop", 5, "A torn record at the end is ignored."),
+        ("Journal.add", "drop", 3, "A journal has a bounded size."),
+        ("Journal._keep", "unwrap", 0, "The newest records are kept."),
+    ],
+    ("resume", "test_resume.py"): [
+        ("allowed_changes", "drop", 2, "A resumed run cannot have fewer steps than are done."),
+        ("allowed_changes", "negate", 3, "A change that alters the result is refused."),
+        ("_is_of", "operand", 1, "A section's name covers its fields."),
+        ("_differences", "drop", 6, "Another model under the same path is noticed."),
+    ],
+    ("export", "test_export.py"): [
+        ("export", "drop", 0, "An export never overwrites a folder."),
+        ("_serve_with_a_cache", "drop", 0, "An exported model serves with a key-value cache."),
+    ],
+    ("draft.tree", "draft/test_tree.py"): [
+        ("_go_on", "opposite", 0, "Nothing is drafted behind a stop token."),
+        ("_children", "drop", 9, "Siblings are distinct tokens."),
+        ("_go_on", "compare", 1, "No draft goes beyond max_new_tokens."),
+        ("_cut", "operand", 0, "The most likely nodes are verified."),
+        ("stack", "drop", 15, "A node sees its ancestors."),
+        ("_check_shapes", "negate", 1, "A drafter that returns a wrong shape is refused."),
+    ],
+    ("draft.calibration", "draft/test_tree.py"): [
+        ("Calibration.observe", "always", 0, "Nodes that were not reached do not count as wrong."),
+        ("Calibration.next_round", "drop", 3, "Acceptance counts fade together with their totals."),
+    ],
+    ("draft.suffix", "draft/test_suffix.py"): [
+        ("SuffixDrafter._match", "unwrap", 2, "The newest occurrences come first."),
+        ("SuffixDrafter._forget", "compare", 1, "Histories with open requests are kept."),
+        ("_followers", "operand", 1, "A match goes on with each drafted token."),
+        ("SuffixDrafter.propose", "operand", 7, "Unseen tokens keep a share of the probability."),
+        ("_History.extend", "drop", 5, "Every committed token can be matched later."),
+    ],
+    ("draft.ahead", "draft/test_ahead.py"): [
+        ("AheadStore.put", "drop", 10, "The look-ahead store is bounded."),
+        ("AheadStore.group", "unwrap", 2, "A row's own entry comes first in its group."),
+        ("LookAhead.remove", "drop", 0, "A row that moves keeps its place in its old response."),
+        ("LookAhead._is_sound", "compare", 1, "Drafts hold tokens of the vocabulary only."),
+        ("Pointer.advance", "drop", 8, "A draft ends at the first token that differs."),
+    ],
+    ("draft.features", "draft/test_features.py"): [
+        ("FeatureWindow.copy", "unwrap", 1, "A sibling claims only entries that its source still has."),
+    ],
+    ("draft.buffer", "draft/test_buffer.py"): [
+        ("Harvest.cut", "operand", 3, "A piece keeps its position in the sequence."),
+        ("HarvestBuffer.past", "element", 0, "The drafter is trained one step behind its evaluation data."),
+        ("HarvestBuffer.add", "drop", 4, "The training data is bounded."),
+        ("HarvestBuffer.forget", "constant", 0, "Only the last rollout is kept when the task changes."),
+        ("HarvestBuffer.sample", "operand", 8, "A sample is of one target version."),
+        ("_weighted", "operand", 1, "Newer training data is drawn more often."),
+    ],
+    ("draft.learned", "draft/test_learned.py"): [
+        ("EagleDrafter.close", "drop", 0, "A row that moves takes the drafter's keys and values along."),
+        ("EagleDrafter.close", "drop", 2, "A drafter's slot is wiped when its row leaves."),
+        ("EagleDrafter._deeper", "operand", 1, "Draft tokens stand at their own positions."),
+        ("EagleDrafter.predict", "drop", 4, "A row without features gets no draft."),
+    ],
+    ("draft.eagle", "draft/test_eagle.py"): [
+        ("load_drafter", "never", 10, "A drafter that is not finite is refused."),
+    ],
+    ("draft.unroll", "draft/test_trainer.py"): [
+        ("_blocks", "compare", 1, "The attention window in training is that of inference."),
+    ],
+    ("draft.losses", "draft/test_drafter_losses.py"): [
+        ("loss_of_guesses", "drop", 2, "A loss under way can be interrupted."),
+    ],
+    ("draft.rounds", "draft/test_rounds.py"): [
+        ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),
+    ],
+    ("cluster.deadlines", "cluster/test_deadlines.py"): [
+        ("Deadlines.seconds", "opposite", 0, "A long call has at least the short calls' timeout."),
+        ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
+    ],
+    ("cluster.balance", "cluster/test_balance.py"): [
+        ("half_of", "element", 0, "The longest row stays with its worker."),
+    ],
+    ("cluster.crew", "cluster/test_crew.py"): [
+        ("Crew.replace", "drop", 6, "A worker that is lost again and again is left out."),
+        ("Crew.everyone", "operand", 1, "A lost worker's call is repeated."),
+    ],
+    ("cluster.crew", "cluster/test_coordinator.py"): [
+        ("Crew._forget", "drop", 1, "Calls of a lost worker are forgotten."),
+        ("Crew._source", "drop", 0, "A run without workers ends with an error."),
+    ],
+    ("cluster.worker", "cluster/test_coordinator.py"): [
+        ("Worker.rollback", "drop", 2, "A broken update is rolled back."),
+        ("Worker._enter_rollout", "drop", 2, "A new rollout drops the rows of the previous one."),
+    ],
+    ("cluster.worker", "cluster/test_worker.py"): [
+        ("Worker.interrupt", "drop", 0, "Idle work ends when the worker is needed."),
+        ("Worker._news", "drop", 2, "Each token is reported once."),
+    ],
+    ("cluster.coordinator", "cluster/test_coordinator.py"): [
+        ("Coordinator.update", "drop", 16, "All workers roll back before an update is repeated."),
+        ("Coordinator._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
+        ("Coordinator._stats", "drop", 6, "Tokens that were decoded twice count once."),
+    ],
+    ("cluster.coordinator", "cluster/test_rescue.py"): [
+        ("Coordinator._reclaim", "drop", 1, "Tokens of a lost worker serve as drafts for its rows."),
+    ],
+}
+"""(module, tests) -> function, operator, site, promise"""
+
+MUTANTS = [
+    Mutant(module, function, operator, site, promise, tests)
+    for (module, tests), rows in _TABLE.items()
+    for function, operator, site, promise in rows
+]

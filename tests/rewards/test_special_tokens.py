@@ -1,0 +1,56 @@
+"""Rewards are shown texts without special tokens, so that what looks for one is always 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_config, tiny_model
+from transformers import AutoTokenizer
+
+from tlt.config import parse_config
+from tlt.rewards import RewardError, refuse_special_tokens
+from tlt.run import train
+from tlt.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With a special token, and one that is added and plain, as Qwen 3 has <think>."""
+    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|ans|>"]})
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def checked(tokenizer: Any, prefill: str = "", **reward: Any) -> None:
+    data = {"path": "-", "prefill": prefill}
+    refuse_special_tokens(parse_config({"model": {"path": "-"}, "data": data, "reward": reward}), tokenizer)
+
+
+def test_the_text_of_a_response_has_no_special_tokens(tokenizer: Any) -> None:
+    ids = tokenizer("<think>a<|ans|>4")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a4"
+
+
+@pytest.mark.parametrize("name", ["answer_marker", "answer_end"])
+def test_a_marker_that_is_never_found_is_refused(tokenizer: Any, name: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward\.{name} has <\|ans\|>, a special token, and .*: take another text"):
+        checked(tokenizer, name="exact", **{name: "<|ans|> "})
+    checked(tokenizer, name="exact", **{name: "<think>"})
+    checked(tokenizer, name="exact", prefill="<|ans|>", **{name: "<|ans|>"})
+
+
+def test_a_pattern_that_names_one_is_warned_of(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checked(tokenizer, name="format", pattern="<think>")
+    assert not caplog.text
+    checked(tokenizer, name="format", pattern=r"<\|ans\|>")
+    assert "has <|ans|>, a special token, which is in no text that rewards are shown" in caplog.text
+
+
+def test_a_run_begins_with_this_check(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="answer_marker has <eos>, a special token"):
+        train(tiny_config(tmp_path, reward={"name": "exact", "answer_marker": "<eos>"}))

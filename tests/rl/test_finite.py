@@ -1,0 +1,32 @@
+"""Weights that are not finite are found, and no others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tlt.rl.finite import NotFinite, refuse_weights
+from tlt.rl.parallel import Alone
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_value_that_is_not_finite_is_named(value: float, dtype: torch.dtype) -> None:
+    weights = {name: torch.ones(5, 3, dtype=dtype) for name in "abc"}
+    weights["b"][2, 1] = value
+    with pytest.raises(NotFinite, match=r"^b of the policy is not finite at the start"):
+        refuse_weights(weights.items(), Alone(), "at the start")
+
+
+def test_infinities_that_cancel_are_named() -> None:
+    weights = {"a": torch.ones(2), "b": torch.tensor([math.inf, -math.inf]), "c": torch.tensor([math.nan])}
+    with pytest.raises(NotFinite, match=r"^b \(and 1 more\) of the policy"):
+        refuse_weights(weights.items(), Alone(), "at the start")
+
+
+def test_finite_weights_whose_sum_is_not_are_let_pass() -> None:
+    largest = torch.full((4,), torch.finfo(torch.float32).max)
+    assert not largest.sum().isfinite()
+    refuse_weights([("a", largest)], Alone(), "at the start")
