@@ -159,6 +159,7 @@ def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -
         "notes.txt",
         ".lock",
         "latest",
+        "report.html",
         "config.json",
         "reward.log",
         "metrics.jsonl",

@@ -36,7 +36,7 @@ from tlt.stopping import Stopped
 from tlt.types import Response
 
 STEPS = 4
-TIMES = ("seconds", "seconds_left", "useful_share", "tokens_per_second", "workers", "memory")
+TIMES = ("seconds", "seconds_left", "energy", "useful_share", "tokens_per_second", "workers", "memory")
 ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
 
 
@@ -614,7 +614,7 @@ def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tok
 
 def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None:
     compared = {"steps": 1, "tokens": 1234, "responses": 6, "differ": 0, "rollout_seconds": 2.0, "plain_seconds": 5.0}
-    summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared}
+    summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared, "times_plain": 2.5}
     assert (
         "2.50 times as fast as plain decoding, measured on 1 steps (2.0 s against 5.0 s), same tokens"
         in display_module._compared(summary)

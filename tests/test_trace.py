@@ -136,12 +136,16 @@ def test_a_folder_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+PHASES = ("rollout", "reward", "update", "sync", "save", "eval")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run of two steps, resumed for a third."""
     home = tmp_path_factory.mktemp("home")
     for steps in (2, 3):
-        config = tiny_config(home, train={"steps": steps}, run={"folder": str(home / "run"), "save_every": 1})
+        run_section = {"folder": str(home / "run"), "save_every": 1, "report": False}  # a page takes time between steps
+        config = tiny_config(home, train={"steps": steps}, run=run_section)
         run.train(config, steps == 3, Display(Console(quiet=True)))
     return home / "run"
 
@@ -149,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_a_trace_of_all_its_work(folder: Path) -> None:
     found = events(folder / "trace.json")
     assert not overlapping(found)
-    assert {e["name"] for e in found if e["pid"] == 0} == {"rollout", "reward", "update", "sync", "save", "eval"}
+    assert {e["name"] for e in found if e["pid"] == 0} == {*PHASES, "step ends"}
     rounds = {"plain", "speculative"}  # a few are plain for comparison
     assert {e["name"] for e in found if e["pid"] == 1} == {"prefill", *rounds, IDLE, ROLLOUT, UPDATE}
     lines = read_metrics(folder)

@@ -33,12 +33,12 @@ from tlt.stopping import Stopped
 _LONGEST = 1200  # characters of what an error says
 _RECIPE = "TOML file, such as recipes/quickstart.toml"
 _DRAFTER = (
-    "proposes tokens, which the model verifies; it changes the speed alone. eagle: a learned one (--drafter-path); "
-    "suffix: repeats earlier text; adaptive: the fastest for each round; off: plain decoding"
+    "drafter, which changes the speed only. eagle: a learned drafter (--drafter-path). suffix: copies earlier text. "
+    "adaptive: the fastest for each round. off: plain decoding"
 )
 _OVERRIDES = (
-    "Any field of the configuration can be set by --section.key value, such as --train.steps 10; "
-    'an empty one, such as --speculation.path "", takes away what the recipe says. '
+    "Any field of the configuration can be set by --section.key value, such as --train.steps 10. "
+    'An empty value, such as --speculation.path "", removes the value in the recipe. '
     "tlt config prints every field with its meaning and default."
 )
 
@@ -90,20 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    _add_train(commands.add_parser("train", help="train a policy by a recipe", epilog=_OVERRIDES))
+    _add_train(commands.add_parser("train", help="train a policy", epilog=_OVERRIDES))
 
-    _add_generate(commands.add_parser("generate", help="answer prompts with a model folder"))
+    _add_generate(commands.add_parser("generate", help="sample responses to prompts"))
     add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
-    _add_export(commands.add_parser("export", help="a run's policy and drafter, as an engine reads them"))
+    _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))
 
-    verify = commands.add_parser("verify", help="prove that speculation changes nothing", epilog=_OVERRIDES)
+    verify = commands.add_parser("verify", help="prove that speculation changes no token", epilog=_OVERRIDES)
     verify.add_argument("recipe", help=_RECIPE)
-    verify.add_argument("--steps", type=int, default=2, help="steps to decode and update")
-    verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="of the model")
-    verify.add_argument(
-        "--backend", choices=["tlt", "vllm"], help="whose decoding is held against ours: engine.backend"
-    )
-    verify.add_argument("--full", action="store_true", help="all prompts of a step, not at most 8")
+    verify.add_argument("--steps", type=int, default=2, help="number of training steps")
+    verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="number format")
+    verify.add_argument("--backend", choices=["tlt", "vllm"], help="engine that is compared with ours (engine.backend)")
+    verify.add_argument("--full", action="store_true", help="use all prompts of a step instead of at most 8")
     verify.add_argument("--json", type=Path, help="write the result to this file")
     verify.set_defaults(command=_verify)
 
@@ -113,61 +111,65 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument(
         "what",
         nargs="?",
-        help=f"a section ({', '.join(SECTIONS)}), or a recipe; left out: the whole default recipe",
+        help=f"a section ({', '.join(SECTIONS)}), or a recipe (default: the whole default recipe)",
     )
     config.set_defaults(command=_config)
 
-    _add_draft(commands.add_parser("draft", help="make and judge a learned drafter"))
-    _add_bench(commands.add_parser("bench", help="measure", epilog=_OVERRIDES))
+    _add_draft(commands.add_parser("draft", help="train or evaluate a drafter"))
+    _add_bench(commands.add_parser("bench", help="run benchmarks", epilog=_OVERRIDES))
     return parser
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("recipe", help=_RECIPE)
-    train.add_argument("--workers", type=int, help="processes that decode and update together: cluster.workers")
+    train.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     train.add_argument(
         "--resume",
         nargs="?",
         choices=["newest", "auto"],
         const="newest",
-        help="go on from the newest checkpoint in run.folder; auto: start the run where there is none",
+        help="continue from the newest checkpoint in run.folder; auto: start a new run if there is none",
     )
     train.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="go on by itself when the process is killed or all workers are lost, up to N times without a checkpoint",
+        help="restart when the process is killed or all workers are lost, at most N times without a new checkpoint",
     )
     train.add_argument(
         "--force",
         action="append",
         default=[],
         metavar="KEY",
-        help="with --resume: let this field change, such as train.learning_rate, although the result will; the run "
-        "records it; give it again for more fields",
+        help="with --resume: allow this field to change, such as train.learning_rate, although the result changes; the "
+        "run records it; repeat it for several fields",
     )
     train.set_defaults(command=_train)
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
-    generate.add_argument("--prompt", action="append", default=[], help="give it again for more prompts")
-    generate.add_argument("--data", help="a file of prompts, as data.path of a recipe")
-    generate.add_argument("--prompt-column", default="question", help="of that file")
-    generate.add_argument("--out", type=Path, help="write the responses to this JSONL file rather than print them")
-    generate.add_argument("--chat", default="auto", choices=["auto", "on", "off"], help="auto: if there is a template")
-    generate.add_argument("--system", default="", help="a system message, where the prompts have none")
-    generate.add_argument("--samples", type=int, default=1, help="responses to each prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=512, help="longest response")
-    generate.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    generate.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: from all")
-    generate.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
-    generate.add_argument("--seed", type=int, default=0, help="of the noise that samples the tokens")
+    generate.add_argument(
+        "--prompt", action="append", default=[], help="text of a prompt; repeat it for several prompts"
+    )
+    generate.add_argument("--data", help="file of prompts, as data.path of a recipe")
+    generate.add_argument("--prompt-column", default="question", help="column of --data with the prompt")
+    generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
+    generate.add_argument(
+        "--chat", default="auto", choices=["auto", "on", "off"], help="use the chat template; auto: if there is one"
+    )
+    generate.add_argument("--system", default="", help="system message for prompts that have none")
+    generate.add_argument("--samples", type=int, default=1, help="number of responses to each prompt")
+    generate.add_argument("--max-new-tokens", type=int, default=512, help="longest response, in tokens")
+    generate.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy")
+    generate.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
+    generate.add_argument("--top-p", type=float, default=1.0, help="sample from the tokens with this total probability")
+    generate.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     dtypes = ["auto", "float64", "float32", "bfloat16"]
     generate.add_argument("--dtype", default="auto", choices=dtypes, help="auto: bfloat16 on CUDA, else float32")
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; auto: cuda if there is one")
-    generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="the same tokens by either")
+    generate.add_argument("--backend", default="tlt", choices=["tlt", "vllm"], help="engine; both give the same tokens")
     generate.add_argument("--drafter", default="suffix", choices=["off", *DRAFTERS, "adaptive"], help=_DRAFTER)
     generate.add_argument("--drafter-path", help="folder of a learned drafter")
     generate.set_defaults(command=_generate)
@@ -175,46 +177,46 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("source", type=Path, help="folder of a run, of a model, or of a learned drafter")
-    export.add_argument("out", type=Path, help="folder to be written; of a run with its drafter, in drafter/")
-    export.add_argument("--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="who is to read it")
-    export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights")
-    export.add_argument("--model", type=Path, help="of a drafter: the folder of the model that it drafts for")
+    export.add_argument("out", type=Path, help="folder to write; a run's drafter goes into drafter/")
+    export.add_argument(
+        "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load it"
+    )
+    export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="number format")
+    export.add_argument("--model", type=Path, help="for a drafter: folder of its target model")
     export.set_defaults(command=_export)
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
-    rollout = kinds.add_parser(
-        "rollout", help="tokens per second by batch size and strategy, beside the peers installed"
-    )
+    rollout = kinds.add_parser("rollout", help="tokens per second by batch size and strategy, and of installed peers")
     rollout.add_argument("recipe", help=_RECIPE)
-    rollout.add_argument("--batches", default="1,8,32", help="requests decoded at once, comma-separated")
-    rollout.add_argument("--tail", type=int, default=0, help="also one rollout of so many requests, all at once")
-    rollout.add_argument("--repeats", type=int, default=3, help="measurements of each, of which the median counts")
+    rollout.add_argument("--batches", default="1,8,32", help="batch sizes, comma-separated")
+    rollout.add_argument("--tail", type=int, default=0, help="also measure one rollout of this many requests")
+    rollout.add_argument("--repeats", type=int, default=3, help="number of measurements; the median is reported")
     rollout.add_argument(
         "--look-ahead",
         type=int,
         default=1,
         metavar="STEPS",
-        help="policy updates between the target that decoded ahead and the one that decodes now; 0: none did",
+        help="number of policy updates between the look-ahead drafts and the target; 0: no look-ahead",
     )
-    rollout.add_argument("--only", default="", help="strategies whose names begin so, comma-separated, beside plain")
-    rollout.add_argument("--peers", default="auto", choices=["auto", "none"], help="auto: those installed")
+    rollout.add_argument("--only", default="", help="only strategies whose names begin with these, and plain")
+    rollout.add_argument("--peers", default="auto", choices=["auto", "none"], help="auto: the installed ones")
     rollout.add_argument("--json", type=Path, help="write the result to this file")
     rollout.set_defaults(command=_bench_rollout)
 
 
 def _add_draft(draft: argparse.ArgumentParser) -> None:
     kinds = draft.add_subparsers(required=True, metavar="WHAT")
-    train = kinds.add_parser("train", help="from the recipe's model and prompts alone", epilog=_OVERRIDES)
+    train = kinds.add_parser("train", help="train a drafter for the recipe's model", epilog=_OVERRIDES)
     train.add_argument("recipe", help=_RECIPE)
     train.add_argument("--out", type=Path, required=True, help="folder for the drafter")
-    train.add_argument("--tokens", type=int, default=100_000, help="harvested before training")
-    train.add_argument("--seconds", type=float, default=300, help="of training, with its evaluations")
+    train.add_argument("--tokens", type=int, default=100_000, help="tokens of training data")
+    train.add_argument("--seconds", type=float, default=300, help="training time in seconds, evaluations included")
     train.set_defaults(command=_draft_train)
-    judge = kinds.add_parser("eval", help="accept length and agreement on held-out prompts", epilog=_OVERRIDES)
+    judge = kinds.add_parser("eval", help="accept length and acceptance rate on held-out prompts", epilog=_OVERRIDES)
     judge.add_argument("recipe", help=_RECIPE)
-    judge.add_argument("--seconds", type=float, default=120, help="of decoding")
+    judge.add_argument("--seconds", type=float, default=120, help="decoding time in seconds")
     judge.add_argument("--json", type=Path, help="write the result to this file")
     judge.set_defaults(command=_draft_eval)
 

@@ -189,7 +189,7 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain: str, loses: b
 
     def longer(coordinator: Coordinator, seconds: float) -> float:
         asked.append(seconds)
-        return train_longer(coordinator, 0.1)
+        return train_longer(coordinator, 0.3)  # seconds, enough for an evaluation on a busy machine
 
     train_longer = Coordinator._train_longer
     with (

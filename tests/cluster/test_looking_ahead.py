@@ -147,7 +147,7 @@ def test_only_what_is_new_counts_as_decoded() -> None:
 
 
 def end(ahead: LookingAhead) -> None:
-    ahead.end(RolloutStats(), 1.0, 2)
+    ahead.end(RolloutStats())
 
 
 def test_what_was_given_out_is_forgotten_and_what_comes_again_is_not() -> None:
@@ -203,7 +203,7 @@ def test_rounds_are_those_that_are_drafted_and_those_that_are_not() -> None:
     0 ended: 50/5 = 10; 1 did not: 20/5 + 35/2 = 21.5; 2 is unknown: 35/2 = 17.5; 10 and 20 ended: 100/5, 80/5; 30 did
     not, and is the only one: 30/5 + 30/2 = 21; of 40 nothing is known: 0."""
     ahead = looking(known(0, 50), known(1, 20, ended=False), known(10, 100), known(20, 80), known(30, 30, ended=False))
-    ahead.value.accept_length, ahead.value.accept_length_ahead = 2.0, 5.0
+    ahead.accept_length, ahead.accept_length_ahead = 2.0, 5.0
     given = [40, 0, 20, 2, 10, 30, 1]
     assert dealt(ahead, given, len(given)) == [[1], [30], [10], [2], [20], [0], [40]]
 

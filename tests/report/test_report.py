@@ -211,7 +211,7 @@ def test_ten_thousand_steps_of_64_workers_make_a_small_page_in_little_time(tmp_p
     path = write_report([folder])
     assert time.process_time() - start < 30  # a few seconds on a machine with nothing else to do
     assert path.stat().st_size < 10 * 2**20
-    assert len(read_run(folder).steps) == 10_000
+    assert "10,000 of 3 steps" in text_of(path)
 
 
 # -- several runs ------------------------------------------------------------------------------------------------------

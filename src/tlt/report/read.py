@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ class Run:
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: list[dict[str, Any]] = field(default_factory=list)
     timelines: dict[int, list[Span]] = field(default_factory=dict)
-    states: Counter[str] = field(default_factory=Counter)
+    states: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Worker seconds by state, over all steps."""
     workers: int = 0
     replayed: int = 0

@@ -26,7 +26,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
         with telling(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
             GenerationConfig.from_pretrained(folder)
     with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
-        both: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
@@ -34,7 +34,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
             use_safetensors=True,
             output_loading_info=True,
         )
-    model, loaded = both
+        model, loaded = found
     for what, names in (("lack", loaded["missing_keys"]), ("hold", loaded["unexpected_keys"])):
         if names:  # transformers would draw the former at random, and leave out the latter
             raise ModelError(
