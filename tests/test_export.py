@@ -243,9 +243,9 @@ def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: P
     layer = EagleLayer(old.options)
     target = make_target(config.model)
     target.load(read_safetensors(config.model.path), 0)
-    replica = SpotTrainer(layer, target, DrafterTrainConfig(), 0).replica()
-    assert replica
-    write(run / "drafter", layer.options, 3, replica, 0.5)
+    state = SpotTrainer(layer, target, DrafterTrainConfig(), 0).state()
+    assert state
+    write(run / "drafter", layer.options, 3, state, 0.5)
     export(run, tmp_path / "out", "vllm", "float32")
     tensors = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in checkpoint_tensors(layer).items())
