@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, Qwen2Config
 
 from tlt.config import DataConfig
-from tlt.data import encoder
+from tlt.data import DataError, encoder
 from tlt.engine.spelling import Detokenizer
 from tlt.files import read_json
 from tlt.model_files import model_files, write_files
@@ -143,7 +143,7 @@ def test_a_prompt_that_ends_with_the_end_token_is_refused(tmp_path: Path) -> Non
     ends_texts(words)
     template = "{{ messages[0]['content'] }}"
     found = load_tokenizer(a_folder(tmp_path, words, chat_template=template))
-    with pytest.raises(ModelError, match=r"ends every text with <eos>.*post_processor in tokenizer\.json"):
+    with pytest.raises(DataError, match=r"ends every text with <eos>.*post_processor in tokenizer\.json"):
         encoder(found, DataConfig(path="p.jsonl"))
     assert len(encoder(found, DataConfig(path="p.jsonl", chat=True))("ab")) == 2, "a template has its own tokens"
 

@@ -17,7 +17,6 @@ from tlt.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text
 from tlt.config import DataConfig, EvalConfig
 from tlt.files import is_text
 from tlt.tables import DataError, read_rows
-from tlt.tokenizer import refuse_end_token
 from tlt.types import Prompt, column
 from tlt_rl import install_hint
 
@@ -99,7 +98,7 @@ def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, trai
 def encoder(tokenizer: Any, config: DataConfig) -> Encode:
     """Prompt -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
     if not config.chat:
-        refuse_end_token(tokenizer)
+        _refuse_end_token(tokenizer)
 
         def plain(question: Question) -> Sequence[int]:
             if not isinstance(question, str):
@@ -119,6 +118,15 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
         return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
 
     return encode
+
+
+def _refuse_end_token(tokenizer: Any) -> None:
+    """Raise DataError if the tokenizer ends every text with the end token: the response would begin behind it."""
+    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+        raise DataError(
+            f"the tokenizer ends every text with {tokenizer.eos_token}, so that a prompt is over before its response: "
+            "remove that token from post_processor in tokenizer.json, or set data.chat = true"
+        )
 
 
 def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:

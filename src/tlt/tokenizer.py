@@ -54,15 +54,6 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def refuse_end_token(tokenizer: Any) -> None:
-    """Raise ModelError if the tokenizer ends every text with the end token: the response would begin behind it."""
-    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
-        raise ModelError(
-            f"the tokenizer ends every text with {tokenizer.eos_token}, so that a prompt is over before its response: "
-            "remove that token from post_processor in tokenizer.json, or set data.chat = true"
-        )
-
-
 def _as_the_file_says(loaded: Any, path: Path) -> Any:
     """Return `loaded`, or a tokenizer from tokenizer.json itself if the two differ."""
     file = Tokenizer.from_file(str(path / "tokenizer.json"))

@@ -110,6 +110,12 @@ def test_the_process_is_another_one_and_kept_between_calls(isolated: IsolatedSco
     assert first == second != os.getpid()
 
 
+def test_a_reward_process_imports_neither_torch_nor_transformers() -> None:
+    """Each process would take 230 MB and four seconds more."""
+    code = "import sys, tlt.rewards.isolated; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_signals_to_the_whole_group_do_not_reach_it(isolated: IsolatedScore) -> None:
     process = int(judged(isolated, "child").reward or 0)
     for number in (signal.SIGINT, signal.SIGTERM):
