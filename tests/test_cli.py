@@ -122,8 +122,8 @@ def test_the_help_of_every_command_explains_its_options_and_shows_their_defaults
                 options += 1
                 assert f"(default: {action.default})" in text
     assert options > 20
-    assert "--seed SEED of the noise that samples the tokens (default: 0)" in shown["tlt generate"]
-    assert "suffix: repeats earlier text" in shown["tlt generate"]
+    assert "--seed SEED seed of the sampling (default: 0)" in shown["tlt generate"]
+    assert "suffix: copies earlier text" in shown["tlt generate"]
     assert not [text for text in shown.values() if re.search(r"\(default: (None|False|\[\])?\)", text)]
 
 

@@ -89,8 +89,9 @@ def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> Non
     _, _, (many, losses) = undisturbed
     for one, other, loss in zip(lines, many, losses, strict=True):
         assert {key: one[key] for key in other} == json.loads(json.dumps(other))
-        # two shards round sums otherwise than one, and Adam makes more of it from step to step
-        assert one["update"]["loss"] == pytest.approx(loss, rel=1e-7, abs=1e-12)
+        # Each shard computes a prompt's gradient once for its responses, so the sums are rounded otherwise: by 1e-7, as
+        # transformers' RMSNorm computes in float32. Adam makes more of it from step to step.
+        assert one["update"]["loss"] == pytest.approx(loss, rel=2e-6, abs=1e-12)
 
 
 @given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))

@@ -31,10 +31,12 @@ class Rule:
     better: float = 1.02
     """factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
     burst: int = 8
-    """candidates in a row that may fail before training rests, and rollouts in the running mean of the acceptance"""
+    """candidates in a row that may fail before training rests"""
     rest_share: float = 0.05
     """worker seconds of training at rest per second of rollout. Training slows a neighbour on the same CPU by 8 to
     17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
+    averaged: int = 8
+    """rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
     """fraction of the running mean of the acceptance rate below which a rollout counts as fallen"""
     times: int = 2
@@ -148,7 +150,7 @@ class Schedule:
             self._begin_burst(acceptance)
             return True
         if not self.low:
-            self.acceptance += (acceptance - self.acceptance) / self.rule.burst
+            self.acceptance += (acceptance - self.acceptance) / self.rule.averaged
         return False
 
     def _begin_burst(self, acceptance: float) -> None:
