@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tlt.draft.schedule import Due, Evaluation, Rule, Schedule, SpotReport, sum_evaluations
 
-RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, rest_share=0.125, fallen=0.8, times=2)
+RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
 BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
 
 
