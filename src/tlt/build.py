@@ -28,9 +28,9 @@ from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.files import read_json, telling
+from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
-from tlt.models.weights import read_safetensors
 from tlt.progress import working
 from tlt.tokenizer import load_tokenizer
 from tlt.trace import Tracer
@@ -90,7 +90,7 @@ def open_target(config: Config, folder: str | Path, trains: bool = False) -> Tar
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
         target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
-        target.load(read_safetensors(folder), 0)
+        target.load(folder_weights(folder, target.dtype), 0)
         return target
     return _load_target(config.model, folder)
 
@@ -198,14 +198,14 @@ def steps_ahead(config: SpeculationConfig) -> int:
 
 def make_target(config: ModelConfig) -> Decoder:
     """An empty decoder for the model folder; `load` gives it weights. Raises ModelError."""
-    return Decoder(decoder_options(read_config(config.path)), torch_dtype(config), torch_device(config))
+    return decoder_for(read_config(config.path), torch_dtype(config), torch_device(config))
 
 
 def _load_target(config: ModelConfig, folder: str | Path) -> Decoder:
     """A decoder with the weights of a folder. Raises ModelError."""
     target = make_target(config)
     with working(f"load {folder}"):
-        target.load(read_safetensors(folder), version=0)
+        target.load(folder_weights(folder, target.dtype), version=0)
     return target
 
 

@@ -24,9 +24,9 @@ from tlt.export_check import check_drafter, check_in_new_process, write_facts
 from tlt.files import read_json, refuse_to_overwrite, share
 from tlt.model_files import model_files, write_files
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
+from tlt.models.hugging_face import load_model, save_model
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
-from tlt.rl.hugging_face import load_model, save_model
 from tlt.rl.lora import FILE as ADAPTERS
 from tlt.rl.lora import whole_model
 from tlt.tokenizer import load_tokenizer

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tlt.draft.eagle import DrafterError
 from tlt.files import read_json
 from tlt.models.families import DecoderOptions, ModelError, decoder_options
+from tlt.models.hugging_face import is_tied
 from tlt.models.weights import sha256
-from tlt.rl.hugging_face import is_tied
 from tlt.tokenizer import PROBES, load_tokenizer
 
 _PROMPTS, _NEW = PROBES[1:4], 8  # texts, and greedy tokens that each is continued by

@@ -75,6 +75,7 @@ class Both:
         lengths: Sequence[int],
         sees: Tensor,
         written: tuple[list[tuple[int, int]], Tensor] | None = None,
+        window: int | None = None,
     ) -> None:
         """The last of `passes` (those before it stay as nodes) against the plain model; sees [B, N, all nodes]."""
         *_, now = passes
@@ -83,11 +84,13 @@ class Both:
             key, value = now[layer].key.flatten(0, 1), now[layer].value.flatten(0, 1)
             if written:
                 key, value = written[1][layer]
-            got = self.slots.attend(plan, layer, now[layer].query.flatten(0, 1), key, value).view(rows, nodes, -1)
+            query = now[layer].query.flatten(0, 1)
+            got = self.slots.attend(plan, layer, query, key, value, window).view(rows, nodes, -1)
             keys, values = (torch.cat([p[layer][i] for p in passes], dim=1) for i in (1, 2))
             for b in range(rows):
-                held = [self.plain[layer][first + b, p] for p in range(starts[b], lengths[b])]
                 for n in range(nodes):
+                    start = max(starts[b], lengths[b] + int(sees[b, n].sum()) - window) if window else starts[b]
+                    held = [self.plain[layer][first + b, p] for p in range(start, lengths[b])]
                     seen = held + [(keys[b, m], values[b, m]) for m in sees[b, n].nonzero().flatten().tolist()]
                     want = plainly(now[layer].query[b, n], *(torch.stack(x) for x in zip(*seen, strict=True)))
                     assert torch.allclose(got[b, n], want, rtol=0, atol=1e-10), (layer, b, n)
@@ -126,9 +129,10 @@ def test_trees_behind_rows_of_any_lengths(data: st.DataObject) -> None:
     for b, length in enumerate(lengths):
         both.commit(first + b, range(length))
     tree = a_tree(data, len(lengths), nodes) if data.draw(st.booleans()) else None
-    plan = both.slots.plan(first, lengths, nodes, tree)
     sees = a_chain(len(lengths), 0, nodes) if tree is None else tree
-    both.check(plan, first, [both.new(len(lengths), nodes)], [0] * len(lengths), lengths, sees)
+    plan = both.slots.plan(first, lengths, nodes, tree, None if tree is None else sees.sum(-1) - 1)
+    for window in (None, nodes, data.draw(st.integers(nodes, 40))):  # a window is as wide as a tree is deep, or wider
+        both.check(plan, first, [both.new(len(lengths), nodes)], [0] * len(lengths), lengths, sees, window=window)
 
 
 def test_rows_of_very_different_lengths_are_cut_into_spans() -> None:

@@ -18,7 +18,7 @@ from tlt.engine.parking import Parking
 from tlt.engine.rows import RowTable
 from tlt.engine.scheduler import Scheduler
 from tlt.models.decoder import Decoder
-from tlt.models.families import FAMILIES, DecoderOptions, ModelError, decoder_options, read_config
+from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors, sha256
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -73,12 +73,11 @@ def test_a_sound_folder_loads(folder: Path) -> None:
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gemma2", None, 7])
-def test_an_unknown_model_type_is_refused_with_the_known_ones(folder: Path, kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["vit", None, 7])
+def test_a_model_type_that_is_no_causal_language_model_is_refused(folder: Path, kind: Any) -> None:
     change_config(folder, model_type=kind)
     message = refusal(folder)
     assert repr(kind) in message
-    assert all(family in message for family in FAMILIES)
 
 
 def test_a_folder_without_config_is_refused(folder: Path) -> None:
@@ -148,10 +147,6 @@ DISAGREEING: dict[str, tuple[dict[str, Any], str]] = {
         "layer_types",
     ),
     "layers of another kind": ({"model_type": "qwen2", "layer_types": ["chunked_attention"]}, "chunked_attention"),
-    "a family that transformers sees behind it": (
-        {"model_type": "mistral", "layer_types": ["full_attention"]},
-        "'ministral'",
-    ),
     "a rope that turns a part of each head": (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25}},
         "partial_rotary_factor",

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from tlt.files import read_json
 from tlt.models.families import decoder_options
-from tlt.rl.hugging_face import save_model
+from tlt.models.hugging_face import save_model
 
 FACTORS = [1.0 + 0.1 * i for i in range(4)]
 HALF = {"original_max_position_embeddings": 256}

@@ -89,10 +89,12 @@ class AttentionBackend(Protocol):
         NaN."""
         ...
 
-    def plan(self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None) -> Any:
+    def plan(
+        self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
+    ) -> Any:
         """A pass of the target, for `attend`, over slots first .. first + B: each row adds `new` nodes behind its
-        `lengths` committed positions. A node sees all of these, and of the nodes those that `visible` [B, N, N] says
-        (None: those before it and itself)."""
+        `lengths` committed positions, `depths` [B, N] positions behind them (None: one after the other). A node sees
+        all of these, and of the nodes those that `visible` [B, N, N] says (None: those before it and itself)."""
         ...
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> Any:
@@ -107,7 +109,9 @@ class AttentionBackend(Protocol):
         row, the only one)."""
         ...
 
-    def attend(self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
+    ) -> Tensor:
         """Write key and value [B * N, K, E] (or those of `written`); attend query [B * N, H, E] scaled by E ** -0.5
-        -> [B * N, H * E]. Softmax in float32 or wider."""
+        -> [B * N, H * E]. Softmax in float32 or wider. A `window` limits a node to so many tokens, itself included."""
         ...

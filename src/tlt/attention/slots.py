@@ -45,6 +45,10 @@ class SlotPlan(NamedTuple):
     """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None: all is visible"""
     ahead: _Ahead | None
     """of a draft's plan"""
+    positions: Tensor | None = None
+    """[B, N] of the nodes of a target's pass"""
+    windowed: dict[int, list[Tensor | None]] | None = None
+    """biases of layers that attend to so many tokens alone, by their window"""
 
 
 class _Ahead(NamedTuple):
@@ -111,7 +115,9 @@ class SlotAttention:
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None) -> SlotPlan:
+    def plan(
+        self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
+    ) -> SlotPlan:
         longest = max(lengths)
         assert longest + new <= self.tokens, "the cache makes room before a pass"
         places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
@@ -122,7 +128,9 @@ class SlotAttention:
             rows = slice(span.low, span.high)
             seen = None if visible is None else visible[rows]
             biases.append(self._by_query(self._bias(beyond[rows, : span.tokens], seen, new)))
-        return SlotPlan(first, 0, new, self._both(places), spans, biases, None)
+        if depths is None:
+            depths = torch.arange(new, device=committed.device)
+        return SlotPlan(first, 0, new, self._both(places), spans, biases, None, committed[:, None] + depths, {})
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
         rows, size, longest = len(lengths), self.tokens, max(lengths)
@@ -206,7 +214,28 @@ class SlotAttention:
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def attend(self, plan: SlotPlan, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _biases(self, plan: SlotPlan, window: int | None) -> list[Tensor | None]:
+        """A node's index is its position in a chain. In a tree it is larger, and no window is narrower than a tree is
+        deep, so that the nodes of a tree are never outside it."""
+        if window is None or plan.positions is None or plan.windowed is None:
+            return plan.biases
+        if window not in plan.windowed:
+            plan.windowed[window] = [
+                self._within(window, plan.positions[span.low : span.high, :, None], span.tokens, bias)
+                for span, bias in zip(plan.spans, plan.biases, strict=True)
+            ]
+        return plan.windowed[window]
+
+    def _within(self, window: int, positions: Tensor, tokens: int, bias: Tensor | None) -> Tensor | None:
+        if tokens <= window:
+            return bias
+        outside = torch.arange(tokens, device=positions.device) <= positions - window
+        narrow = torch.where(outside, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
+        return self._by_query(narrow) if bias is None else self._by_query(narrow) + bias
+
+    def attend(
+        self, plan: SlotPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
+    ) -> Tensor:
         both, size = self.layers[layer], self.shape.head_dim
         both.view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
         # the queries that share a key-value head become the rows of one matmul: keys are never repeated
@@ -216,7 +245,7 @@ class SlotAttention:
         folded = query.reshape(-1, self.queries_per_kv * plan.nodes, size)
         parts = [
             self._attend_span(folded, both, plan.first, span, bias)
-            for span, bias in zip(plan.spans, plan.biases, strict=True)
+            for span, bias in zip(plan.spans, self._biases(plan, window), strict=True)
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         if plan.nodes > 1:

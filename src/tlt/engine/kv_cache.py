@@ -93,7 +93,7 @@ class KVCache:
         """A pass of the target over slots first .. first + B, for `store.attend`."""
         if self.ledger:
             self.ledger.wrote(first, lengths, trees, version)
-        return self.store.plan(first, lengths, trees.tokens.shape[1], trees.visible)
+        return self.store.plan(first, lengths, trees.tokens.shape[1], trees.visible, trees.depths)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.store.copy(source, target, length)

@@ -28,7 +28,7 @@ class OlderTarget:
     request is decoded once a step, for all modes."""
 
     def __init__(self, target: Decoder, config: EngineConfig, detokenize: Detokenizer) -> None:
-        self.target = Decoder(target.options, target.dtype, target.device)
+        self.target = target.empty()
         self.config, self.detokenize = config, detokenize
         self.store = AheadStore(MOST_TOKENS)
         self._weights: dict[int, Mapping[str, Tensor]] = {}

@@ -23,8 +23,7 @@ from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_impossible, refuse_version
 from tlt.integrations.trl_weights import Trained
-from tlt.models.decoder import Decoder
-from tlt.models.families import known_options
+from tlt.models.choose import decoder_for
 from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats
@@ -69,8 +68,7 @@ class _Process:
     def __init__(self, trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> None:
         config = _config(trainer, speculation, engine)
         self.trained = Trained(trainer)
-        options = known_options(self.trained.model.config)
-        self.target = Decoder(options, self.trained.dtype, trainer.accelerator.device)
+        self.target = decoder_for(self.trained.model.config, self.trained.dtype, trainer.accelerator.device)
         self.place, self.updates = _Place(), 0
         self._take_weights(trainer)
         trainer.add_callback(_AfterEvaluation(self.place))

@@ -20,9 +20,8 @@ from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.protocol import RolloutEngine
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.verl_terms import Seeds, law_of, refuse
-from tlt.models.decoder import Decoder
-from tlt.models.families import decoder_options, read_config
-from tlt.models.weights import read_safetensors
+from tlt.models.choose import decoder_for, folder_weights
+from tlt.models.families import read_config
 from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Request, Response
 
@@ -41,8 +40,8 @@ class Server:
         tokenizer = load_tokenizer(folder)
         self.stops = stop_token_ids(folder, tokenizer)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        target = Decoder(decoder_options(read_config(folder)), getattr(torch, rollout.dtype), torch.device(device))
-        target.load(read_safetensors(folder), 0)
+        target = decoder_for(read_config(folder), getattr(torch, rollout.dtype), torch.device(device))
+        target.load(folder_weights(folder, target.dtype), 0)
         self.longest = target.options.max_positions
         engine, self.training = adaptive_engine(_config(rollout, folder, replica), target, tokenizer)
         self.awake = True

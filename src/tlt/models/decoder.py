@@ -22,9 +22,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Attend(Protocol):
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep key and value [B * N, K, E] of the new tokens; attend query [B * N, H, E] over all kept, scaled by
-        E ** -0.5 -> [B * N, H * E]."""
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        """Keep key and value [B * N, K, E] of the new tokens; attend query [B * N, H, E] over all kept, or the last
+        `window` of them, scaled by E ** -0.5 -> [B * N, H * E]."""
         ...
 
 
@@ -75,6 +75,10 @@ class Decoder:
         self.version = -1
         self.layers: list[Layer] = []
         self._cis = rotary_table(options, dtype, device)
+
+    def empty(self) -> Decoder:
+        """Return another target of the same shape, without weights."""
+        return Decoder(self.options, self.dtype, self.device)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:

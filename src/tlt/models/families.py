@@ -1,4 +1,8 @@
-"""Hugging Face config -> decoder options. A new family is one entry of FAMILIES, if its layer has the same shape."""
+"""Hugging Face config -> decoder options.
+
+The fused decoder (decoder.py) knows the families of FAMILIES. Every other causal language model of transformers is
+decoded by its own code (generic.py), if all its state is keys and values.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tlt.files import hub_download, read_json, telling
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+LAYERS = {"full_attention", "sliding_attention"}
 
 ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
@@ -109,22 +115,23 @@ def _refuse_padding(path: Path, config: Any) -> None:
         )
 
 
-def known_options(config: Any) -> DecoderOptions:
-    """Of a model in memory. Raises ModelError."""
-    _check_family(Path(config.name_or_path or "the model"), config.model_type)
-    return decoder_options(config)
-
-
 def _check_family(path: Path, kind: Any) -> None:
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ModelError(f"{path}: model_type {kind!r} is not known to the rollout decoder; known are {known}")
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"{path}: model_type {kind!r} is no causal language model of the installed transformers: give another "
+            "model, or install a version that has it"
+        )
+
+
+def is_fused(config: PreTrainedConfig) -> bool:
+    """Return whether the fused decoder knows the family."""
+    return config.model_type in FAMILIES
 
 
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
-    """Options of the decoder for a known family. Raises ModelError for a variant it does not do."""
+    """Return the sizes of a model and what its decoder needs. Raises ModelError for a variant that it does not do."""
     with telling(ModelError, "config.json does not make a model", "see the types and sizes of its fields"):
-        options = _options(config)
+        options = _options(config) if is_fused(config) else _generic_options(config)
         _refuse_sizes(options)
     return options
 
@@ -178,16 +185,44 @@ def _options(config: PreTrainedConfig) -> DecoderOptions:
     )
 
 
+def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
+    """The fields of the fused decoder's layers describe the learned drafter's layer here."""
+    c: Any = config
+    _refuse_untrainable(c)
+    if unknown := set(getattr(c, "layer_types", None) or ()) - LAYERS:
+        raise ModelError(f"config.json has layers of type {min(unknown)!r}: {_KEYS_AND_VALUES}")
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 1e4)
+    limit, limited_by = _trained_positions(c)
+    return DecoderOptions(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_layers=c.num_hidden_layers,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        head_dim=head_dim,
+        intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
+        qk_norm=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        tied=c.tie_word_embeddings,
+        max_positions=limit,
+        limited_by=limited_by,
+        inv_freq=theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim),
+        attention_scaling=1.0,
+    )
+
+
+_KEYS_AND_VALUES = "tlt's engine decodes models whose only state is keys and values"
+
+
 def _refuse_unknown(c: Any) -> None:
     """What transformers, and with it the policy, would do and the decoder would not."""
     if c.hidden_act != "silu":
         raise ModelError(f"hidden_act {c.hidden_act!r} is not known to the rollout decoder; known is silu")
-    if not getattr(c, "is_causal", True):
-        raise ModelError("config.json has is_causal = false, but tokens are decoded one after the other: remove it")
-    if getattr(c, "quantization_config", None) is not None:
-        raise ModelError("config.json has a quantization_config, and such weights cannot be trained: dequantize them")
-    if getattr(c, "transformers_weights", None):
-        raise ModelError("config.json has transformers_weights, but tlt reads model.safetensors: rename the file")
+    _refuse_untrainable(c)
     window = getattr(c, "sliding_window", None)
     if window is not None and window < 1:
         raise ModelError(f"config.json has sliding_window = {window}: give the tokens that it spans, or null for all")
@@ -197,6 +232,15 @@ def _refuse_unknown(c: Any) -> None:
             f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, and the rollout decoder "
             f"knows only {', '.join(sorted(known))} there"
         )
+
+
+def _refuse_untrainable(c: Any) -> None:
+    if not getattr(c, "is_causal", True):
+        raise ModelError("config.json has is_causal = false, but tokens are decoded one after the other: remove it")
+    if getattr(c, "quantization_config", None) is not None:
+        raise ModelError("config.json has a quantization_config, and such weights cannot be trained: dequantize them")
+    if getattr(c, "transformers_weights", None):
+        raise ModelError("config.json has transformers_weights, but tlt reads model.safetensors: rename the file")
 
 
 def _rotary_embedding(config: Any, head_dim: int) -> Any:
@@ -225,12 +269,17 @@ def _last_line(error: Exception) -> str:
 def _max_positions(config: Any) -> tuple[int, str]:
     """The longest sequence whose cached keys stay valid, and the field that says so: past it these ropes change
     frequency, and a window cuts the context."""
-    rope = config.rope_parameters or {}
-    limits = [(config.max_position_embeddings, "max_position_embeddings")]
-    if rope.get("rope_type") == "longrope":  # "dynamic" keeps its frequencies up to max_position_embeddings
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        limits.append((original, "original_max_position_embeddings"))
+    limits = [_trained_positions(config)]
     typed = config.model_type in ("qwen2", "qwen3")  # others have the window in every layer
     if getattr(config, "sliding_window", None) and (not typed or "sliding_attention" in config.layer_types):
         limits.append((config.sliding_window, "sliding_window"))
     return min(limits, key=lambda limit: limit[0])
+
+
+def _trained_positions(config: Any) -> tuple[int, str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    most = config.max_position_embeddings
+    if rope.get("rope_type") == "longrope":  # "dynamic" keeps its frequencies up to max_position_embeddings
+        original = rope.get("original_max_position_embeddings") or most
+        return min((most, "max_position_embeddings"), (original, "original_max_position_embeddings"))
+    return most, "max_position_embeddings"

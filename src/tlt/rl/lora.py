@@ -13,8 +13,8 @@ from torch import Tensor
 from tlt.config.lora import LoraConfig
 from tlt.files import read_json
 from tlt.models.families import ModelError
+from tlt.models.hugging_face import is_tied, load_model
 from tlt.models.weights import folder_sha256
-from tlt.rl.hugging_face import is_tied, load_model
 from tlt.rl.policy import Policy
 from tlt_rl import install_hint
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
+from tlt.models.hugging_face import checkpoint_layers, load_model, save_model
 from tlt.rl.batching import MicroBatch
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.groups import advantages_of
-from tlt.rl.hugging_face import checkpoint_layers, load_model, save_model
 from tlt.rl.logprobs import old_logprobs, rollout_logprobs, sequence_logits, token_logprobs
 from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
 from tlt.rl.optimizer import adamw, load_moments, moments_of

@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.models import weights
+from tlt.models.hugging_face import save_model
 from tlt.rl.batching import MicroBatch
-from tlt.rl.hugging_face import save_model
 from tlt.rl.parallel import Alone, ProcessGroup, broken, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch

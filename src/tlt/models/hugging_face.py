@@ -1,4 +1,4 @@
-"""The Hugging Face model that is trained."""
+"""Models of transformers: loaded, saved, and trained with activation checkpoints."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
             attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
+            **experts_in(dtype),
         )
         model, loaded = found
     for what, names in (("lack", loaded["missing_keys"]), ("hold", loaded["unexpected_keys"])):
@@ -43,6 +44,11 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
     model.to(device)
     model.eval()  # no dropout: old and new log-probs must come from the same function
     return model
+
+
+def experts_in(dtype: torch.dtype) -> dict[str, str]:
+    """Return the settings of a mixture of experts. The grouped product of torch has no float64."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

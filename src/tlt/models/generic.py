@@ -1,0 +1,187 @@
+"""A target of any family: transformers' own model, with the engine's attention.
+
+The attention function is registered with transformers, so it serves every model whose layers use that registry. Norms,
+rotary embeddings, experts and the scalings of embeddings and logits are the family's own code. Products with a weight
+are those of the fused decoder (product.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from tlt.files import telling
+from tlt.models.decoder import Attend, Decoder
+from tlt.models.families import DecoderOptions, ModelError
+from tlt.models.hugging_face import experts_in
+from tlt.models.product import Product
+from tlt.types import MOST_GUESSES
+
+_NAME = "tlt_engine"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_REMEDY = "try engine.backend = 'vllm', or give another model"
+_LINEAR = 1e-4  # relative to the largest logit
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    engine_attends: Attend | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Give the engine query [B, H, N, E], key and value [B, K, N, E] of the new tokens -> [B, N, H * E].
+
+    Raises ValueError for an argument that the engine does not honour."""
+    if engine_attends is None:
+        raise ValueError("its layers do not pass the arguments of a forward pass to their attention")
+    if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
+        raise ValueError(f"its attention uses {names[0]}")
+    rows, heads, new, size = query.shape
+    if sliding_window is not None and sliding_window <= MOST_GUESSES:
+        raise ValueError(f"its window of {sliding_window} tokens is narrower than a draft may be deep")
+    if value.shape[-1] != size:
+        raise ValueError(f"its values have {value.shape[-1]} dimensions a head, and its queries {size}")
+    if scaling is not None and scaling != size**-0.5:
+        query = query * (scaling * size**0.5)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    layer: Any = module.layer_idx
+    return engine_attends(layer, query, key, value, sliding_window).view(rows, new, heads, size), None
+
+
+AttentionInterface.register(_NAME, attend)
+AttentionMaskInterface.register(_NAME, lambda *arguments, **settings: None)
+
+
+class GenericDecoder(Decoder):
+    """The target in the engine for a family that the fused decoder does not know."""
+
+    def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device, config: Any) -> None:
+        super().__init__(options, dtype, device)
+        self.config = copy.deepcopy(config)
+        self.config._attn_implementation = _NAME
+
+    def empty(self) -> GenericDecoder:
+        return GenericDecoder(self.options, self.dtype, self.device, self.config)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], version: int) -> None:
+        kind = self.config.model_type
+        undecodable = partial(telling, ModelError, f"tlt's engine does not decode models of type {kind}", _REMEDY)
+        with undecodable(), no_init_weights():
+            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, **experts_in(self.dtype))
+        with telling(ModelError, f"the weights of this {kind} do not fit its config.json", "fetch or save it again"):
+            model.load_state_dict(state)
+        model.to(self.device).eval().requires_grad_(False)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        _pack(model)
+        self.model, self.own_logits, self.embedding = model.base_model, _HeadAlone(model), embedding
+        with undecodable():
+            if self.version < 0:
+                self._check_layers()
+            self.head = head * self._logit_scale(head)
+        self.to_logits = Product(self.head, shared=True)
+        self.version = version
+
+    def _check_layers(self) -> None:
+        """Raise ValueError for a model that keeps anything but keys and values of the sizes that config.json says."""
+        o, layers = self.options, list[int]()
+
+        def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+            sizes = [list(x.shape[1:]) for x in (query, key)]
+            if sizes != [[o.num_heads, o.head_dim], [o.num_kv_heads, o.head_dim]]:
+                raise ValueError(f"it has queries and keys of {sizes[0]} and {sizes[1]} heads and dimensions")
+            layers.append(layer)
+            return query.flatten(1)
+
+        tokens = torch.arange(2, device=self.device)[None]
+        self.forward(tokens, tokens, watch)
+        if sorted(layers) != list(range(o.num_layers)):
+            raise ValueError(f"{len(set(layers))} of its {o.num_layers} layers keep keys and values, and nothing else")
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
+        tapped = bool(taps)
+        found = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            output_hidden_states=tapped,
+            engine_attends=attend,
+        )
+        for layer in taps or ():
+            taps[layer] = found.hidden_states[layer].flatten(0, 1)
+        return found.last_hidden_state
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.own_logits(hidden.reshape(1, -1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+    def _logit_scale(self, head: Tensor) -> float:
+        """Return the factor between the model's logits and its head's product, which a drafter multiplies with alone.
+
+        It is 1 where the two are not proportional, as with a soft cap. Then drafts of a learned drafter are worse."""
+        hidden = torch.linspace(-1, 1, head.shape[1], dtype=self.dtype, device=self.device)[None]
+        plain, own = (hidden @ head.t()).double(), self.logits(hidden).double()
+        scale = float((plain * own).sum() / plain.square().sum())
+        return scale if (own - scale * plain).abs().max() <= _LINEAR * own.abs().max() else 1.0
+
+
+class _Given(nn.Module):
+    """Stands for all layers, where the hidden states after them are known."""
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """What a base model returns, without all that the head does not read."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class _HeadAlone:
+    """A causal language model's own way from hidden states after the final norm to logits."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = copy.copy(model)
+        self.model._modules = model._modules | {model.base_model_prefix: _Given()}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[B, N, D] -> [B, N, V]"""
+        return self.model(inputs_embeds=hidden, use_cache=False).logits
+
+
+class _PackedLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.product = Product(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _pack(model: nn.Module) -> None:
+    """Replace linear layers, whose weights change only at a sync."""
+    for module in model.modules():
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, _PackedLinear(child))

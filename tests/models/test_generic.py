@@ -1,0 +1,113 @@
+"""Families that the fused decoder does not know, decoded by transformers' own code with the engine's attention."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import qwen3
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import families
+
+from tlt.models.choose import decoder_for, folder_weights
+from tlt.models.decoder import Decoder
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.generic import GenericDecoder
+from tlt.rl.parity import take_weights
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["cohere", "gemma3_text", "gpt2", "granite", "mixtral", "olmo2", "phi3"])
+def test_tokens_are_those_of_transformers_plain_and_drafted_before_and_after_an_update(name: str) -> None:
+    """Among them are windows shorter than the text, scaled logits, experts, learned positions and fused weights."""
+    assert families.try_family(name) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gpt_oss", "scaled_dot_product_attention|s_aux"),
+        ("minimax", "layers of type 'linear_attention'|keep keys and values"),
+        ("stablelm", "do not pass the arguments"),
+        ("deepseek_v3", "does not decode models of type deepseek_v3"),
+        ("mamba", "only state is keys and values"),
+    ],
+)
+def test_a_family_that_cannot_be_decoded_is_refused_with_the_reason(name: str, why: str) -> None:
+    assert re.search(why, families.try_family(name))
+
+
+def small(folder: Path, name: str = "olmo2") -> GenericDecoder:
+    families.save_small(name, folder)
+    target = decoder_for(read_config(folder), torch.float64, CPU)
+    target.load(folder_weights(folder, torch.float64), 0)
+    assert isinstance(target, GenericDecoder)
+    return target
+
+
+def test_it_computes_what_the_fused_decoder_does() -> None:
+    """Hidden states, the states that enter each layer, and logits, of a model that both know."""
+    model = qwen3()
+    options = decoder_options(model.config)
+    fused = Decoder(options, torch.float64, CPU)
+    generic = GenericDecoder(options, torch.float64, CPU, model.config)
+    tokens = torch.arange(12).view(2, 6)
+    found = []
+    for target in (fused, generic):
+        target.load(model.state_dict(), 0)
+        taps = dict.fromkeys((0, 1))
+        hidden = target.forward(tokens, torch.arange(6).expand(2, 6), reference_attention(target), taps)
+        found.append([hidden, taps[0], taps[1], target.logits(hidden), target.to_logits(hidden[0])])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), "transformers takes norms and angles in float32"
+
+
+def reference_attention(target: Decoder):
+    """Values alone: what a token attends to is the engine's business."""
+    share = target.options.num_heads // target.options.num_kv_heads
+    return lambda layer, query, key, value, window=None: value.repeat_interleave(share, dim=1).flatten(1)
+
+
+def test_an_update_of_the_policy_reaches_the_engine_at_the_next_load_alone(tmp_path: Path) -> None:
+    target = small(tmp_path)
+    hidden = torch.ones(1, 1, 64, dtype=torch.float64)
+    model = families.Model(tmp_path)
+    take_weights(target, model, 1)
+    before = target.logits(hidden)
+    model.update()
+    assert torch.equal(target.logits(hidden), before)
+    take_weights(target, model, 2)
+    assert not torch.allclose(target.logits(hidden), before)
+
+
+def test_scaled_logits_are_in_the_head_that_a_drafter_multiplies_with(tmp_path: Path) -> None:
+    target = small(tmp_path, "cohere")
+    hidden = torch.randn(3, 64, dtype=torch.float64)
+    assert torch.allclose(target.to_logits(hidden), target.logits(hidden))
+    assert not torch.allclose(
+        hidden @ families.Model(tmp_path).state_dict()["lm_head.weight"].t(), target.logits(hidden)
+    )
+
+
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    target = small(tmp_path)
+    weights = folder_weights(tmp_path, torch.float64)
+    name = next(iter(weights))
+    with pytest.raises(ModelError, match=r"the weights of this olmo2 do not fit its config\.json"):
+        target.load({**weights, name: weights[name][:-1]}, 1)
+    assert target.version == 0
+
+
+def test_a_window_that_a_draft_may_leave_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma3_text", **families.SIZES, head_dim=16, num_key_value_heads=2, sliding_window=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    target = decoder_for(read_config(tmp_path), torch.float32, CPU)
+    with pytest.raises(ModelError, match="window of 8 tokens"):
+        target.load(folder_weights(tmp_path, torch.float32), 0)
