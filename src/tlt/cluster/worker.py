@@ -133,7 +133,7 @@ class Worker:
 
     def decode(self, work: Work, seconds: float) -> Slice:
         """Decode for this many seconds, but at least one round, or until nothing is left. Raises ValueError for a
-        request that does not fit the engine."""
+        request that cannot be decoded."""
         engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)
         self._enter_rollout(work.rollout, work.drafts, engine)
         began = time.perf_counter()  # after the start-up profile of the first rollout, which does not count
