@@ -52,8 +52,8 @@ class Capacity:
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
     def leave_out(self, index: int, why: str, times: int = 0) -> None:
-        """Go on without the worker until its process has started. If it was left out `times` times because of losses,
-        also wait for a pause that doubles each time. Raises ClusterError if too few workers are left."""
+        """Continue without the worker until its process has started. If it was left out `times` times because of
+        losses, also wait for a pause that doubles each time. Raises ClusterError if too few workers are left."""
         self.awaited.pop(index, None)
         self._told.discard(index)
         pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS

@@ -1,5 +1,5 @@
 """Calls to workers that survive losses. A lost worker is replaced by a copy of another one. If there is no room for the
-new worker, the others go on without it until there is."""
+new worker, the others continue without it until there is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Done(NamedTuple):
     method: str
     result: Any
     lost: bool = False
-    """whether the worker was lost with all its calls; a new one is started, or the run goes on without it"""
+    """whether the worker was lost with all its calls; a new one is started, or the run continues without it"""
 
 
 class Crew:
@@ -45,7 +45,7 @@ class Crew:
     def __init__(
         self, pool: Pool, shards: bool = False, patience: float = math.inf, least: int = 1, grace: float = math.inf
     ) -> None:
-        """A worker that exceeds the timeout of its call counts as lost. `patience`: timeout of short calls in seconds.
+        """`patience`: timeout of short calls in seconds. A worker that exceeds the timeout of its call counts as lost.
         `grace`: timeout in seconds for the start of a worker's process; a worker that exceeds it is left out. `least`:
         smallest number of present workers."""
         self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)

@@ -15,7 +15,7 @@ class WorkerLost(Exception):
 
 
 class ClusterError(ValueError):
-    """The workers cannot go on; the message gives the remedy."""
+    """The workers cannot continue; the message gives the remedy."""
 
 
 class Pool(Protocol):
@@ -57,7 +57,7 @@ class Pool(Protocol):
         ...
 
     def capacity(self) -> str:
-        """Return a clause that says how many workers fit into the cluster."""
+        """Return a clause with the number of workers that fit into the cluster."""
         ...
 
     def last_words(self, index: int) -> str:

@@ -191,7 +191,7 @@ class RayPool:
 
 
 def _why(error: Exception) -> str:
-    """Return a clause that says why a worker was lost, without Ray's long guesses."""
+    """Return a clause with the reason why a worker was lost, without Ray's speculation."""
     lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
     clause = lines[0].partition(". ")[0]
     return "its process is gone" if not clause or "connection error" in clause else clause
@@ -222,7 +222,7 @@ def share_of_cores(index: int, workers: int) -> list[int]:
 
 
 def _import_ray(alone: bool) -> Any:
-    """Import Ray, which reads these environment variables at import. Ray on this machine alone (`alone`) gets a new
+    """Import Ray, which reads these environment variables at import. If Ray is the run's own (`alone`), it gets a new
     token, which is in no file. Raises ConfigError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers have a low priority

@@ -52,8 +52,8 @@ class AheadStore:
         return len(self._kept)
 
     def put(self, found: Iterable[Ahead]) -> None:
-        """Add entries. Each replaces the entry of its request, unless that one is of the same target version and
-        longer."""
+        """Add entries. Each replaces the entry of its request, unless that one is of the same target version and ended
+        or is longer."""
         for ahead in found:
             known = self._kept.get(ahead.seed)
             if not len(ahead.tokens):
@@ -171,7 +171,8 @@ class Pointer:
 
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
-    """Return the position after an occurrence of the tokens `last` that is nearest to `near`; None if there is none."""
+    """Return the position after an occurrence of the tokens `last` that is nearest to `near`; None if there is none.
+    The end of `tokens` does not count."""
     first, *others = last
     places = np.flatnonzero(tokens[:-_CONTEXT] == first) + 1
     for token in others:

@@ -24,7 +24,7 @@ _REFRESH = 8  # rounds between two updates of the table
 
 
 class Calibration:
-    """Counts and acceptance rates of one drafter."""
+    """Acceptance counts of one drafter."""
 
     def __init__(self) -> None:
         self.seen, self.agreed = np.zeros(math.prod(_SHAPE)), np.zeros(math.prod(_SHAPE))

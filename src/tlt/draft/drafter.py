@@ -37,7 +37,7 @@ class Level(NamedTuple):
     alive: np.ndarray
     """[B, W] bool; proposals for other nodes are ignored"""
     law: Law
-    """sampling laws of the B requests"""
+    """sampling parameters of the B requests"""
 
 
 class Candidates(NamedTuple):

@@ -129,7 +129,7 @@ class FeatureWindow:
         return max(self.first[row], self.length[row] - self.window)
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Copies of features [high - low, F] and of the tokens that follow each [high - low]."""
+        """Return copies of the features [high - low, F] and of the tokens that follow each [high - low]."""
         self._settle()
         begin, end = low % self.capacity, low % self.capacity + high - low
         around = max(0, end - self.capacity)
@@ -140,7 +140,7 @@ class FeatureWindow:
 
 
 class FeatureView:
-    """What drafters see of a window. It gives them copies of the window's lists; they must not write to its tensors."""
+    """View of a window for drafters. It gives them copies of the window's lists; they must not write to its tensors."""
 
     def __init__(self, window: FeatureWindow) -> None:
         self._window = window
@@ -153,12 +153,12 @@ class FeatureView:
 
     @property
     def tokens(self) -> Tensor:
-        """The token that follows each entry, [R, C]."""
+        """Token that follows each entry, [R, C]."""
         return self._window.tokens
 
     @property
     def starts(self) -> list[int]:
-        """The oldest entry in use of each live row."""
+        """Oldest entry in use of each active row."""
         return [self._window.start(row) for row in range(self._window.live)]
 
     @property
@@ -167,7 +167,7 @@ class FeatureView:
 
 
 def _grown(ring: Tensor) -> Tensor:
-    """A copy of a ring tensor with room for more rows."""
+    """Return a copy of a ring tensor with room for more rows."""
     larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
     larger[: len(ring)] = ring
     return larger
