@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tlt"
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 # a module may import from its own line and from the lines above it
 LAYERS = (
@@ -85,6 +87,23 @@ def wrong_way(module: str, tree: ast.AST) -> list[str]:
     return sorted(name for name in inner if LAYER_OF[name] > LAYER_OF[module])
 
 
+def imported(module: str) -> set[str]:
+    """First names under tlt that a package or module imports."""
+    names = [name for path in files() if module_of(path) == module for name in imports(parse(path))]
+    return {name.split(".")[1] for name in names if name.startswith("tlt.")} - {module}
+
+
+def reachable(arrows: set[tuple[str, str]], start: str) -> set[str]:
+    """Nodes that the arrows lead to from `start`, directly or by way of others."""
+    found, left = set[str](), [start]
+    while left:
+        new = {there for here, there in arrows if here == left[-1]} - found
+        left.pop()
+        found |= new
+        left += new
+    return found
+
+
 def forbidden(tree: ast.AST) -> list[str]:
     found = [name for name in imports(tree) if name.split(".")[0] in FORBIDDEN_MODULES]
     for node in ast.walk(tree):
@@ -107,6 +126,22 @@ def long_functions(tree: ast.AST) -> list[str]:
 def test_every_module_has_its_place_among_the_layers() -> None:
     unplaced = sorted({module_of(path) for path in files()} - LAYER_OF.keys() - {"__init__"})
     assert not unplaced, f"give {', '.join(unplaced)} a line in LAYERS"
+
+
+def test_the_page_shows_the_imports_between_packages() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## Who may import whom")[1].split("\n## ")[0]
+    arrows = set(re.findall(r"^    (\w+) --> (\w+)$", section, re.MULTILINE))
+    shown = {node for arrow in arrows for node in arrow}
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages - {"config"} <= shown
+    assert not [f"{here} --> {there}" for here, there in arrows if there not in imported(here)]
+    missing = {node: imported(node) & shown - reachable(arrows, node) for node in sorted(shown)}
+    assert not {node: names for node, names in missing.items() if names}
+
+
+def test_reachable_follows_arrows_one_way() -> None:
+    arrows = {("a", "b"), ("b", "c"), ("d", "c")}
+    assert [reachable(arrows, node) for node in "abcd"] == [{"b", "c"}, {"c"}, set(), {"c"}]
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))

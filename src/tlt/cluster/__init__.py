@@ -1,1 +1,1 @@
-"""Where rollouts run: one worker in this process, or many workers on Ray."""
+"""Workers: one in this process, or many on Ray."""

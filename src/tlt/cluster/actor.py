@@ -1,4 +1,4 @@
-"""A worker in a process of Ray's: its cores, its network, its log, and the worker itself."""
+"""A worker in a process of Ray: its cores, its network interface, its log, and the worker itself."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _FIRST_WORDS = "here is worker"
 
 
 class Place(NamedTuple):
-    """Where a worker runs, and what it may use there."""
+    """Place and resources of a worker."""
 
     log_file: str
-    """file for all that its process writes, standard output and errors included"""
+    """file for all output of its process, standard output and errors included"""
     cores: Sequence[int] = ()
-    """the worker's own cores, where all workers are on one machine"""
+    """the worker's own cores, if all workers are on one machine"""
     folder: str = ""
-    """this run's own folder, where all workers are on one machine: they meet there, through no open port"""
+    """the run's own folder, if all workers are on one machine; they meet there, so no port is open"""
 
 
 class Actor:
-    """The Ray actor of a `Worker`, which its first call builds, so that the call raises what building it raises."""
+    """Ray actor of a `Worker`. The first call builds the worker, so an error of the constructor is raised by that
+    call."""
 
     def __init__(self, config: Config, index: int, policy_folder: str, place: Place) -> None:
         self._arguments = config, index, policy_folder
@@ -49,7 +50,7 @@ class Actor:
             raise portable(error) from None
 
     def process(self) -> int:
-        """The process id. This method and the next two run in a thread of their own."""
+        """Return the process id. This method and the next two run in a thread of their own."""
         return os.getpid()
 
     def interrupt(self, number: float) -> None:
@@ -76,16 +77,17 @@ class Actor:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, or a RuntimeError with its text if it cannot be pickled, which Ray takes for a lost worker."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled. Ray takes an error that cannot be
+    pickled for a lost worker."""
     try:
-        copy.deepcopy(error)  # by the protocol of pickle
+        copy.deepcopy(error)  # uses the protocol of pickle
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
 
 def _write_to(path: str) -> None:
-    """Send all that this process writes from now on to this file, the output of libraries and of a crash included."""
+    """Redirect all output of this process to this file, including output of libraries and of a crash."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, sys.stdout.fileno())
@@ -96,14 +98,14 @@ def _write_to(path: str) -> None:
 
 
 def _address_of_this_machine() -> str:
-    """The address of this machine in Ray."""
+    """Return the address of this machine in Ray."""
     import ray
 
     return ray.util.get_node_ip_address()
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has this address; None if none has it."""
+    """Return the name of the network interface that has this address; None if none has it."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -113,7 +115,7 @@ def interface_of(address: str) -> str | None:
 
 
 def last_words(path: str) -> str:
-    """The worker's last line of output, as a clause that names its log; empty if it wrote none."""
+    """Return a clause with the last line of the worker's log and the log's path; empty if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

@@ -1,7 +1,7 @@
 """Look-ahead with many workers: which requests of coming steps are decoded, and by which worker.
 
-Idle workers decode the requests that the cursor takes next, with the present target. A response that has not ended is
-continued at the next occasion: its old tokens are its draft then, so they are verified on the way.
+Idle workers decode the requests that the cursor takes next, with the present target. An unfinished response is
+continued later. Its old tokens are its draft then, so they are verified on the way.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from tlt.cluster.worker import AheadSlice, AheadWork
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.types import Request, RolloutStats, Row
 
-_GOES_ON, _ALIKE = 1.5, 0.5  # expected length of a response: so many times its own so far, or its longest sibling's
+_GOES_ON, _ALIKE = 1.5, 0.5  # factors on a response's length so far, and on that of its longest sibling
 
 
 class LookingAhead:
     def __init__(self, slots: int, most_steps: int, most_tokens: int) -> None:
-        """`slots`: rows that a worker has room for; `most_steps`: number of coming steps that are decoded ahead."""
+        """`slots`: number of rows that fit into a worker. `most_steps`: number of coming steps that are decoded
+        ahead."""
         self.slots, self.most_steps = slots, most_steps
         self.store = AheadStore(most_tokens)
         self.tokens = 0
-        self.accept_length = self.accept_length_ahead = 1.0  # of the last rollout's passes, without and with look-ahead
+        self.accept_length = self.accept_length_ahead = 1.0  # in the last rollout, without and with look-ahead
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
-        self._at: dict[int, list[Request]] = {}  # worker -> what it decodes ahead
-        self._home: dict[int, int] = {}  # seed -> the worker that has its keys and values
+        self._at: dict[int, list[Request]] = {}  # worker -> requests that it decodes ahead
+        self._home: dict[int, int] = {}  # seed -> worker that has its keys and values
         self._given: list[Request] = []  # requests of this rollout
 
     def begin(self, requests: Sequence[Request], coming: Iterable[list[Request]]) -> None:
-        """A rollout of these requests begins. `coming` has the requests of the steps to come, a list for each step."""
+        """Begin a rollout of these requests. `coming` has the requests of the coming steps, one list per step."""
         self._given = list(requests)
         self._coming, self._steps = iter(coming), deque()
         self._at = {}
 
     def since_last(self) -> int:
-        """Number of tokens decoded ahead since the last call of this."""
+        """Return the number of tokens decoded ahead since the last call."""
         tokens, self.tokens = self.tokens, 0
         return tokens
 
     def end(self, stats: RolloutStats) -> None:
-        """Learn how many tokens a pass commits, and forget the drafts of this rollout."""
+        """End the rollout: learn how many tokens a pass commits, and forget the drafts of its requests."""
         if passes := stats.row_passes - stats.ahead_passes:
             self.accept_length = (stats.tokens - stats.ahead_committed) / passes
         if stats.ahead_passes:
@@ -55,22 +56,22 @@ class LookingAhead:
             self._home.pop(request.seed, None)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
-        """Of requests that will come again."""
+        """Add drafts of requests that will come again."""
         self.store.put(drafts)
 
     def was_lost(self, row: Row, tokens: Sequence[int], version: int) -> None:
-        """A worker that decoded this row was lost. The tokens that it had reported are right, so they draft the row
-        when it begins anew."""
+        """Keep the tokens that a lost worker had reported for this row. They are correct, so they are the draft when
+        the row starts again."""
         known = self.store.get(row.request)
         rest = known.tokens[len(tokens) :].tolist() if known else ()
         self.store.put([Ahead.of(replace(row, tokens=list(tokens)), version, rest)])
 
-    # -- who decodes what ----------------------------------------------------------------------------------------------
+    # -- assignment ----------------------------------------------------------------------------------------------------
 
     def work(self, worker: int, rollout: int, idle: int) -> AheadWork | None:
-        """What this one of `idle` idle workers decodes next. The requests that have not ended are dealt out among these
-        workers. Requests whose keys and values the worker holds come first; those that another worker holds come last,
-        as they would have to be computed again."""
+        """Return the requests that this worker decodes next. There are `idle` idle workers, and the unfinished requests
+        are divided among them. Requests whose keys and values this worker holds come first. Those that another worker
+        holds come last, because they would have to be recomputed."""
         others = {index: requests for index, requests in self._at.items() if index != worker}
         elsewhere = {request.seed for requests in others.values() for request in requests}
         coming = [request for step in self._next_steps() for request in step]
@@ -95,12 +96,12 @@ class LookingAhead:
             yield step
 
     def steps_of(self, worker: int) -> tuple[int, ...]:
-        """Which coming steps the worker decodes ahead for; 1 is the next one."""
+        """Return the coming steps for which the worker decodes ahead; 1 is the next step."""
         seeds = {request.seed for request in self._at.get(worker, ())}
         return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
 
     def rows_of(self, worker: int) -> tuple[int, ...]:
-        """Number of tokens known so far of each row that the worker decodes ahead."""
+        """Return the number of known tokens of each row that the worker decodes ahead."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def heard(self, worker: int, done: AheadSlice) -> None:
@@ -109,19 +110,19 @@ class LookingAhead:
         self.lost(worker)
 
     def lost(self, worker: int) -> None:
-        """The worker no longer decodes ahead: others may take its requests."""
+        """Note that the worker no longer decodes ahead, so that others may take its requests."""
         self._at.pop(worker, None)
 
-    # -- what is known of the requests of this rollout -----------------------------------------------------------------
+    # -- drafts for the requests of this rollout -----------------------------------------------------------------------
 
     def drafts(self, requests: Iterable[Request]) -> list[Ahead]:
-        """What is known of these requests and of their siblings."""
+        """Return the drafts of these requests and of their siblings."""
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """The queue from which workers take their shares of the rows. Where nothing was decoded ahead, it has whole
-        groups in their order. Else each worker's share is expected to take about as many rounds (longest processing
-        time first: Graham, 1969), with long rows first."""
+        """Return the queue from which workers take their shares of the rows. If nothing was decoded ahead, it has whole
+        groups in their order. Else each worker's share is expected to take about the same number of rounds (longest
+        processing time first: Graham, 1969), with long rows first."""
         if not any(self.store.get(row.request) for row in rows):
             return deque(by_prompt(rows))
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}
@@ -133,8 +134,8 @@ class LookingAhead:
         return deque(group for one in bins for group in by_prompt(one))
 
     def _rounds(self, request: Request) -> float:
-        """Rounds that the request is expected to take. If it did not end ahead, as many tokens again are still to
-        come, or the mean of its siblings if that is more."""
+        """Return the expected number of rounds of the request. If it did not end during look-ahead, its remaining
+        length is estimated as its present length, or as the mean length of its siblings if that is larger."""
         mean = fmean(lengths) if (lengths := [len(a.tokens) for a in self.store.group(request)]) else 0.0
         known = self.store.get(request)
         if known is None:
@@ -144,10 +145,9 @@ class LookingAhead:
 
 
 def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
-    """The order in which to decode requests of coming steps ahead, given with the nearest step first. One request of
-    each group of which nothing is known comes first: it tells how long the group's responses are, as those to one
-    prompt are alike. Then come those that are expected to be longest: a step waits for its longest response, so a token
-    of that is worth many others."""
+    """Return requests of coming steps in the order in which to decode them ahead. They are given with the nearest step
+    first. One request of each group without any tokens comes first, because responses to one prompt have similar
+    lengths. Then come the requests with the largest expected length, because a step waits for its longest response."""
     first = {request.prompt.token_ids: request for request in reversed(left)}
     longest = {
         prompt: max((len(ahead.tokens) for ahead in store.group(request)), default=0)

@@ -1,6 +1,6 @@
-"""Which worker decodes what: what it is given as its slots fall free, and whether an idle worker helps another.
+"""Which rows a worker gets, and whether an idle worker helps another.
 
-Pure arithmetic; no token depends on any of it.
+Pure arithmetic. No token depends on it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _DECAY = 0.97  # factor on earlier measurements of rounds, for each slice
-_LEAST_SAVING = 0.2  # seconds that help must save to be worth its trouble
-_LENGTHS = 1000  # finished responses remembered
+_LEAST_SAVING = 0.2  # smallest saving in seconds for which rows are moved
+_LENGTHS = 1000  # number of finished responses that are kept
 
 
 class RoundTime:
-    """t(rows), the seconds of a round: a line fitted to the slices so far, in which late ones weigh more."""
+    """Seconds of a round as a function of its rows: a line fitted to the slices so far, with larger weights for recent
+    ones."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # decayed sums of 1, x, y, xx, xy
@@ -37,7 +38,7 @@ class RoundTime:
 
 
 class Forecast:
-    """What is known of lengths and speed, and what an idle worker would gain by helping."""
+    """Lengths and speeds measured so far, and the gain from moving rows to an idle worker."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -47,18 +48,19 @@ class Forecast:
         self.lengths: deque[int] = deque(maxlen=_LENGTHS)
 
     def remaining(self, tokens: int) -> float:
-        """Expected number of tokens still to come of a response of so many tokens: the mean over finished responses
-        that were longer. Without any, the response is expected to double, up to the longest."""
+        """Return the expected number of remaining tokens of a response with this many tokens: the mean over finished
+        responses that were longer. If there are none, the response is expected to double, up to the longest."""
         longer = [length for length in self.lengths if length > tokens]
         return (fmean(longer) if longer else min(self.longest, 2 * tokens + 1)) - tokens
 
     def rounds(self, live: Mapping[int, int], accept_length: float) -> float:
-        """Expected number of rounds until the last of a worker's rows (seed -> tokens so far) ends."""
+        """Return the expected number of rounds until the last of a worker's rows (seed -> tokens so far) ends."""
         return max((self.remaining(tokens) for tokens in live.values()), default=0.0) / max(1.0, accept_length)
 
     def helping(self, live: Mapping[int, int], moved: Sequence[int], accept_length: float) -> float:
-        """Seconds by which the rollout ends earlier if the rows `moved` go from this worker to another: remaining
-        rounds x (t(rows) - t(rows of the one that has more then)), less the prefill of the tokens that they have."""
+        """Return the seconds by which the rollout ends earlier if the rows `moved` go from this worker to another:
+        remaining rounds x (t(rows) - t(rows of the fuller worker after the move)), minus the prefill of the moved
+        tokens."""
         saved = self.round_time(len(live)) - self.round_time(max(len(moved), len(live) - len(moved)))
         return self.rounds(live, accept_length) * saved - self.prefill_seconds * sum(live[seed] for seed in moved)
 
@@ -67,13 +69,14 @@ class Forecast:
 
 
 def half_of(live: Mapping[int, int]) -> list[int]:
-    """Seeds of every second row by length, without the longest, so that both sides have long and short rows."""
+    """Return the seeds of every second row by length, without the longest, so that both workers have long and short
+    rows."""
     return sorted(live, key=lambda seed: -live[seed])[1::2]
 
 
 def take(queue: deque[list[T]], load: int, fair: int, slots: int) -> list[T]:
-    """What a worker with `load` requests gets of the waiting groups: whole groups, as long as it has less than its fair
-    share and they fit into its slots. A group that does not fit is split as soon as an eighth of the slots is free."""
+    """Take waiting groups for a worker that has `load` requests: whole groups, while it has less than its fair share
+    and they fit into its slots. A group that does not fit is split if an eighth of the slots is free."""
     taken: list[T] = []
     while queue and load + len(taken) < fair and load + len(taken) + len(queue[0]) <= slots:
         taken += queue.popleft()

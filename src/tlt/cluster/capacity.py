@@ -1,4 +1,4 @@
-"""Keeps track of workers whose process Ray has not begun yet (awaited), and of those that the run goes on without."""
+"""Bookkeeping of workers whose process Ray has not started yet (awaited), and of workers that are left out."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from tlt.cluster.pool import ClusterError, Pool
 
 log = logging.getLogger(__name__)
 
-_TELLS = 10.0  # seconds after which the user is told that a process has not begun
-_LOOKS = 1.0  # seconds between two looks
-_PAUSE = 30.0  # seconds before a worker lost too often is tried again; doubled each time, up to the longest pause
+_TELLS = 10.0  # seconds after which a missing process is logged
+_LOOKS = 1.0  # seconds between two checks
+_PAUSE = 30.0  # seconds before a worker that was lost too often is tried again; doubled each time
 _LONGEST_PAUSE = 3600.0
 
 
 class Capacity:
     def __init__(self, pool: Pool, least: int, grace: float) -> None:
-        """A process has `grace` seconds to begin. If fewer than `least` workers are left, the run ends."""
+        """`grace`: timeout in seconds for the start of a process. If fewer than `least` workers are left, the run
+        ends."""
         self.pool, self.least, self.grace = pool, least, grace
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
-        """awaited workers, and since when"""
+        """awaited workers, and the time at which each was requested"""
         self._told: set[int] = set()
-        self._absent: dict[int, float] = {}  # workers that are left out, and until when at least
+        self._absent: dict[int, float] = {}  # workers that are left out, and the earliest time of their return
         self._next = 0.0
 
     @property
     def present(self) -> list[int]:
-        """All workers that are not left out, awaited ones included, in order."""
+        """Workers that are not left out, awaited ones included, in order."""
         return [index for index in range(self.pool.size) if index not in self._absent]
 
     def awaits(self, index: int) -> None:
-        """A new process of this worker was asked for."""
+        """Note that a new process of this worker was requested."""
         self._absent.pop(index, None)
         self.awaited[index] = time.monotonic()
 
     def look(self) -> tuple[list[int], list[int]]:
-        """Workers whose process has begun since the last look, and workers whose process did not begin in time."""
+        """Return the workers whose process has started since the last check, and the workers whose process did not
+        start in time."""
         now = time.monotonic()
         begun = [index for index in self.awaited if self.pool.has_begun(index)]
         for index in begun:
@@ -50,8 +52,8 @@ class Capacity:
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
     def leave_out(self, index: int, why: str, times: int = 0) -> None:
-        """Go on without the worker until its process is there. If it was left out `times` times for losses, go on
-        without it for a pause that doubles each time. Raises ClusterError if too few workers are left."""
+        """Continue without the worker until its process has started. If it was left out `times` times because of
+        losses, also wait for a pause that doubles each time. Raises ClusterError if too few workers are left."""
         self.awaited.pop(index, None)
         self._told.discard(index)
         pause = min(_PAUSE * 2 ** (times - 1), _LONGEST_PAUSE) if times else _LOOKS
@@ -63,7 +65,7 @@ class Capacity:
         log.warning("%s, and the run goes on with them%s: %s", left, again, why)
 
     def back(self) -> list[int]:
-        """Workers that were left out, whose pause is over and whose process is there."""
+        """Return workers that were left out, whose pause is over and whose process has started."""
         now = time.monotonic()
         if not self._absent or now < self._next:
             return []

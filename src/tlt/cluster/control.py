@@ -1,4 +1,4 @@
-"""Ray's control process: whether it is still there, and whether it asks for a token."""
+"""Ray's control process: whether it is still running, and whether it requires a token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import time
 
 from tlt.cluster.pool import ClusterError
 
-_EVERY = 5.0  # seconds between two looks
-_MISSES = 3  # failed looks in a row after which it is gone: a busy cluster may be slow to answer
-_ANSWERS = 3.0  # seconds that it has to answer a look
-_REACHED_WITHIN = 10.0  # seconds for a cluster that is to be joined to take a connection
-_TELLS = 120.0  # seconds for the process of `lets_in_anybody` to start and to get an answer
+_EVERY = 5.0  # seconds between two checks
+_MISSES = 3  # failed checks in a row after which it counts as lost, because a busy cluster may be slow to answer
+_ANSWERS = 3.0  # timeout of a check in seconds
+_REACHED_WITHIN = 10.0  # timeout in seconds for a connection to a cluster
+_TELLS = 120.0  # timeout in seconds for the process of `lets_in_anybody`
 _ASKS = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -24,7 +24,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def refuse_unreachable(address: str) -> None:
-    """Raises ClusterError where nothing answers at host:port. Other forms of an address are left to Ray."""
+    """Raise ClusterError if nothing answers at host:port. Ray checks other forms of an address."""
     if "/" in address or not address.rpartition(":")[2].isdigit():
         return
     try:
@@ -34,8 +34,8 @@ def refuse_unreachable(address: str) -> None:
 
 
 def lets_in_anybody(address: str) -> bool:
-    """Whether the cluster answers a client without a token. The client is a process of its own, as Ray takes up a token
-    when it is imported. Raises ClusterError if this cannot be told."""
+    """Return whether the cluster accepts a client without a token. The client is a separate process, because Ray reads
+    the token at import. Raises ClusterError if this cannot be determined."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     asked = [sys.executable, "-c", _ASKS, address]
     env = own | {"RAY_AUTH_MODE": "disabled"}
@@ -54,8 +54,8 @@ def lets_in_anybody(address: str) -> bool:
 
 
 class Control:
-    """Watches Ray's control process. Without it workers still answer for a minute; then Ray ends them and the driver,
-    with a message of its own. So it is looked at now and then, in time to save."""
+    """Monitor of Ray's control process. Without that process, workers still answer for a minute; then Ray ends them and
+    the driver with a message of its own. Regular checks leave time to save before that."""
 
     def __init__(self, address: str) -> None:
         """`address`: host:port."""
@@ -63,7 +63,7 @@ class Control:
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
     def look(self) -> None:
-        """Look whether the process is there, if the last look is old enough. Raises ClusterError if it is gone, but
+        """Check whether the process is running, if the last check is old enough. Raises ClusterError if it is gone, but
         only once, so that saving is not disturbed."""
         if time.monotonic() < self._next or self._missed >= _MISSES:
             return

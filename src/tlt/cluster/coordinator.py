@@ -1,6 +1,6 @@
-"""Decides what each worker does next; its states are those of `tlt.trace`.
+"""The coordinator, which decides what each worker does next. The states of workers are those of `tlt.trace`.
 
-It is one loop over the calls that come back. No token depends on it: any worker may decode any request, again from its
+It is one loop over the calls that return. No token depends on it, because any worker may decode any request, from its
 start or from where another worker stopped.
 """
 
@@ -27,10 +27,10 @@ from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Trace
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
-_AHEAD = 2  # slices that a worker decodes ahead for, before it is told anew which requests are worth most
-_LAST = 5  # slices that a worker with one row is given at once: each takes some milliseconds to begin
-_HANGS = 30.0  # seconds after which a worker that does not come back from idle work is replaced
-_ANSWERS = 0.5  # seconds that a worker has to say how far its update is
+_AHEAD = 2  # slices that a worker decodes ahead before it gets a new list of requests
+_LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
+_HANGS = 30.0  # timeout in seconds for the end of idle work; a worker that exceeds it is replaced
+_ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
 class Coordinator:
@@ -40,9 +40,10 @@ class Coordinator:
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
-        """what each worker is at, as of the last call that came back; replaced as a whole, so any thread may read it"""
+        """what each worker is doing, as of the last call that returned; replaced as a whole, so any thread may read
+        it"""
         self.updated = 0.0
-        """fraction of the update that the slowest worker had done a moment ago"""
+        """fraction of the update that the slowest worker had done when last asked"""
         self._enter(IDLE)
         self._number = 0  # number of the present or last rollout
         self._rendezvous: tuple[str, object] | None = None
@@ -96,7 +97,7 @@ class Coordinator:
         return responses, stats
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
-        """Decode plainly. Workers help each other, and do nothing else meanwhile."""
+        """Decode with plain decoding. Workers help each other and do no idle work meanwhile."""
         self._all_back()
         kept = self.forecast
         self.forecast, self.uses_idle_time = self._plain_forecast, False
@@ -112,7 +113,7 @@ class Coordinator:
             self._enter(IDLE)
 
     def _all_back(self) -> None:
-        """Call all workers back from what is done in idle time."""
+        """End all idle work and wait until the workers are free."""
         self.crew.break_off()
         self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
         self.hear()
@@ -120,14 +121,14 @@ class Coordinator:
     def _begin(self, missing: int) -> None:
         self._number += 1
         self.crew.break_off()
-        self.crew.call_back(("look_ahead",), _HANGS)  # so that what they decoded ahead is known to all
+        self.crew.call_back(("look_ahead",), _HANGS)  # so that all workers can be sent what was decoded ahead
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
         self.hear()
 
     def _decode(self, on_response: Callable[[Response], None]) -> list[Response]:
-        """Decode until no response is missing."""
+        """Decode until no response is missing. Return the responses."""
         responses: list[Response] = []
         while self.missing:
             self.crew.take_in()
@@ -145,12 +146,12 @@ class Coordinator:
         return responses
 
     def hear(self) -> None:
-        """Handle the calls that came back while another call was waited for."""
+        """Handle the calls that returned while another call was waited for."""
         for done in self.crew.kept():
             self._heard(done)
 
     def _heard(self, done: Done) -> None:
-        """Handle a call that came back, as far as it is about idle time."""
+        """Handle a call that returned, as far as it concerns idle work."""
         if done.lost:
             self.ahead.lost(done.worker)
         elif done.method == "look_ahead":
@@ -158,7 +159,7 @@ class Coordinator:
         self.training.came_back(done)
 
     def _next(self, index: int) -> None:
-        """Give a free worker the next slice of its share, rows that wait, or idle work."""
+        """Give a free worker the next slice of its share, waiting rows, or idle work."""
         share = self.shares[index]
         fair = math.ceil(self.missing / len(self.crew.present))
         new = [*share.promised, *take(self.queue, len(share.rows) + len(share.promised), fair, self.slots)]
@@ -176,15 +177,16 @@ class Coordinator:
         share.asked = []
 
     def _seconds(self, share: Share) -> float:
-        """Seconds of the worker's next slice: 0 if a helper waits for rows of it, and longer if it has one row only, as
-        none of that can be given up."""
+        """Return the duration of the worker's next slice in seconds. It is 0 if a helper waits for rows of the worker.
+        It is longer if the worker has one row only, because that row cannot be moved to another worker."""
         if share.asked:
             return 0.0
         return self.config.cluster.slice_seconds * (1 if len(share.rows) > 1 else _LAST)
 
     def _idle(self, index: int) -> None:
-        """Use a worker that has nothing left to decode, in this order: it helps another worker, trains the drafter, or
-        decodes ahead. A helper decodes ahead until it is given rows, because it is back within a round."""
+        """Give idle work to a worker that has nothing left to decode. In this order, the worker helps another worker,
+        trains the drafter, or looks ahead. A helper looks ahead until it gets rows, because look-ahead ends within a
+        round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
         if self._asks_for_rows(index) or not self._train(index, self.config.cluster.slice_seconds):
             self._decode_ahead(index)
@@ -207,7 +209,7 @@ class Coordinator:
         return time.monotonic() - began
 
     def _decode_ahead(self, index: int) -> bool:
-        """Have an idle worker decode ahead for coming steps. Returns whether there was something to decode."""
+        """Let an idle worker decode requests of coming steps. Return whether there was something to decode."""
         idle = sum(not share.rows and i in self.crew.sound for i, share in enumerate(self.shares))
         looks_ahead = self.looks_ahead and self.uses_idle_time
         work = self.ahead.work(index, self._number, idle) if looks_ahead else None
@@ -217,8 +219,8 @@ class Coordinator:
         return work is not None
 
     def _asks_for_rows(self, index: int) -> bool:
-        """Ask the worker with most rows to give some to the idle one, where that is predicted to end the rollout
-        earlier. Returns whether this one waits for rows."""
+        """Ask the worker with most rows to move some to this idle worker, if that is predicted to end the rollout
+        earlier. Return whether the idle worker waits for rows."""
         if any(share.helper == index for share in self.shares):
             return True
         most = max(self.shares, key=lambda share: len(share.rows))
@@ -235,7 +237,7 @@ class Coordinator:
         return True
 
     def _took(self, index: int, done: Slice) -> list[Response]:
-        """A slice came back. Returns the responses that finished in it."""
+        """Handle a slice that returned. Return the responses that finished in it."""
         share = self.shares[index]
         self._learn(share.last, done)
         share.last = done
@@ -245,7 +247,7 @@ class Coordinator:
             del share.rows[response.request.seed]
             self.forecast.lengths.append(len(response.token_ids))
         self.missing -= len(done.responses)
-        if not share.asked:  # so a request to give up rows, if any, was part of this slice
+        if not share.asked:  # so this slice has answered the request to move rows, if there was one
             for row in done.released:
                 del share.rows[row.request.seed]
                 share.heard.pop(row.request.seed, None)
@@ -275,7 +277,7 @@ class Coordinator:
             self.forecast.prefill_seconds = prefill / (has.prefill_tokens - had.prefill_tokens)
 
     def _reclaim(self, index: int) -> None:
-        """The worker was lost: others decode the rows that it had, to the same tokens."""
+        """Queue the rows of a lost worker again. Other workers decode them to the same tokens."""
         lost, self.shares[index] = self.shares[index], Share()
         for seed, row in lost.rows.items():
             if heard := lost.heard.get(seed):
@@ -287,8 +289,8 @@ class Coordinator:
             self._gone = self._gone + lost.last.stats
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
-        """The sum of all workers' counters. Tokens and passes are those of the responses, so that nothing decoded twice
-        counts twice."""
+        """Return the sum of all workers' counters. Tokens and passes are those of the responses, so what was decoded
+        twice counts once."""
         found = [share.last.stats for share in self.shares if share.last]
         stats = sum(found, start=self._gone)
         names = {name for one in found for name in one.agreement}
@@ -305,15 +307,15 @@ class Coordinator:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def shard_policy(self) -> None:
-        """The workers meet, and each keeps only its own shard of the policy. Raises ClusterError."""
+        """Form a group of all workers, in which each keeps only its own shard of the policy. Raises ClusterError."""
         members = self.crew.present
         rendezvous = self._rendezvous_of(members)
         self.crew.together("shard_policy", {i: (rendezvous, rank, len(members)) for rank, i in enumerate(members)})
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy on all present workers, each with its shards of the batch. If one is lost amid it, the
-        others go back to the state before, the new one takes that too, and the update is done again on the same shards.
-        Raises ClusterError."""
+        """Update the policy on all present workers, each with its shards of the batch. If a worker is lost during the
+        update, the others restore the state before it, and the replacement takes that state too. Then the update is
+        repeated on the same shards. Raises ClusterError."""
         self._pause = time.monotonic() - self._ended
         self._enter(UPDATE)
         self._all_back()
@@ -338,7 +340,8 @@ class Coordinator:
         self.updated = min(self.crew.pool.updated(index, _ANSWERS) or 0.0 for index in self.crew.present)
 
     def _rendezvous_of(self, members: list[int]) -> str:
-        """Where these workers meet as a group. The place is new after every loss and every change of members."""
+        """Return the address where these workers meet as a group. It changes after every loss and every change of
+        members."""
         now = self.crew.losses, members
         if self._rendezvous is None or self._rendezvous[1] != now:
             self._rendezvous = self.crew.someone("rendezvous"), now

@@ -1,5 +1,5 @@
-"""Calls to workers that survive losses: a lost worker is replaced by a copy of another. Where there is no place for the
-new one, the others go on without it until there is."""
+"""Calls to workers that survive losses. A lost worker is replaced by a copy of another one. If there is no room for the
+new worker, the others continue without it until there is."""
 
 from __future__ import annotations
 
@@ -16,63 +16,64 @@ from tlt.rl.parallel import SILENT, Broken, GroupBroken
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = SILENT + 10.0  # seconds for the others to come back from a joint call that a worker was lost from
-_LOOK = 1.0  # seconds between two looks for workers that do not answer
+_PATIENCE = SILENT + 10.0  # timeout in seconds for the others to return from a joint call after a worker was lost
+_LOOK = 1.0  # seconds between two checks for workers that exceed their timeout
 BREAKABLE = (
     "train_drafter",
     "evaluate_drafter",
     "look_ahead",
 )  # calls that may be broken off; their last argument is the call's number
-_JOINT = ("update", "shard_policy")  # a worker that hangs in one of these holds up all others
-_PING = 5.0  # seconds that a worker which does not hang may take to answer
+_JOINT = ("update", "shard_policy")  # a worker that hangs in one of these blocks all others
+_PING = 5.0  # timeout in seconds for the answer of a worker that does not hang
 _IN_A_ROW = 3  # times that a worker may be lost with no update in between
 
 
 class Done(NamedTuple):
-    """A call that came back."""
+    """A call that returned."""
 
     worker: int
     method: str
     result: Any
     lost: bool = False
-    """the worker is gone with all its calls; a new one is started, or the run goes on without it"""
+    """whether the worker was lost with all its calls; a new one is started, or the run continues without it"""
 
 
 class Crew:
-    """Calls that change the run's state go to all present workers, so that any worker can replace another. Where the
-    policy is in shards none can: the first loss ends the run."""
+    """Calls of workers. Calls that change the run's state go to all present workers, so any worker can replace another.
+    If the policy is sharded, no worker can be replaced, so the first loss ends the run."""
 
     def __init__(
         self, pool: Pool, shards: bool = False, patience: float = math.inf, least: int = 1, grace: float = math.inf
     ) -> None:
-        """A worker that does not answer within a call's deadline hangs, and counts as lost. `patience`: deadline of
-        short calls, in seconds. `grace`: seconds after which a worker whose process has not begun is left out. `least`:
-        number of workers that must be present."""
+        """`patience`: timeout of short calls in seconds. A worker that exceeds the timeout of its call counts as lost.
+        `grace`: timeout in seconds for the start of a worker's process; a worker that exceeds it is left out. `least`:
+        smallest number of present workers."""
         self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)
         self.capacity = Capacity(pool, pool.size if shards else least, grace)
-        self.sound = set(range(pool.size))  # those that hold the run's state
+        self.sound = set(range(pool.size))  # workers that have the run's state
         self.losses = 0
         self.trouble = ""
-        """what went wrong last: why a worker was lost, or why the workers' group broke"""
+        """last failure: why a worker was lost, or why the workers' group broke"""
         self._in_a_row = [0] * pool.size
         self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and that call
         self._calls: dict[Handle, tuple[int, str]] = {}
         self._since = [0.0] * pool.size  # when each worker began its present call
-        self._kept: list[Done] = []  # calls that came back while another call was waited for
-        self._number = 0  # number of the last call that may be broken off
-        self._broken = ""  # a joint call that a worker was lost from; `together` sets the others' deadline
+        self._kept: list[Done] = []  # calls that returned while another call was waited for
+        self._number = 0  # number of the last interruptible call
+        self._broken = ""  # joint call during which a worker was lost; `together` sets the timeout of the others
 
     @property
     def present(self) -> list[int]:
-        """Workers that the run goes on with, in order."""
+        """Workers that are not left out, in order."""
         return self.capacity.present
 
     def free(self) -> list[int]:
-        """Workers that hold the run's state and have nothing to do."""
+        """Return the workers that have the run's state and no call under way."""
         return [index for index in sorted(self.sound) if not self.pending(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
-        """Start a call; `done` returns its end. A worker that is left out is not called: it takes the state later."""
+        """Start a call. `done` returns its result. A worker that is left out is not called, because it takes the state
+        later."""
         if index not in self.present:
             return None
         if not self.pending(index):
@@ -82,32 +83,32 @@ class Crew:
         return handle
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call that may be broken off."""
+        """Start an interruptible call."""
         assert method in BREAKABLE, "its worker would not hear that it is wanted"
         self._number += 1
         self.call(index, method, *arguments, self._number)
 
     def break_off(self) -> None:
-        """Break off all calls that may be: they end amid a micro-batch or with the round, or do not begin."""
+        """Interrupt all interruptible calls. They end within a micro-batch or a round, or do not begin."""
         for index in {i for i, method in self._calls.values() if method in BREAKABLE}:
             self.pool.interrupt(index, self._number)
 
     def pending(self, index: int) -> list[str]:
-        """Methods of the worker's calls that have not come back, in order of submission."""
+        """Return the methods of the worker's calls that have not returned, in order of submission."""
         return [method for i, method in self._calls.values() if i == index]
 
     def done(self) -> list[Done]:
-        """Calls that came back: at least one. Raises what a method raised, and ClusterError if no sound worker is
-        left."""
+        """Return calls that have returned, at least one. Raises what a method raised, and ClusterError if no sound
+        worker is left."""
         return self.kept() or self._collect()
 
     def kept(self) -> list[Done]:
-        """Calls that came back while other calls were waited for."""
+        """Return the calls that returned while other calls were waited for."""
         kept, self._kept = self._kept, []
         return kept
 
     def _collect(self, timeout: float = math.inf) -> list[Done]:
-        """Calls that came back: at least one, unless the timeout in seconds is over."""
+        """Return calls that have returned: at least one, unless the timeout in seconds is over."""
         until = time.monotonic() + timeout
         while True:
             handles = self.pool.wait(list(self._calls), min(timeout, _LOOK))
@@ -117,7 +118,7 @@ class Crew:
                 return found
 
     def _hung(self) -> list[Done]:
-        """Replace a worker that missed a deadline; it is in the result as lost."""
+        """Replace a worker that exceeded a timeout. Return it as lost."""
         now = time.monotonic()
         there = [index for index in self.present if index not in self.capacity.awaited]
         firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
@@ -127,17 +128,17 @@ class Crew:
             return []
         index, method = self._to_blame(*max(late.items()))
         why = f"no answer for {now - self._since[index]:.0f} s"
-        self._since = [time.monotonic()] * self.size  # the others may have waited for it
+        self._since = [time.monotonic()] * self.size  # the others may have been waiting for it
         self.replace(index, method, why)
         return [Done(index, method, None, lost=True)]
 
     def _awaited_in_vain(self) -> list[Done]:
-        """Leave out workers whose process did not begin in time; they are in the result as lost."""
+        """Leave out workers whose process did not start in time. Return them as lost."""
         begun, in_vain = self.capacity.look()
         for index in begun:
             self._since[index] = time.monotonic()
         too_few: ClusterError | None = None
-        for index in in_vain:  # all of them, so that calls to those who are left wait for none of these again
+        for index in in_vain:  # all of them, so that calls to the other workers wait for none of these again
             try:
                 self._leave_out(index, f"no process of worker {index} has begun ({self.pool.capacity()})")
             except ClusterError as error:
@@ -147,8 +148,9 @@ class Crew:
         return [Done(index, "take_state", None, lost=True) for index in in_vain]
 
     def _to_blame(self, index: int, method: str) -> tuple[int, str]:
-        """The worker that hangs, and its method, where this one is late: in a joint call a worker that says nothing at
-        all; if this one is new, the worker whose state it is to take; else this one."""
+        """Return the worker that hangs, and its method, if this worker is late. In a joint call it is a worker that
+        does not answer at all. If this worker is new, it is the worker whose state it is waiting for. Else it is this
+        worker."""
         if method in _JOINT:
             silent = [i for i in self.present if self.pool.updated(i, _PING) is None]
             return max(silent, default=index), method
@@ -161,7 +163,7 @@ class Crew:
     def _outcome(self, handle: Handle) -> Done:
         index, method = self._calls.pop(handle)
         began, self._since[index] = self._since[index], time.monotonic()
-        if method == "state":  # the driver has no use for it; if it failed, so does the `take_state` that waits for it
+        if method == "state":  # not used by the driver; if it failed, the `take_state` that waits for it fails too
             return Done(index, method, None)
         try:
             result = self.pool.result(handle)
@@ -186,20 +188,21 @@ class Crew:
             self.trouble = result.reason
             return Done(index, method, result)
         self.deadlines.took(method, self._since[index] - began)
-        if method == "update":  # it takes most memory: who gets that far is sound
+        if method == "update":  # an update needs most memory, so a worker that completes one is sound
             self._in_a_row[index] = 0
         return Done(index, method, result)
 
     def _leave_under_way(self) -> None:
-        """Forget the calls under way, as the run ends: what a last save asks of the workers comes after them, and what
-        they return or raise is of no use. New workers still take the state."""
+        """Forget the calls under way, because the run ends and their results are of no use. Calls of a last save come
+        after them. New workers still take the state."""
         self.break_off()
         self._calls = {handle: call for handle, call in self._calls.items() if call[1] == "take_state"}
 
     # -- calls that are waited for -------------------------------------------------------------------------------------
 
     def everyone(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """The result of each present worker. If a worker is lost, its replacement is called again."""
+        """Call a method on all present workers. Return the result of each. If a worker is lost, its replacement is
+        called too."""
         results: dict[int, Any] = {}
         while missing := [index for index in self.present if index not in results]:
             for index in missing:
@@ -213,7 +216,7 @@ class Crew:
         return dict(sorted(results.items()))
 
     def someone(self, method: str, *arguments: Any) -> Any:
-        """The result of a sound worker: the first one that has nothing to do, if there is one."""
+        """Call a method on one sound worker, if possible a free one. Return its result."""
         while True:
             index = self._source()
             if self.pending(index):
@@ -227,7 +230,8 @@ class Crew:
                     return mine[0].result
 
     def whole(self, method: str, *arguments: Any) -> Any:
-        """The first worker's result of a call on the whole policy. Where that is in shards, all make the call."""
+        """Call a method that needs the whole policy. Return the first worker's result. If the policy is sharded, all
+        workers make the call."""
         return self.everyone(method, *arguments)[0] if self.shards else self.someone(method, *arguments)
 
     def together(
@@ -236,9 +240,9 @@ class Crew:
         arguments: Mapping[int, tuple[Any, ...]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any] | None:
-        """The results of a call in which these workers need each other; they return Broken if another one is lost. The
-        result is None then. All workers are back by then: one that still waits when all connections to a lost worker
-        have ended is replaced too. `meanwhile` is called now and then."""
+        """Call a method in which these workers need each other. Return their results, or None if a worker was lost. The
+        other workers return Broken then. In either case all workers have returned. A worker that still waits after all
+        connections to a lost worker have ended is replaced too. `meanwhile` is called repeatedly while waiting."""
         for index, own in arguments.items():
             self.call(index, method, *own)
         results: dict[int, Any] = {}
@@ -262,7 +266,8 @@ class Crew:
         return [results[i] for i in arguments] if until == math.inf else None
 
     def call_back(self, methods: Collection[str], patience: float) -> None:
-        """Wait until no worker is busy with these methods. One that is not back in `patience` seconds is replaced."""
+        """Wait until no worker runs one of these methods. Replace a worker that takes longer than `patience`
+        seconds."""
         until = time.monotonic() + patience
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:
@@ -272,14 +277,14 @@ class Crew:
             self._kept += self._collect(0.5)
 
     def all_sound(self) -> None:
-        """Wait until every present worker holds the run's state."""
+        """Wait until every present worker has the run's state."""
         while len(self.sound) < len(self.present):
             self._kept += self._collect()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def replace(self, index: int, amid: str, why: str) -> None:
-        """Start a new worker, which takes the state of a sound one. `amid`: the method that the old one was at. A
+        """Start a new worker, which takes the state of a sound one. `amid`: method that the old worker was running. A
         worker that was lost too often is left out for now. Raises ClusterError if no worker is sound, or too few are
         left."""
         why = "; ".join(filter(None, (why, self.pool.last_words(index))))
@@ -316,14 +321,14 @@ class Crew:
         self._calls = {handle: call for handle, call in self._calls.items() if call[0] != index}
 
     def take_in(self) -> None:
-        """Workers that were left out, and are there again, take the run's state. This must not be called amid an
-        update: the others would give the state before it."""
+        """Give the run's state to workers that were left out and have room again. Do not call this during an update,
+        because the others would give the state before it."""
         for index in self.capacity.back():
             self._bring_up(index)
             log.warning("worker %d is there: %d of %d go on", index, len(self.present), self.size)
 
     def _suspect(self, source: int, state: Handle) -> None:
-        """A new worker did not get its state. Replace the worker `source`, whose state it was, if that is gone too."""
+        """Replace the worker `source` if it was lost while a new worker was waiting for its state."""
         if source not in self.sound or not self.pool.wait([state], 0):
             return
         try:

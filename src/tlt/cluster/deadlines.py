@@ -1,4 +1,4 @@
-"""How long a worker may take for a call before it counts as hung."""
+"""Timeouts of calls: a worker that exceeds one counts as lost."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ _SHORT = {
     *("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter"),
     *("rollout_ended", "forget_older_data", "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
 }
-"""calls that take a slice, or move little; the time of all others grows with the model"""
-_LATELY = 5  # number of last calls that set the deadline of a long call
-_TIMES = 10.0  # a long call may take so many times the longest of these
-_UNKNOWN = 12.0  # times the patience, for a long call that never came back yet: a worker's first one builds its model
+"""calls that take one slice or move little data; the duration of all others grows with the model"""
+_LATELY = 5  # number of recent calls that determine the timeout of a long call
+_TIMES = 10.0  # timeout of a long call, relative to the longest of these
+_UNKNOWN = 12.0  # relative to `patience`, for the first call of a method, which may build the model
 
 
 class Deadlines:
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds that a short call may take, and the least that any call may take."""
+        """`patience`: timeout of short calls in seconds, and the smallest timeout of long calls."""
         self.patience = patience
         self._taken: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
 
     def took(self, method: str, seconds: float) -> None:
-        """A call came back after so many seconds."""
+        """Note the duration of a call in seconds."""
         self._taken[method].append(seconds)
 
     def seconds(self, method: str) -> float:
-        """Seconds that a call of this method may take."""
+        """Return the timeout of this method in seconds."""
         if method in _SHORT:
             return self.patience
         taken = self._taken[method]

@@ -1,7 +1,7 @@
-"""Training of the drafter in idle time: one driver for one worker and for many.
+"""Drafter training in idle time: one driver for one worker and for many.
 
-The schedule (draft/schedule.py) says when to train, the baton (draft/baton.py) who. The driver turns that into calls of
-the workers (draft/spot_worker.py):
+The schedule (draft/schedule.py) decides when the drafter is trained, the baton (draft/baton.py) by which worker. The
+driver makes the calls of the workers (draft/spot_worker.py):
 
     train_drafter, evaluate_drafter   idle calls, of one worker at a time
     drafter_state                     copy of the trainer state, for the next worker or for publication
@@ -29,7 +29,7 @@ METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
 
 
 class Calls(Protocol):
-    """Calls of workers: a `Crew`, or the one worker in this process (cluster/local.py)."""
+    """Calls of workers: a `Crew`, or the only worker in this process (cluster/local.py)."""
 
     @property
     def present(self) -> list[int]: ...
@@ -44,7 +44,7 @@ class Calls(Protocol):
 
 
 class DrafterTraining(FaultBarrier):
-    """Trains, evaluates and publishes drafters, and saves published ones in the run's folder."""
+    """Driver that trains, evaluates and publishes drafters, and saves published ones in the run's folder."""
 
     passes_on = (ClusterError,)
 
@@ -56,32 +56,32 @@ class DrafterTraining(FaultBarrier):
         target: DecoderOptions,
         layer: EagleLayer | None,
     ) -> None:
-        """`layer`: the drafter that the run begins with; None if none is trained. `put` gives a handle of a value, to
-        be an argument of calls."""
+        """`layer`: the drafter that the run starts with; None if none is trained. `put` returns a handle of a value,
+        for use as an argument of calls."""
         training = config.speculation.training
         self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
         self.schedule = Schedule(training.micro_batch_tokens)
         self.baton = Baton[Handle]()
         self.version = 0
-        """number of the drafter in use; 0: the one that the run began with"""
+        """number of the drafter in use; 0 is the one that the run started with"""
         self.in_use: tuple[Handle, float | None] | None = None
         """the published drafter, and the acceptance rate of its first draft token"""
         self.under_way: int | None = None
-        """the worker that is at one of `METHODS`"""
+        """worker that runs one of `METHODS`"""
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self._put = put
-        self._to_publish: float | None = None  # acceptance rate of the candidate whose state is awaited
+        self._to_publish: float | None = None  # acceptance rate of the candidate whose state was requested
         self._unable = set[int]()  # workers with too little training data in this rollout
-        self._evaluation: Evaluation | None = None  # last one since the last report
-        self._tokens = 0  # trained on since the last report
+        self._evaluation: Evaluation | None = None  # last evaluation since the last report
+        self._tokens = 0  # tokens trained on since the last report
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     @contained(False)
     def next_call(self, worker: int, idle: Collection[int], seconds: float) -> bool:
-        """Give this one of the `idle` workers a call for the drafter, of about so many seconds. Return whether there
-        was one."""
+        """Start a call for the drafter on this one of the `idle` workers, for about this many seconds. Return whether a
+        call was due."""
         due, able = self.schedule.due(), set(idle) - self._unable
         if due is None or self.under_way is not None or worker not in able:
             return False
@@ -103,13 +103,13 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def update_begins(self) -> None:
-        """Take the trainer state, so that any worker may go on from it in the next rollout."""
+        """Fetch the trainer state, so that any worker can continue from it in the next rollout."""
         if self.under_way is None and self.baton.holder is not None:
             self._ask_for_state(self.baton.holder)
 
     @contained(None)
     def came_back(self, done: Done) -> None:
-        """Handle a call that came back, or a lost worker."""
+        """Handle a call that returned, or a lost worker."""
         if done.worker == self.under_way and (done.lost or done.method in METHODS):
             self.under_way = None
         match done:
@@ -173,7 +173,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def rollout_ended(self, seconds: float, acceptance: float | None) -> None:
-        """Note a rollout, with the engine's acceptance rate of the learned drafter (None: not used)."""
+        """Note the end of a rollout, with the engine's acceptance rate of the learned drafter (None: not used)."""
         self._unable.clear()
         if self.schedule.rollout_ended(seconds, acceptance):
             self._tell_all("forget_older_data")
@@ -181,8 +181,8 @@ class DrafterTraining(FaultBarrier):
             self._tell_all("rollout_ended")
 
     def train_for(self, left: Callable[[], float], most: float, hear: Callable[[Done], None]) -> None:
-        """Use free workers for the drafter while something is due, until no seconds are `left`, in calls of at `most`
-        so many seconds. `hear` is given all calls that come back."""
+        """Train on free workers while something is due, until no seconds are `left`. A call lasts at most `most`
+        seconds. `hear` is called for each call that returns."""
         while (seconds := left()) > 0.0:
             for worker in (idle := self.crew.free()):
                 self.next_call(worker, idle, min(seconds, most))
@@ -193,7 +193,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained({})
     def report(self) -> dict[str, float]:
-        """Return the metrics since the last call of this, without `take_tokens`."""
+        """Return the metrics since the last call, without the number of tokens."""
         found = {"version": float(self.version if self.in_use else 0), "rests": float(self.schedule.rests)}
         evaluation, self._evaluation = self._evaluation, None
         if evaluation and evaluation.in_use:
@@ -203,7 +203,7 @@ class DrafterTraining(FaultBarrier):
         return found
 
     def take_tokens(self) -> int:
-        """Return the number of tokens that were trained on since the last call of this."""
+        """Return the number of tokens that were trained on since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens
 
@@ -211,12 +211,12 @@ class DrafterTraining(FaultBarrier):
 
     @contained({})
     def state(self) -> dict[str, Any]:
-        """Return plain data; published drafters are in the run's folder."""
+        """Return plain data. Published drafters are in the run's folder."""
         return self.schedule.state()
 
     @contained(None)
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the drafter that was published last, in a resumed run."""
+        """Continue with the drafter that was published last, in a resumed run."""
         self.number_on()
         if saved := load_latest(self.folder, self.target):
             self.version, handle = saved.number, self._put(saved.state)
@@ -226,7 +226,7 @@ class DrafterTraining(FaultBarrier):
 
     @contained(None)
     def number_on(self) -> None:
-        """Number drafters after those in the folder, because the saver keeps the highest numbers."""
+        """Number new drafters after those in the folder, because the saver keeps the highest numbers."""
         self.version = newest_number(self.folder)
 
     @contained(None)

@@ -1,4 +1,4 @@
-"""One worker, in this process: its engine behind the loop's `Rollout` protocol."""
+"""One worker in this process: its engine behind the loop's `Rollout` protocol."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tlt.rl.policy import Policy
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats, WorkerNow
 
-_SLICE = 0.5  # seconds of training between two looks at what is due
+_SLICE = 0.5  # seconds of one training call
 
 
 class OneWorker:
-    """Calls of the only worker, in this process: each is done at once. `stop` ends idle calls."""
+    """Calls of the only worker, in this process. Each runs at once. `stop` says whether an idle call must end."""
 
     def __init__(self, worker: SpotWorker) -> None:
         self.worker, self.present = worker, [0]
@@ -51,14 +51,14 @@ class OneWorker:
 
 
 class OwnTraining(DrafterTraining):
-    """Training of the drafter by the one worker in this process."""
+    """Drafter training by the only worker, in this process."""
 
     def __init__(self, worker: SpotWorker, config: Config, target: DecoderOptions, layer: EagleLayer | None) -> None:
         self.worker, self._calls = worker, OneWorker(worker)
         super().__init__(self._calls, lambda value: value, config, target, layer)
 
     def train_until(self, is_over: Callable[[], bool]) -> None:
-        """Train, evaluate and publish until `is_over` says so, or nothing is due."""
+        """Train, evaluate and publish until `is_over` returns True or nothing is due."""
         self._calls.stop = is_over
         self.train_for(lambda: 0.0 if is_over() else _SLICE, _SLICE, self.came_back)
         while done := self._calls.done():  # a candidate may be waiting for its publication
@@ -68,8 +68,8 @@ class OwnTraining(DrafterTraining):
 
 class LocalRollout:
     def __init__(self, engine: RolloutEngine, training: OwnTraining | None = None, look_ahead: int = 0) -> None:
-        """`look_ahead`: number of coming steps whose requests are decoded beside a long tail, where a round may have
-        more rows at little cost."""
+        """`look_ahead`: number of coming steps whose requests are decoded in rounds of the long tail, if more rows cost
+        little time there."""
         self.engine, self.training, self.look_ahead = engine, training, look_ahead
         self.plain = engine.plain_beside()
         self.tracer = engine.tracer or Tracer()
@@ -110,7 +110,8 @@ class LocalRollout:
         return responses, self.engine.stats
 
     def _train_longer(self, training: OwnTraining) -> None:
-        """Train the drafter for `speculation.training.extra` of the rollout, and complete the engine's stats."""
+        """Train the drafter for the share `speculation.training.extra` of the rollout's time. Add the results to the
+        engine's stats."""
         self.tracer.enter(SPOT)
         began, stats = time.perf_counter(), self.engine.stats
         rollout_seconds = sum(stats.seconds.values())
@@ -157,4 +158,4 @@ class LocalRollout:
         return {}
 
     def close(self) -> None:
-        """There is nothing to end: nothing of it outlives the process."""
+        """Do nothing, because nothing outlives the process."""

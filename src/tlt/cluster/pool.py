@@ -1,4 +1,4 @@
-"""The protocol of several workers, wherever they run: calls to them, losses, and how to replace them."""
+"""The protocol of several workers: calls to them, losses, and replacements."""
 
 from __future__ import annotations
 
@@ -6,61 +6,64 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 Handle = Any
-"""a call under way; as an argument of another call it stands for the result, which goes from worker to worker"""
+"""a call under way; as an argument of another call it stands for the result, which is sent from worker to worker"""
 
 
 class WorkerLost(Exception):
-    """The worker died, or an argument of the call was lost with another worker. The message says why, if known."""
+    """The worker died, or an argument of the call was lost with another worker. The message gives the reason if it is
+    known."""
 
 
 class ClusterError(ValueError):
-    """The workers cannot go on; the message says what to do."""
+    """The workers cannot continue; the message gives the remedy."""
 
 
 class Pool(Protocol):
     size: int
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
-        """Call a method of worker `index`. A worker's calls run one after the other, in order of submission; workers
-        run in parallel."""
+        """Call a method of worker `index`. The calls of a worker run one after the other, in order of submission.
+        Workers run concurrently."""
         ...
 
     def interrupt(self, index: int, number: float) -> None:
-        """Call `Worker.interrupt` at once, beside the worker's present call. If the worker is lost, nothing happens."""
+        """Call `Worker.interrupt` at once, concurrently with the worker's present call. Do nothing if the worker is
+        lost."""
         ...
 
     def updated(self, index: int, seconds: float) -> float | None:
-        """`Worker.updated`, read in the same way; None if there is no answer within so many seconds."""
+        """Return `Worker.updated`, read in the same way; None if there is no answer within this many seconds."""
         ...
 
     def put(self, value: Any) -> Handle:
-        """A handle of this value, to be an argument of calls to several workers."""
+        """Return a handle of this value, for use as an argument of calls to several workers."""
         ...
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        """The calls that are done or have failed: at least one, unless the timeout in seconds is over."""
+        """Return the calls that have returned or failed: at least one, unless the timeout in seconds is over."""
         ...
 
     def result(self, handle: Handle) -> Any:
-        """The result of a call that is done. Raises WorkerLost, or what the method raised."""
+        """Return the result of a finished call. Raises WorkerLost, or what the method raised."""
         ...
 
     def replace(self, index: int) -> None:
-        """Put a new worker, as at the start of the run, in the place of this one, which is killed if it still lives."""
+        """Start a new worker in place of this one, with the state of the run's start. Kill the old one if it still
+        runs."""
         ...
 
     def has_begun(self, index: int) -> bool:
-        """Whether the process of this worker has begun. If not, there may be no place for it."""
+        """Return whether the process of this worker has started. If not, there may be no room for it."""
         ...
 
     def capacity(self) -> str:
-        """A clause that says how many places for workers there are."""
+        """Return a clause with the number of workers that fit into the cluster."""
         ...
 
     def last_words(self, index: int) -> str:
-        """A clause with the last line that a worker wrote, and where; empty if it wrote none."""
+        """Return a clause with the last line of the worker's log and its path; empty if there is none."""
         ...
 
     def close(self) -> None:
-        """End all workers, and leave nothing behind."""
+        """End all workers and remove everything that was started for them."""
         ...

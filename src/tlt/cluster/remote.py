@@ -1,4 +1,4 @@
-"""Many workers behind the loop's protocols: they do together what one worker in the process does alone."""
+"""Many workers behind the loop's protocols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClusterRollout:
         self.coordinator, self.crew = coordinator, coordinator.crew
 
     def sync(self, policy: Any, version: int) -> None:
-        """Every engine takes the weights of the replica beside it; `policy` is not used."""
+        """Load the weights of each worker's replica into its engine. `policy` is not used."""
         self.coordinator.sync(version)
 
     def generate(
@@ -48,7 +48,7 @@ class ClusterRollout:
         self.coordinator.training.load_state(state.get("drafter", {}))
 
     def release(self) -> None:
-        """There is nothing to do: each worker releases its memory before its part of the update."""
+        """Do nothing, because each worker releases its memory before its part of the update."""
 
     def now(self) -> Sequence[WorkerNow]:
         return self.coordinator.now
@@ -67,7 +67,7 @@ class ClusterRollout:
 
 
 class ClusterPolicy:
-    """The policy: replicas, of which one answers each call, or shards, which answer together."""
+    """The policy as replicas, of which one answers each call, or as shards, which answer together."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.crew = coordinator, coordinator.crew
@@ -78,14 +78,14 @@ class ClusterPolicy:
         return self.coordinator.updated
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy. Raises ClusterError, and what a worker raises. `version` is `step` then if those workers
-        that are left went back to the state before, else None."""
+        """Update the policy. Raises ClusterError, and what a worker raises. After an error, `version` is `step` if the
+        remaining workers restored the state before, else None."""
         self.version = None
         try:
             metrics = self.coordinator.update(batch, step)
         except Exception:
             if not self.crew.shards:
-                with suppress(Exception):  # what ended the update is what is said
+                with suppress(Exception):  # the error of the update is raised
                     self.crew.everyone("rollback")
                     self.version = step
             raise
@@ -99,15 +99,15 @@ class ClusterPolicy:
         return self.crew.whole("policy_state")
 
     def save(self, folder: Path) -> None:
-        """The first worker writes the files, where the driver sees them too."""
+        """Let the first worker write the files to a folder that the driver sees too."""
         self.crew.whole("save", str(folder.resolve()))
 
     def load_optimizer(self, folder: Path) -> None:
         self.crew.everyone("load_optimizer", str(folder.resolve()))
 
     def sha256(self) -> str:
-        """The hash of the policy, which all replicas, or all members with shards, compute. Raises ClusterError if the
-        hashes differ."""
+        """Return the hash of the policy, which all replicas, or all members with shards, compute. Raises ClusterError
+        if the hashes differ."""
         digests = list(self.crew.everyone("sha256").values())
         if len(set(digests)) > 1:
             raise ClusterError(f"the workers' policies differ ({', '.join(d[:8] for d in digests)}): do not use them")
@@ -115,14 +115,14 @@ class ClusterPolicy:
 
 
 def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
-    """The rollout and the policy of a pool's workers, once all present workers hold the same policy. Raises
+    """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. Raises
     ClusterError."""
     try:
         cluster = config.cluster
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
         coordinator = Coordinator(crew, config)
         policy = ClusterPolicy(coordinator)
-        policy.sha256()  # waits until all are there, as a rendezvous waits for nobody for long
+        policy.sha256()  # waits until all have started, because a rendezvous has a short timeout
         if config.train.shard:
             coordinator.shard_policy()
     except BaseException:

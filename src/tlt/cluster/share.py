@@ -10,22 +10,22 @@ from tlt.types import Row
 
 @dataclass
 class Share:
-    """What a worker has to decode in a rollout, and what is known of it."""
+    """Rows that a worker has to decode in a rollout, and what the worker has reported."""
 
     rows: dict[int, Row] = field(default_factory=dict)
-    """rows by seed, as the worker was given them, that have not ended"""
+    """unfinished rows by seed, as the worker was given them"""
     promised: list[Row] = field(default_factory=list)
     """rows that another worker gave up for this one"""
     asked: list[int] = field(default_factory=list)
-    """seeds of rows that the worker is to give up with its next slice"""
+    """seeds of rows that the worker must give up in its next slice"""
     helper: int | None = None
-    """the worker for which it gives them up"""
+    """worker that gets these rows"""
     heard: dict[int, list[int]] = field(default_factory=dict)
-    """by seed, the tokens that the worker reported since it was given the row"""
+    """by seed, the tokens that the worker has reported since it was given the row"""
     last: Slice | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each of its rows, as far as the worker has reported."""
+        """Number of tokens of each of its rows, as last reported."""
         live = self.last.live if self.last else {}
         return tuple(live.get(seed, len(row.tokens)) for seed, row in self.rows.items())

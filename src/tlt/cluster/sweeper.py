@@ -1,5 +1,5 @@
-"""A small process that outlives the driver. When the driver has ended, in whatever way, it kills what is left of the
-driver's Ray and removes its folder.
+"""A small process that outlives the driver. After the end of the driver it kills the remaining
+processes of the driver's Ray and removes its folder.
 
     python -m tlt.cluster.sweeper DRIVER FOLDER        waits for the end of its standard input, which the driver holds
 """
@@ -20,11 +20,11 @@ _GRACE = 5.0  # seconds for Ray to end by itself
 
 
 def marked(folder: str) -> list[int]:
-    """Ids of the processes whose environment has the mark with this folder, zombies not counted."""
+    """Return the ids of the processes whose environment has the mark with this folder, without zombies."""
     wanted = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or gone by now
+        with suppress(OSError):  # of another user, or already ended
             if wanted in (path / "environ").read_bytes().split(b"\0"):
                 found.append(int(path.name))
     return found

@@ -1,8 +1,8 @@
-"""One worker: a target with its engine, a replica of the policy, a drafter and its trainer, driven by short calls.
+"""A worker: a target with its engine, a replica of the policy, a drafter and its trainer, driven by short calls.
 
-A call takes a bounded time and returns what was done in it; the worker has no thread and no queue of its own. So its
-caller sees at once that a worker is idle, has it back at the end of a call, and notices its loss by the call that
-fails. Only `interrupt` and `updated` are called beside another call.
+A call takes a bounded time and returns what was done in it. The worker has no thread and no queue of its own. So its
+caller knows when the worker is idle, regains it at the end of a call, and notices its loss by the call that fails. Only
+`interrupt` and `updated` are called while another call runs.
 """
 
 from __future__ import annotations
@@ -39,58 +39,58 @@ from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 
 Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
-"""(where the members meet, rank, number of members, shards of a batch, device) -> the group of the members"""
+"""(address of the meeting, rank, number of members, shards of a batch, device) -> the group of the members"""
 
 
 class Work(NamedTuple):
-    """What a worker is given for a slice, beside the rows that it has already."""
+    """Work for one slice, in addition to the rows that the worker has already."""
 
     rollout: int
-    """number of the rollout; with a new number, earlier rows are forgotten"""
+    """number of the rollout; if it is new, earlier rows are dropped"""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
-    """seeds of requests that the worker gives up, for others to go on with"""
+    """seeds of requests that the worker gives up, so that others decode them"""
     drafts: Sequence[Ahead] = ()
-    """what was decoded ahead for the new requests"""
+    """look-ahead drafts for the new requests"""
     plain: bool = False
-    """whether to decode plainly, whatever the recipe says"""
+    """whether to use plain decoding, whatever the recipe says"""
 
 
 class AheadWork(NamedTuple):
-    """What an idle worker is to decode for the steps to come."""
+    """Requests of coming steps for an idle worker."""
 
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """what is known of these requests and their siblings by now"""
+    """look-ahead drafts known so far for these requests and their siblings"""
 
 
 class AheadSlice(NamedTuple):
-    """What a worker has decoded of an `AheadWork` so far, with its present target."""
+    """Tokens that a worker has decoded for an `AheadWork` so far, with its present target."""
 
     found: list[Ahead]
     seconds: float
 
 
 class Slice(NamedTuple):
-    """What a worker did in a slice."""
+    """Result of a slice."""
 
     responses: list[Response]
     released: list[Row]
     stats: RolloutStats
-    """counters of this worker's whole rollout so far"""
+    """counters of this worker for the whole rollout so far"""
     live: dict[int, int]
-    """number of tokens so far of each live row, by seed"""
+    """number of tokens so far of each active row, by seed"""
     waiting: list[int]
-    """seeds of the rows that wait"""
+    """seeds of the waiting rows"""
     seconds: float
     news: dict[int, list[int]]
-    """by seed, the tokens of live and waiting rows since the slice before"""
+    """by seed, the tokens of active and waiting rows since the previous slice"""
 
 
 class State(NamedTuple):
-    """All that a new worker needs to go on in the place of another."""
+    """State that a new worker needs to replace another."""
 
     policy: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -107,8 +107,8 @@ class Worker:
         meets: str | Path = "127.0.0.1",
         join: Join = Processes,
     ) -> None:
-        """`folder` holds the policy to start from; `meets` is where all workers can meet: a folder that they share on
-        one machine, or this machine's address as the others reach it."""
+        """`folder` holds the policy to start from. `meets` is where all workers can meet: a folder that they share on
+        one machine, or this machine's address in the cluster."""
         self.config, self.index, self._meets, self._join = config, index, meets, join
         self.target = open_target(config, weights_folder(config, folder), trains=True)
         layer = starting_drafter(config, self.target.options)
@@ -122,21 +122,21 @@ class Worker:
         self.device = torch_device(config.model)
         take_weights(self.target, self.policy, version=0)
         self._rollout = -1
-        self._told: dict[int, int] = {}  # by seed, the number of tokens that slices have reported
+        self._told: dict[int, int] = {}  # by seed, number of tokens reported so far
         self._group: tuple[Any, ProcessGroup] | None = None
         self._before: State | None = None  # the state before the update under way
-        self._wanted = 0.0  # calls in idle time up to this number are to end
+        self._wanted = 0.0  # idle calls up to this number must end
         gc.collect()
-        gc.freeze()  # else a collection amid a rollout would go through all that was loaded, for a quarter of a second
+        gc.freeze()  # else a collection during a rollout would scan all loaded objects for 0.25 s
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
     def decode(self, work: Work, seconds: float) -> Slice:
-        """Decode for so many seconds, at least one round, or until nothing is left. Raises ValueError for a request
-        that can never run."""
+        """Decode for this many seconds, but at least one round, or until nothing is left. Raises ValueError for a
+        request that cannot be decoded."""
         engine, other = (self.plain, self.engine) if work.plain else (self.engine, self.plain)
         self._enter_rollout(work.rollout, work.drafts, engine)
-        began = time.perf_counter()  # the first rollout begins with the start-up profile, which is no part of a slice
+        began = time.perf_counter()  # after the start-up profile of the first rollout, which does not count
         other.release()
         engine.look_ahead(())
         self._told |= {row.request.seed: len(row.tokens) for row in work.resumed}
@@ -159,8 +159,8 @@ class Worker:
         return news
 
     def look_ahead(self, work: AheadWork, seconds: float, number: float = math.inf) -> AheadSlice:
-        """Decode requests of coming steps until the seconds are over, all is decoded, or `interrupt` asks for the
-        worker. What has not ended goes on with the next call."""
+        """Decode requests of coming steps until the seconds are over, all have ended, or `interrupt` is called.
+        Unfinished requests continue with the next call."""
         began = time.perf_counter()
         self._enter_rollout(work.rollout, work.drafts, self.engine)
         self.engine.look_ahead(work.requests)
@@ -175,17 +175,17 @@ class Worker:
         return AheadSlice(found, time.perf_counter() - began)
 
     def _enter_rollout(self, number: int, drafts: Sequence[Ahead], engine: RolloutEngine) -> None:
-        """Take the drafts. If the rollout is a new one, forget the rows of the one before."""
+        """Store the drafts. If the rollout is new, drop the rows of the previous one."""
         self.store.put(drafts)
         if number != self._rollout:
             engine.start(())
             self._rollout = number
 
-    # -- the drafter: a fault here costs speed alone -------------------------------------------------------------------
+    # -- the drafter: a fault here costs only speed --------------------------------------------------------------------
 
     def interrupt(self, number: float) -> None:
-        """End the idle call with this number, or a lower one, within its micro-batch or round. If it has not begun yet,
-        it ends at once. Called from another thread."""
+        """End the idle call with this number, or a lower one, within its micro-batch or round. A call that has not
+        begun yet ends at once. This method is called from another thread."""
         self._wanted = number
 
     def train_drafter(self, start: TrainerState | None, seconds: float, number: float = math.inf) -> SpotReport | None:
@@ -212,19 +212,19 @@ class Worker:
     # -- update --------------------------------------------------------------------------------------------------------
 
     def rendezvous(self) -> str:
-        """Open a place where a new group can meet, and return its address. It stays open until the next one."""
+        """Open a place where a new group can meet. Return its address. It stays open until the next one is opened."""
         self._rendezvous = Rendezvous(self._meets)
         return self._rendezvous.address
 
     def shard_policy(self, rendezvous: Any, rank: int, size: int) -> None:
-        """Keep only this member's shard of the policy. Where the policy is in shards, this comes before all other calls
-        that need it. Raises GroupBroken."""
+        """Keep only this member's shard of the policy. If the policy is sharded, this comes before all other calls that
+        need it. Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.shard_over(self._group_at(rendezvous, rank, size))
 
     def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int) -> dict[str, float] | Broken:
-        """Do this member's part of the update. Returns Broken if another member is lost; `rollback` must follow. Raises
-        GroupBroken if there is no state to go back to, as where the lost member had a shard of the policy."""
+        """Do this member's part of the update. Return Broken if another member is lost; `rollback` must follow. Raises
+        GroupBroken if there is no state to restore, for example because the lost member had a shard of the policy."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
@@ -236,12 +236,12 @@ class Worker:
                 raise
             return Broken(str(error))
         except Exception:
-            self.leave()  # else the others would wait for this member
+            self.leave()  # so that the others do not wait for this member
             raise
 
     @property
     def updated(self) -> float:
-        """Fraction of the update under way that is done. Read from another thread."""
+        """Fraction of the update under way that is done. It is read from another thread."""
         return self.policy.updated
 
     def _group_at(self, rendezvous: Any, rank: int, size: int) -> ProcessGroup:
@@ -251,20 +251,20 @@ class Worker:
         return self._group[1]
 
     def leave(self) -> None:
-        """Leave the group, if there is one: a group that lost a member is of no use to the others."""
+        """Leave the group, if there is one. A group that lost a member cannot be used again."""
         if self._group:
             self._group[1].leave()
         self._group = None
 
     def rollback(self) -> None:
-        """Go back to the state before the update, however much of it was done."""
+        """Restore the state before the update."""
         self.leave()
         if self._before:
             self._restore(self._before)
             self._before = None
 
     def sync(self, version: int) -> None:
-        """The engine takes the policy's weights; the update can no longer be rolled back."""
+        """Load the policy's weights into the engine. After this the update can no longer be rolled back."""
         self._before = None
         with self.tracer.span("sync"):
             take_weights(self.target, self.policy, version)
@@ -273,7 +273,7 @@ class Worker:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """The state of this worker; while an update is under way, the state before it."""
+        """Return the state of this worker. During an update, return the state before it."""
         return self._before or State(
             _copies(self.policy.trained_state()),
             _copies(self.policy.optimizer_state()),
@@ -282,7 +282,7 @@ class Worker:
         )
 
     def take_state(self, state: State) -> None:
-        """Go on in the place of the worker whose state this is."""
+        """Replace the worker whose state this is."""
         self._restore(state)
         take_weights(self.target, self.policy, state.version)
         self.engine.tuner.load_state(state.tuner)
@@ -309,7 +309,7 @@ class Worker:
         self.policy.load_optimizer(Path(folder))
 
     def trace(self) -> list[Span]:
-        """Spans since the last call of this."""
+        """Return the spans since the last call."""
         return self.tracer.drain()
 
     def peak_memory(self) -> dict[str, float]:
@@ -323,5 +323,5 @@ class Worker:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, which do not change with the originals."""
+    """Return copies in host memory, which do not change with the originals."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

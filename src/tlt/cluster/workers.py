@@ -1,7 +1,7 @@
 """Workers on Ray: thin actors (`actor.py`), each with its own cores or its own device.
 
-Without `cluster.address`, Ray is the run's own, on this machine: its folder can be opened by this user only, it listens
-on loopback, and it ends with the run. `sweeper` ends it even if the driver is killed.
+Without `cluster.address`, the run starts its own Ray on this machine. Only this user can open its folder, it listens on
+loopback, and it ends with the run. `sweeper` ends it even if the driver is killed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tlt.stopping import SIGNALS, GivenUp
 from tlt_rl import install_hint
 
 _STORE_BYTES = 128 * 2**20
-_BESIDE = "beside"  # calls that do not wait for the one under way
-_LONGEST_FOLDER = 40  # characters: the paths of Ray's sockets lie below it, and the system allows 107
+_BESIDE = "beside"  # calls that run concurrently with the one under way
+_LONGEST_FOLDER = 40  # in characters, because the system allows 107 for the paths of Ray's sockets below it
 
 
 class RayPool:
     def __init__(self, config: Config, folder: str | Path) -> None:
-        """Start Ray, or join it. Each worker is built by its first call. Raises ConfigError or ClusterError."""
+        """Start Ray, or join a cluster. Each worker is built by its first call. Raises ConfigError or ClusterError."""
         self.size = config.cluster.workers
         self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
-        """folder of the Ray that is this run's own; empty if there is none"""
+        """folder of the run's own Ray; empty if the run joined a cluster"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()
@@ -77,7 +77,7 @@ class RayPool:
             os.environ.pop(MARK)
 
     def _join(self, address: str) -> None:
-        refuse_unreachable(address)  # else Ray tries for many minutes, without a word of ours
+        refuse_unreachable(address)  # else Ray tries for many minutes without a message
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
@@ -103,7 +103,7 @@ class RayPool:
                 raise ConfigError(f"{least}, but there are {count:g} {what}: one each is needed")
         place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
-        # calls are many and short: Ray's record of each took a tenth of the CPU time from decoding
+        # calls are many and short, and recording each of them took a tenth of the CPU time
         actor = self._ray.remote(**options, enable_task_events=False, concurrency_groups={_BESIDE: 1})(Actor)
         return actor.remote(self._config, index, policy_folder, place)
 
@@ -131,7 +131,7 @@ class RayPool:
         return self._ray.put(value)
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        if not self._amid_update:  # amid one nothing whole could be saved, and there is time for it to end
+        if not self._amid_update:  # during an update nothing complete could be saved, and there is time for it to end
             self._control.look()
         waiting = list(handles)
         with _given_up():
@@ -154,7 +154,7 @@ class RayPool:
 
     def replace(self, index: int) -> None:
         self._kill(index)
-        # the checkpoint that the run resumed from may be gone by now, so the new worker begins with the recipe's model
+        # the checkpoint that the run resumed from may be deleted by now: the new worker starts from the recipe's model
         self._actors[index] = self._actor(index, self._config.model.path)
         self._processes[index] = self._process(index)
 
@@ -162,8 +162,8 @@ class RayPool:
         return self._actors[index].process.options(concurrency_group=_BESIDE).remote()
 
     def _kill(self, index: int) -> None:
-        """Kill a worker, and where Ray is this run's own, kill its process at once: Ray asks a worker to end first, so
-        a stopped one would keep its connections for some seconds, while other members of its group wait for it."""
+        """Kill a worker. If Ray is the run's own, also kill the process at once. Ray asks a worker to end first, so a
+        stopped worker would keep its connections for some seconds, while other members of its group wait."""
         self._ray.kill(self._actors[index], no_restart=True)
         process = self._processes[index]
         if self.folder and self._ray.wait([process], timeout=0)[0]:
@@ -181,7 +181,7 @@ class RayPool:
         return last_words(self._log_file(index))
 
     def close(self) -> None:
-        """Leave Ray, and end it if it is this run's own."""
+        """Disconnect from Ray, and end it if it is the run's own."""
         _take_threads(self._threads)
         with _own_signals():
             self._ray.shutdown()
@@ -191,15 +191,15 @@ class RayPool:
 
 
 def _why(error: Exception) -> str:
-    """A clause that says why a worker was lost, without the long guesses that Ray makes where it does not know."""
+    """Return a clause with the reason why a worker was lost, without Ray's speculation."""
     lines = str(error).partition("Worker exit detail: ")[2].splitlines() or str(error).splitlines() or [""]
     clause = lines[0].partition(". ")[0]
     return "its process is gone" if not clause or "connection error" in clause else clause
 
 
 def _give_up_threads() -> int:
-    """Let this process use one thread, and return how many it had. It computes little, and the workers use all cores,
-    so with a second thread the first one would wait for a core."""
+    """Let this process use one thread, and return the former number. The driver computes little and the workers use all
+    cores, so a second thread would make the first one wait for a core."""
     import torch
 
     before = torch.get_num_threads()
@@ -214,18 +214,18 @@ def _take_threads(count: int) -> None:
 
 
 def share_of_cores(index: int, workers: int) -> list[int]:
-    """The worker's cores, out of those that this process may use: an equal part of them, or one core, which other
-    workers use too, where they are too few."""
+    """Return the worker's cores, out of those that this process may use: an equal part, or one shared core if there are
+    too few."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // workers
     return cores[index * each : (index + 1) * each] if each else [cores[index % len(cores)]]
 
 
 def _import_ray(alone: bool) -> Any:
-    """Import Ray, which reads these environment variables when it is imported. A Ray of our own (`alone`) gets a new
-    token, which no file holds. Raises ConfigError if Ray is not installed."""
+    """Import Ray, which reads these environment variables at import. If Ray is the run's own (`alone`), it gets a new
+    token, which is in no file. Raises ConfigError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers give way to all other processes
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers have a low priority
     if alone:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it listens on all interfaces, loopback or not
     if alone and "ray" not in sys.modules:
@@ -240,8 +240,8 @@ def _import_ray(alone: bool) -> Any:
 
 
 def _keep_off_the_screen(ray: Any, file: Path) -> None:
-    """Send the messages of Ray's processes, on a worker that died for instance, to this file. Ray has no setting for
-    this; versions of Ray that print in another way still print to the screen."""
+    """Write the messages of Ray's processes to this file, for example that a worker died. Ray has no setting for this.
+    A version of Ray that prints in another way still prints to the screen."""
 
     def note(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
         with suppress(OSError), file.open("a", encoding="utf-8") as log:
@@ -264,7 +264,7 @@ def _short_folder() -> str:
 
 @contextmanager
 def _given_up() -> Iterator[None]:
-    """Let `GivenUp` through: where a signal handler raises it while Ray waits, Ray raises a SystemError from it."""
+    """Raise `GivenUp` if a signal handler raised it while Ray waited. Ray raises a SystemError from it instead."""
     try:
         yield
     except SystemError as error:
@@ -275,9 +275,9 @@ def _given_up() -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the run's signal handlers afterwards, as Ray puts its own in their place, and let the run's handler hear
-    what came meanwhile. What a handler raises is lost where Python ignores exceptions, such as in a `__del__` and in
-    what is called around a fork; so it is raised again here."""
+    """Restore the run's signal handlers afterwards, because Ray replaces them. Then call them for signals that arrived
+    meanwhile. An exception of a handler is lost if Python ignores exceptions at that point, such as in a `__del__` or
+    around a fork; so it is raised again here."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -317,7 +317,7 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _silently_ignored() -> Iterator[None]:
-    """What handlers raise in vain is not printed, as it is raised again."""
+    """Do not print ignored exceptions of signal handlers, because they are raised again."""
     before = sys.unraisablehook
 
     def report(ignored: sys.UnraisableHookArgs) -> None:
@@ -333,8 +333,8 @@ def _silently_ignored() -> Iterator[None]:
 
 @contextmanager
 def _noted(came: set[int]) -> Iterator[None]:
-    """Note the signals that came in the block, whoever handled them, and tell whoever noted them before, such as
-    asyncio."""
+    """Record the signals that arrive in the block, whichever handler they had. Forward them to the former wakeup file
+    descriptor, such as that of asyncio."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

@@ -1,1 +1,1 @@
-"""Drafters guess the next tokens. They are outside the trusted base: whatever they propose, no token changes."""
+"""Drafters, which propose the next tokens. They are outside the trusted base: no token depends on what they propose."""

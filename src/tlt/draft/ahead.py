@@ -1,8 +1,9 @@
-"""Look-ahead: the response of an older target to a request, with the request's own seed, drafts for the present target.
+"""Look-ahead: the response of an older target to a request, with the request's own seed, is a draft for the present
+target.
 
-A request's noise is a function of its seed and position. So two versions of a target give the same response except
-where an update changed an argmax, and the old response is a chain that is known in advance: it needs no levels and no
-log q, and costs nothing. A stale, truncated or foreign response is only a bad draft.
+A request's noise is a function of its seed and position. So two versions of a target give the same response, except
+where an update changed an argmax. The old response is a chain that is known in advance: it needs no levels and no log
+q. A response that is old, truncated or of another request is only a bad draft.
 """
 
 from __future__ import annotations
@@ -15,31 +16,32 @@ import numpy as np
 
 from tlt.types import MOST_GUESSES, Request, Response, Row
 
-_LEAST = 4  # tokens: the lowest limit of a chain's length, and the first one after a divergence
-_CONTEXT = 4  # last tokens by which a row is found again in an old response after a divergence
+_LEAST = 4  # smallest limit of a chain in tokens, also used after a divergence
+_CONTEXT = 4  # number of last tokens that are searched in old responses after a divergence
 
 
 class Ahead(NamedTuple):
-    """What was decoded ahead for a request."""
+    """Tokens that were decoded ahead for a request."""
 
     seed: int
     prompt: tuple[int, ...]
     tokens: np.ndarray
     """int32"""
     version: int
-    """version of the target that decoded it, or its latest part"""
+    """version of the target that decoded the last part"""
     ended: bool
 
     @classmethod
     def of(cls, said: Row | Response, version: int, rest: Sequence[int] = (), ended: bool = False) -> Ahead:
-        """The tokens of a row or a response, followed by `rest`, the older tokens that are expected to come next."""
+        """Return the tokens of a row or a response, followed by `rest`, the older tokens that are expected to come
+        next."""
         tokens = said.tokens if isinstance(said, Row) else said.token_ids
         both = np.array([*tokens, *rest], dtype=np.int32)
         return cls(said.request.seed, said.request.prompt.token_ids, both, version, ended)
 
 
 class AheadStore:
-    """What was decoded ahead, by the request's seed. Beyond `most_tokens` tokens the oldest entries are dropped."""
+    """Look-ahead drafts by the request's seed. Beyond `most_tokens` tokens the oldest entries are dropped."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens, self.tokens = most_tokens, 0
@@ -50,8 +52,8 @@ class AheadStore:
         return len(self._kept)
 
     def put(self, found: Iterable[Ahead]) -> None:
-        """Add entries. Each replaces what was known of its request, unless that is of the same target version and
-        goes further."""
+        """Add entries. Each replaces the entry of its request, unless that one is of the same target version and ended
+        or is longer."""
         for ahead in found:
             known = self._kept.get(ahead.seed)
             if not len(ahead.tokens):
@@ -75,7 +77,7 @@ class AheadStore:
                     del self._groups[ahead.prompt]
 
     def length(self, seed: int) -> int:
-        """Number of tokens known for this seed."""
+        """Return the number of known tokens for this seed."""
         return len(self._kept[seed].tokens) if seed in self._kept else 0
 
     def get(self, request: Request) -> Ahead | None:
@@ -86,7 +88,7 @@ class AheadStore:
         return known is not None and known.ended
 
     def group(self, request: Request) -> list[Ahead]:
-        """The entries of the request and its siblings, its own first if there is one."""
+        """Return the entries of the request and its siblings, its own first if there is one."""
         seeds = self._groups.get(request.prompt.token_ids, ())
         return [self._kept[seed] for seed in sorted(seeds, key=lambda seed: seed != request.seed)]
 
@@ -96,15 +98,15 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
 
 
 class Pointer:
-    """Where a row stands in its old response, or after a divergence possibly in a sibling's."""
+    """Position of a row in its old response, or after a divergence possibly in a sibling's."""
 
     def __init__(self, sources: Sequence[np.ndarray], committed: Sequence[int]) -> None:
-        """`sources`: old responses, int32, the row's own first; `committed`: tokens that the row has already."""
+        """`sources`: old responses, int32, the row's own first. `committed`: tokens that the row has already."""
         self.sources = sources
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # index of the next token in `old`; None after a divergence
-        self.is_own, self.is_over = True, False  # whether `old` is its own; whether that ended, so a drafter goes on
-        self.width, self.proposed = MOST_GUESSES, 0  # limit of a chain, which the tuner may shorten; the last chain
+        self.is_own, self.is_over = True, False  # whether `old` is its own; whether the row is longer than that
+        self.width, self.proposed = MOST_GUESSES, 0  # limit of a chain; length of the last chain
         self.length, self.last = 0, deque[int](maxlen=_CONTEXT)
         self.shift = 0  # position in the row's own old response minus position in the row
         self.advance(committed)
@@ -128,15 +130,16 @@ class Pointer:
             self._find()
 
     def _part(self, at: int) -> None:
-        """The next token differs. It is taken as a substitution: the row's own old response goes on one token later."""
+        """Note that the next token differs. It is treated as a substitution: the row's own old response continues one
+        token later."""
         if self.is_own:
             self.shift = at + 1 - self.length
             self.is_over = at == len(self.old)
         self.at = None
 
     def _find(self) -> None:
-        """Find the row's place again. If the last token equals the one in its own old response at the place without
-        insertions or deletions, the row stands there. Else it stands where its last tokens occur in its own old
+        """Find the row's position again. If the last token equals the one in its own old response at the position
+        without insertions or deletions, the row is there. Else it is where its last tokens occur in its own old
         response or in a sibling's."""
         own, here = self.sources[0], self.length + self.shift
         if 0 < here < len(own) and own[here - 1] == self.last[-1]:
@@ -152,7 +155,7 @@ class Pointer:
         self.old, self.at, self.is_own, self.width = tokens.tolist(), at, is_own, _LEAST
 
     def left(self) -> int:
-        """Number of tokens that it could propose now."""
+        """Return the number of tokens that can be proposed now."""
         return 0 if self.at is None else min(self.width, len(self.old) - self.at)
 
     def propose(self, count: int) -> list[int]:
@@ -160,15 +163,16 @@ class Pointer:
         return [] if self.at is None else self.old[self.at : self.at + count]
 
     def rest(self) -> list[int]:
-        """What is still to come of the row's own old response. After a divergence, this is counted from where the row
-        would stand without insertions or deletions."""
+        """Return the remaining tokens of the row's own old response. After a divergence, they are counted from the
+        position without insertions or deletions."""
         if self.at is None or not self.is_own:
             return self.sources[0][max(0, self.length + self.shift) :].tolist()
         return self.old[self.at :]
 
 
 def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
-    """Of the places behind an occurrence of the tokens `last`, the end excluded, the one nearest to `near`."""
+    """Return the position after an occurrence of the tokens `last` that is nearest to `near`; None if there is none.
+    The end of `tokens` does not count."""
     first, *others = last
     places = np.flatnonzero(tokens[:-_CONTEXT] == first) + 1
     for token in others:
@@ -177,7 +181,7 @@ def _nearest(tokens: np.ndarray, last: Iterable[int], near: int) -> int | None:
 
 
 class LookAhead:
-    """A per-row store of where each row stands in what was decoded ahead for it."""
+    """Per-row store of each row's position in its look-ahead draft."""
 
     def __init__(self, store: AheadStore, vocab_size: int) -> None:
         self.store, self.vocab_size = store, vocab_size
@@ -201,14 +205,14 @@ class LookAhead:
             pointer.advance(tokens)
 
     def offers(self) -> list[int]:
-        """Number of tokens that each row's old response could propose."""
+        """Return the number of tokens that each row's old response could propose."""
         return [pointer.left() if pointer else 0 for pointer in self._pointers]
 
     def propose(self, counts: Sequence[int]) -> list[list[int]]:
-        """A chain of up to `counts` tokens for each row; [] for a row that has no place in an old response."""
+        """Return a chain of up to `counts` tokens for each row; [] for a row without a position in an old response."""
         return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
 
     def rest(self, place: int) -> list[int]:
-        """What is still to come of the row's own old response; [] if it has none."""
+        """Return the remaining tokens of the row's own old response; [] if it has none."""
         pointer = self._pointers[place]
         return pointer.rest() if pointer else []

@@ -1,10 +1,9 @@
-"""The harvest: tokens and features that the rollout computed anyway, kept in host memory for training the drafter.
+"""Training data of the drafter in host memory: tokens and hidden states that the rollout computed.
 
-Drafters are judged on the last finished rollout and trained on those before it (the one-step offset of TLT, arXiv
-2511.16665 section 4.2, plus one step). So they are judged on responses that they were not trained on, and every
-response is trained on eventually. The current rollout is used for neither: when a worker falls idle, it has yielded
-only its short responses, which are the easy ones. Where steps are small, several rollouts are kept, because the
-answers to a few prompts are too much alike to learn from.
+Drafters are evaluated on the last finished rollout and trained on those before it (the one-step offset of TLT, arXiv
+2511.16665 section 4.2, plus one step). So they are evaluated on responses that they were not trained on, and every
+response is trained on eventually. The current rollout is used for neither, because its first responses are the short
+and easy ones. If steps are small, several rollouts are kept, because the responses to a few prompts are too similar.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ class Harvest(NamedTuple):
 
     @property
     def drafted(self) -> int:
-        """Number of entries that predict a token of the response which the item holds. Others are not trained on."""
+        """Number of entries that predict a token of the response in this item. Others are not trained on."""
         return max(0, self.start + len(self.tokens) - max(self.start, self.prompt_length - 2) - 1)
 
     @property
     def end(self) -> int:
-        """The position behind the last entry."""
+        """Position after the last entry."""
         return self.start + len(self.tokens)
 
     def cut(self, low: int, length: int) -> Harvest:
-        """The item's entries [low, low + length)."""
+        """Return the item's entries [low, low + length)."""
         part = slice(low, low + length)
         return self._replace(start=self.start + low, tokens=self.tokens[part], features=self.features[part])
 
 
 class Transcript(NamedTuple):
-    """A response whose features the engine did not keep; `recompute.py` computes them."""
+    """A response without hidden states, for engines that do not return them. `recompute.py` computes them."""
 
     prompt_length: int
     tokens: tuple[int, ...]
@@ -58,8 +57,8 @@ class Transcript(NamedTuple):
 
 
 class HarvestBuffer:
-    """Keeps up to `max_tokens` entries: the newest items of the current rollout, and of the last finished rollout and
-    of up to `steps` before it those that end latest in their sequences. Newer rollouts get room first."""
+    """Buffer of up to `max_tokens` entries: the newest items of the current rollout, and of the last finished rollout
+    and up to `steps` before it the items that end latest in their sequences. Newer rollouts get room first."""
 
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
@@ -69,7 +68,7 @@ class HarvestBuffer:
 
     @property
     def latest(self) -> list[Harvest]:
-        """Items of the last finished rollout, on which drafters are judged."""
+        """Items of the last finished rollout, on which drafters are evaluated."""
         return self.whole[-1] if self.whole else []
 
     @property
@@ -98,8 +97,8 @@ class HarvestBuffer:
             self.tokens -= len(self.now.popleft().tokens)
 
     def add_late(self, harvest: Harvest, past: bool) -> None:
-        """Add an item of the last finished rollout, or of the one before it (`past`), that was computed late. Where
-        there is no room, the oldest items are dropped."""
+        """Add an item of the last finished rollout, or of the one before it (`past`), that was computed late. If there
+        is no room, drop the oldest items."""
         place = -2 if past else -1
         if harvest.drafted == 0 or len(self.whole) < -place:
             return
@@ -111,7 +110,7 @@ class HarvestBuffer:
             self.tokens -= len(next(step for step in self.whole if step).pop(0).tokens)
 
     def rollout_ended(self) -> None:
-        """The current rollout becomes the last finished one. Each finished rollout keeps what ends latest."""
+        """Make the current rollout the last finished one. Each finished rollout keeps the items that end latest."""
         self.whole.append(list(self.now))
         self.now.clear()
         self.tokens = 0
@@ -120,7 +119,7 @@ class HarvestBuffer:
             step[:] = self._latest_ends(step, room * self.max_tokens)
 
     def forget(self) -> None:
-        """Drop the rollouts before the last finished one: they are of another task."""
+        """Drop the rollouts before the last finished one, because they are of another task."""
         while len(self.whole) > 1:
             self.tokens -= sum(len(item.tokens) for item in self.whole.popleft())
 
@@ -131,9 +130,9 @@ class HarvestBuffer:
                 yield item
 
     def sample(self, tokens: int, rng: random.Random) -> list[Harvest]:
-        """Draw items of `past`, all of one target version, with up to `tokens` entries in sum. The newer an item and
-        the later its end, the likelier it is drawn: drafters fail at late positions first. If the first item drawn is
-        too long, it is cut and returned alone."""
+        """Draw items of `past`, all of one target version, with up to `tokens` entries in total. Newer items and items
+        with later ends are more likely, because drafters fail at late positions first. If the first item drawn is too
+        long, it is cut and returned alone."""
         drawn, room = list[Harvest](), tokens
         for item in _weighted(self.past, rng):
             if not drawn and len(item.tokens) > tokens:
@@ -147,7 +146,7 @@ class HarvestBuffer:
 
 
 def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Random) -> list[Harvest]:
-    """Up to `tokens` entries from many items, at most `longest` from each, sorted by target version."""
+    """Return up to `tokens` entries from many items, at most `longest` from each, sorted by target version."""
     drawn: list[Harvest] = []
     for item in _weighted(items, rng):
         if len(item.tokens) > longest:
@@ -158,8 +157,8 @@ def pieces(items: Collection[Harvest], tokens: int, longest: int, rng: random.Ra
 
 
 def _weighted(items: Collection[Harvest], rng: random.Random) -> Iterator[Harvest]:
-    """The items in random order, drawn without replacement; later ends and newer items weigh more (Efraimidis and
-    Spirakis 2006)."""
+    """Yield the items in random order, without replacement. Later ends and newer items have larger weights (Efraimidis
+    and Spirakis 2006)."""
     newest = max((item.target_version for item in items), default=0)
     weights = {id(item): item.end * _OLDER ** (newest - item.target_version) for item in items}
     keys = {name: rng.random() ** (1 / weight) for name, weight in weights.items()}

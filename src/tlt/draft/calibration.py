@@ -1,8 +1,7 @@
-"""Counts online how often the target takes a drafted token. This decides which nodes are worth verifying.
+"""Online counts of how often the target accepts a draft token. They decide which nodes are worth verifying.
 
-Given the noise, a drafted token's place among its siblings and its lead over the next noisy score tell how likely it
-is the target's token; log q itself adds almost nothing. So a drafter's counts are kept per cell: (class of guess,
-depth, place, lead).
+Given the noise, a draft token's rank among its siblings and its lead over the next noisy score predict its acceptance;
+log q itself adds almost nothing. So a drafter's counts are kept per cell: (class of draft token, depth, rank, lead).
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CLASSES = 4  # number of classes of guess that a drafter may tell apart
+CLASSES = 4  # number of classes of draft tokens that a drafter may distinguish
 _EDGES = np.array([-6.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _DEPTHS, _PLACES, _LEADS = 8, 4, len(_EDGES) + 1  # deeper nodes and later siblings fall into the last cell
 _OFFSETS = [np.minimum(np.arange(16), _PLACES - 1) * _LEADS + d * _PLACES * _LEADS for d in range(_DEPTHS)]
 _SHAPE = (CLASSES, _DEPTHS, _PLACES, _LEADS)
 _PRIOR_WEIGHT = 4.0
-# rounds after which all counts are halved: drafters and targets change, and what looked bad is tried again
+# rounds after which all counts are halved, because drafters and targets change
 _HALF_LIFE = 256
-_PREDECESSOR_WEIGHT = 2.0  # of what was seen of a drafter in a cell, for its successor
-_REFRESH = 8  # rounds between two updates of the table of chances
+_PREDECESSOR_WEIGHT = 2.0  # largest weight of a drafter's counts in a cell for its successor
+_REFRESH = 8  # rounds between two updates of the table
 
 
 class Calibration:
-    """Of one drafter."""
+    """Acceptance counts of one drafter."""
 
     def __init__(self) -> None:
         self.seen, self.agreed = np.zeros(math.prod(_SHAPE)), np.zeros(math.prod(_SHAPE))
@@ -34,22 +33,23 @@ class Calibration:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update P(the target takes this child | its parent is reached) from the counts, with a prior of a few
-        pseudo-counts. It stays below 1, so that a child is always less likely than its parent."""
+        """Update the estimated probability that the target accepts a child whose parent is accepted. It is computed
+        from the counts and a prior of a few pseudo-counts. It stays below 1, so a child is always less likely than its
+        parent."""
         chance = (self.agreed + _PRIOR_WEIGHT * self._prior) / (self.seen + _PRIOR_WEIGHT)
         self.table = np.minimum(chance, 0.9999)
 
     def cells(self, classes: np.ndarray | None, depth: int, scores: np.ndarray, branching: int) -> np.ndarray:
-        """Cells [B, W, k] of the best k <= `branching` children of each node. `scores` [B, W, k or k + 1] are noisy
-        scores, best first; `classes` [B, W] are those of the nodes' guesses (None: all 0)."""
+        """Return the cells [B, W, k] of the best k <= `branching` children of each node. `scores` [B, W, k or k + 1]
+        are noisy scores, best first. `classes` [B, W] are those of the nodes' draft tokens (None: all 0)."""
         k = min(branching, scores.shape[-1])
-        lead = scores[..., :k] - scores[..., :1]  # infinite: tokens that may not be drafted or were not offered
+        lead = scores[..., :k] - scores[..., :1]  # infinite for tokens that may not be drafted or were not proposed
         lead[..., 0] = scores[..., 0] - scores[..., 1] if scores.shape[-1] > 1 else np.inf
         cell = np.searchsorted(_EDGES, lead) + _OFFSETS[min(depth, _DEPTHS - 1)][:k]
         return cell if classes is None else cell + classes[..., None] * (_DEPTHS * _PLACES * _LEADS)
 
     def observe(self, cells: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> None:
-        """Count one walked tree: each child of a node on the path was taken or not. The root has no cell (-1)."""
+        """Count one verified tree: each child of an accepted node was accepted or not. The root has no cell (-1)."""
         reached = set(path)
         for node in range(1, len(cells)):
             if parents[node] in reached:
@@ -57,8 +57,8 @@ class Calibration:
                 self.agreed[cells[node]] += node in reached
 
     def agreement(self, depth: int, branching: int) -> list[float | None]:
-        """For each depth, how often one of the `branching` best children was taken where their parent was reached, for
-        guesses of class 0. None where nothing was counted."""
+        """Return for each depth how often one of the `branching` best children was accepted if their parent was, for
+        draft tokens of class 0. None if nothing was counted."""
         seen, agreed = (x.reshape(_SHAPE)[0] for x in (self.seen, self.agreed))
         places = min(branching, _PLACES)
         return [
@@ -67,8 +67,8 @@ class Calibration:
         ]
 
     def renew(self) -> None:
-        """Another drafter has this name from now on. What was seen of the one before counts as little: else what never
-        was right would never be tried again."""
+        """Reduce the weight of the old drafter's counts, because another drafter has this name now. Otherwise nodes
+        that were never accepted would never be tried again."""
         less = np.minimum(1.0, _PREDECESSOR_WEIGHT / np.maximum(self.seen, 1.0))
         self.seen *= less
         self.agreed *= less
@@ -84,8 +84,8 @@ class Calibration:
 
 
 def _prior_table() -> np.ndarray:
-    """Prior chances [_PLACES, _LEADS]: a logistic curve of the lead for the best sibling, and 0.5 exp(lead) / place for
-    the others (places from 0, leads at most 0)."""
+    """Return prior probabilities [_PLACES, _LEADS]: a logistic curve of the lead for the best sibling, and 0.5
+    exp(lead) / rank for the others (ranks from 0, leads at most 0)."""
     lead = np.array([-8.0, *_EDGES])
     rest = [0.5 * np.exp(np.minimum(0.0, lead)) / place for place in range(1, _PLACES)]
     return np.stack([1.0 / (1.0 + np.exp(-lead)), *rest])

@@ -1,7 +1,7 @@
-"""The drafter protocol. A new drafter needs one file that gives log q for the nodes of a level, and one line in
+"""The drafter protocol. A new drafter needs one file that returns log q for the nodes of a level, and one line in
 `tlt.config.registry`; `tree.py` does the rest.
 
-Shapes: B live rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
+Shapes: B active rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Level(NamedTuple):
-    """The nodes of one level of every row's tree, which the drafter continues. They are NumPy arrays, as trees grow on
-    the host, and copies, so that a drafter which writes to them changes no tree."""
+    """The nodes of one level of every row's tree, which the drafter continues. They are NumPy arrays, because trees
+    grow on the host. They are copies, so a drafter that writes to them changes no tree."""
 
     depth: int
     """0: the roots (the last committed tokens), W = 1"""
@@ -37,76 +37,77 @@ class Level(NamedTuple):
     alive: np.ndarray
     """[B, W] bool; proposals for other nodes are ignored"""
     law: Law
-    """sampling laws of the B requests"""
+    """sampling parameters of the B requests"""
 
 
 class Candidates(NamedTuple):
-    """log q of the next token at each node. `log_q` [B, W, K] belongs to the tokens listed in `ids` [B, W, K], or with
-    `ids` None to the whole vocabulary in order (K = V). Padding has log q -inf."""
+    """Values of log q for the next token at each node. `log_q` [B, W, K] belongs to the tokens listed in `ids` [B, W,
+    K], or with `ids` None to the whole vocabulary in order (K = V). Padding has log q -inf."""
 
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B, W] class of guess, below calibration.CLASSES; each of the drafter's classes is calibrated separately (e.g. by
-    match length)"""
+    """[B, W] class of the draft token, below calibration.CLASSES; each of the drafter's classes is calibrated
+    separately (e.g. by match length)"""
 
 
 class Drafter(Protocol):
-    """Rows stand in the engine's order. In a rollout the engine calls `begin` once, `open`, `commit` and `close` as
-    rows come, advance and leave, and in each round `predict` once per level, from the roots down. A drafter is given
-    copies and views only, so no token depends on anything that it can change. But if it writes to the features of a
-    view, it may spoil the harvest that drafters are trained on."""
+    """A drafter. Rows are in the engine's order. In a rollout the engine calls `begin` once, `open`, `commit` and
+    `close` when rows are added, advance and leave, and in each round `predict` once per level, from the roots down. A
+    drafter gets only copies and views, so no token depends on anything that it can change. But if it writes to the
+    hidden states of a view, it may spoil the training data of drafters."""
 
     name: str
     agreement: float | None
-    """how often its first guess was right when that was last measured; None if it never was"""
+    """acceptance rate of its first draft token when last measured; None if it never was"""
 
     def begin(self, window: FeatureView | None) -> None:
-        """Start with no live row. `window` shows the target's features of the rows' last tokens; None if the engine
-        keeps none."""
+        """Start without active rows. `window` gives the target's hidden states of the rows' last tokens; None if the
+        engine keeps none."""
         ...
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
-        """Add a last row. `committed` are the tokens it has already, after a preemption or a swap of drafters."""
+        """Add a row at the end. `committed` are the tokens it has already, after a preemption or a swap of drafters."""
         ...
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """The engine committed these tokens to `row`."""
+        """Append the tokens that the engine committed to `row`."""
         ...
 
     def close(self, row: int, last: int) -> None:
-        """The request of `row` leaves, and the last row, `last`, takes its place. `last` may be `row` itself."""
+        """Remove `row`. The last row, `last`, takes its place; `last` may be `row` itself."""
         ...
 
     def predict(self, level: Level) -> Candidates:
-        """log q of the tokens that may follow each node, under each request's sampling law. It may list none."""
+        """Return log q of the tokens that may follow each node, under each request's sampling parameters. It may list
+        none."""
         ...
 
 
 class Sources(NamedTuple):
-    """What a drafter may be built from: see `tlt.config.registry`."""
+    """Inputs from which a drafter may be built: see `tlt.config.registry`."""
 
     target: Decoder
     layer: EagleLayer | None
-    """the learned drafter's weights; given where the registry says that a drafter is learned"""
+    """weights of the learned drafter, if the registry says that this drafter is learned"""
     history_tokens: int
-    """bound on the tokens kept of earlier epochs"""
+    """limit of the tokens kept from earlier epochs"""
 
 
 @dataclass
 class Node:
-    """A node about to be expanded. `path` has the tokens from below the root (the last committed token) down to it."""
+    """A node to continue. `path` has the tokens from after the root (the last committed token) down to it."""
 
     request: Request
     committed: Sequence[int]
     """the response so far; its last token is the root"""
     path: tuple[int, ...]
     state: Any = None
-    """whatever the drafter keeps to continue from this node"""
+    """state with which the drafter continues from this node"""
 
 
 class Offer(NamedTuple):
-    """`Candidates` for a list of M nodes: `ids` and `log_q` are [M, K]. Where the drafter has no guess, log q is -inf.
+    """`Candidates` for a list of M nodes: `ids` and `log_q` are [M, K]. Without a proposal, log q is -inf.
     `states[m][k]` becomes the state of the child of node m that takes candidate k."""
 
     ids: Tensor | None
@@ -116,7 +117,7 @@ class Offer(NamedTuple):
 
 
 class NodeDrafter(ABC):
-    """Base class of drafters in plain Python that look at one node at a time. They implement `propose`."""
+    """Base class of drafters in plain Python that process one node at a time. They implement `propose`."""
 
     name = "nodes"
     agreement: float | None = None
@@ -170,7 +171,7 @@ class NodeDrafter(ABC):
         return Node(parent.request, parent.committed, (*parent.path, token), state)
 
     def _scatter(self, offer: Offer, places: Sequence[tuple[int, int]], nodes: tuple[int, ...]) -> Candidates:
-        """Place the offer for the M living nodes, [M, K], among all nodes, [B, W, K]."""
+        """Place the proposals for the M living nodes, [M, K], among all nodes, [B, W, K]."""
         shape, device = (*nodes, offer.log_q.shape[-1]), offer.log_q.device
         log_q = torch.full(shape, -torch.inf, dtype=offer.log_q.dtype, device=device)
         ids = None if offer.ids is None else torch.full(shape, -1, device=device)

@@ -1,16 +1,17 @@
 """The learned drafters: one decoder layer over the target's hidden states, with the target's embedding and head.
 
-Entry p of a sequence stands for token p: its input is the target's features of token p and the embedding of token
-p + 1, and its output predicts token p + 2. For entries that the target has not computed yet, the features are the
-layer's own output at the previous entry.
+Entry p of a sequence belongs to token p: its input is the target's hidden states of token p and the embedding of token
+p + 1, and its output predicts token p + 2. For entries that the target has not computed yet, the layer's own output at
+the previous entry replaces the hidden states.
 
-- `eagle3` (arXiv 2503.01840): features of a low, a middle and a high layer, fused by fc; the layer's attention reads
-  the normed embedding beside the normed features.
+- `eagle3` (arXiv 2503.01840): hidden states of a low, a middle and a high layer, fused by fc; the layer's attention
+reads the normed embedding and the normed fused states.
+
 - `eagle1` (arXiv 2401.15077): the last hidden state alone, fused with the embedding by fc; no input norm, no output
-  norm. It reads a quarter of eagle3's features.
+norm. It reads a quarter of eagle3's hidden states.
 
-The tensors of a folder have the names and shapes of the published checkpoints.
-Shapes: M entries, D hidden, H query heads, K key-value heads, E head size, F features of a token.
+The tensors of a folder have the names and shapes of the published checkpoints. Shapes: M entries, D hidden, H query
+heads, K key-value heads, E head size, F hidden states of a token.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Kind = Literal["eagle1", "eagle3"]
 
 
 class DrafterError(ValueError):
-    """A drafter or its folder cannot be used; the message names the problem and the remedy."""
+    """A drafter or its folder that cannot be used; the message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class EagleOptions:
     taps: tuple[int, ...]
     """hidden_states indices of the target that are fused; () for eagle1"""
     window: int
-    """number of last entries that attention sees"""
+    """number of last entries that attention reads"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -60,7 +61,7 @@ class EagleOptions:
 
 
 def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptions:
-    """Options of a drafter whose layer has the shape of the target's."""
+    """Return the options of a drafter whose layer has the shape of the target's."""
     L = target.num_layers
     return EagleOptions(
         kind=kind,
@@ -78,13 +79,13 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
 
 
 class EagleLayer(nn.Module):
-    """The trainable tensors; `fuse`, `inputs` and `finish` are what the two kinds do differently."""
+    """The trainable tensors. `fuse`, `inputs` and `finish` differ between the two kinds."""
 
     def __init__(self, options: EagleOptions) -> None:
         super().__init__()
         self.options = o = options
         self.agreement: float | None = None
-        """how often its first guess was right on responses that it was not trained on; None until that was measured"""
+        """acceptance rate of its first draft token on held-out responses; None until that was measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
         self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)
@@ -102,17 +103,17 @@ class EagleLayer(nn.Module):
 
     @property
     def trained(self) -> bool:
-        """Whether its first guess was measured to be right at times."""
+        """Whether the measured acceptance rate of its first draft token is above 0."""
         return bool(self.agreement)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [M, F], as the engine keeps them -> fused features [M, D]."""
+        """Map the target's hidden states [M, F], as the engine keeps them, to fused states [M, D]."""
         D = self.options.hidden_size
         return self.fc(features[:, : 3 * D]) if self.options.kind == "eagle3" else features[:, -D:]
 
     def inputs(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings and fused features, [M, D] each -> the input of the attention's projections ([M, 2 D] for eagle3,
-        else [M, D]) and the residual stream [M, D]."""
+        """Map embeddings and fused states, [M, D] each, to the input of the attention's projections ([M, 2 D] for
+        eagle3, else [M, D]) and the residual stream [M, D]."""
         if self.options.kind == "eagle3":
             return torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1), g
         z = self.fc(torch.cat([embedded, g], dim=-1))
@@ -123,7 +124,7 @@ class EagleLayer(nn.Module):
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
     def finish(self, g: Tensor) -> Tensor:
-        """The layer's output [M, D] -> the input of the target's head [M, D]."""
+        """Map the layer's output [M, D] to the input of the target's head [M, D]."""
         return self.norm(g) if self.options.kind == "eagle3" else g
 
 
@@ -131,7 +132,7 @@ class EagleLayer(nn.Module):
 
 
 def _checkpoint_name(name: str, kind: Kind) -> str:
-    """Module name -> name in a checkpoint."""
+    """Map a module name to its name in a checkpoint."""
     if name.startswith(("fc.", "norm.")):
         return name
     layer = "midlayer." if kind == "eagle3" else "layers.0."
@@ -142,7 +143,7 @@ def _checkpoint_name(name: str, kind: Kind) -> str:
 
 
 def checkpoint_tensors(layer: EagleLayer) -> dict[str, Tensor]:
-    """The layer's tensors in host memory, by their published names."""
+    """Return the layer's tensors in host memory, by their published names."""
     state, kind = layer.state_dict(), layer.options.kind
     return {_checkpoint_name(name, kind): tensor.detach().contiguous().cpu() for name, tensor in state.items()}
 

@@ -1,4 +1,4 @@
-"""Keeps faults of drafter training away from the run: they cost speed alone."""
+"""The fault barrier: a fault of drafter training costs speed and does not end the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ D = TypeVar("D")
 
 
 class FaultBarrier:
-    """An object whose `contained` methods do nothing once one of them has raised."""
+    """An object whose `contained` methods do nothing after one of them has raised."""
 
     is_on = True
     passes_on: tuple[type[Exception], ...] = ()
-    """errors of the run itself, which are raised on"""
+    """errors of the run itself, which are raised"""
 
     def switch_off(self) -> None:
         self.is_on = False

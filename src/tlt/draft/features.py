@@ -1,6 +1,6 @@
-"""Keeps the target's features of the last tokens of each live row: the learned drafter's input, and the harvest.
+"""The target's hidden states of the last tokens of each active row: the learned drafter's input, and its training data.
 
-Shapes: R rows, C entries of a ring, F features of a token.
+Shapes: R rows, C entries of a ring, F hidden states of a token.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tlt.types import MOST_GUESSES, Row
 
-# entries of a ring beyond the window, for a drafter's guesses and for what rounds commit before the ring is read
+# entries of a ring beyond the window, for draft tokens and for tokens committed before the ring is read
 _SLACK = 2 * MOST_GUESSES
-_LAZY = 32  # writes that are put into the ring together, unless it is read before
+_LAZY = 32  # writes that are put into the ring together, unless it is read earlier
 
 
 class FeatureLayout(NamedTuple):
-    """Which hidden states are kept: those that enter the layers `taps` (hidden_states[i] of Hugging Face), then the
-    last one, after the final norm. `window` is the number of last tokens of a row for which they are kept."""
+    """Choice of the hidden states that are kept: those that enter the layers `taps` (hidden_states[i] of Hugging Face),
+    then the last one, after the final norm. `window` is the number of last tokens of a row for which they are kept."""
 
     taps: tuple[int, ...]
     window: int
@@ -30,11 +30,12 @@ class FeatureLayout(NamedTuple):
 
 
 class FeatureWindow:
-    """A per-row store. Entry p of a row holds the features of its token p, and token p + 1. Entries [first, length)
+    """Per-row store. Entry p of a row has the hidden states of its token p, and token p + 1. Entries [first, length)
     exist; the last `window` of them are used.
 
-    Writes are put into the ring together, when it is read or after some rounds: on a small model, putting each round's
-    entries into the ring at once would take a tenth of the round."""
+    Writes are put into the ring together, when it is read or after some rounds. On a small model, writing each round's
+    entries at once would take a tenth of the round.
+    """
 
     def __init__(self, layout: FeatureLayout, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.window, self.device = layout, layout.window, device
@@ -43,18 +44,18 @@ class FeatureWindow:
         self._tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
         self._blocks: list[tuple[list[int], Tensor, Sequence[int]]] = []  # places, features, next tokens
         self.live = 0
-        self.first: list[int] = []  # oldest entry of each live row, then of what free places still hold
+        self.first: list[int] = []  # oldest entry of each active row, then of each free place
         self.length: list[int] = []
 
     @property
     def features(self) -> Tensor:
-        """The ring of each row [R, C, F]: entry p lies at p modulo C."""
+        """Ring of each row [R, C, F]: entry p lies at p modulo C."""
         self._settle()
         return self._features
 
     @property
     def tokens(self) -> Tensor:
-        """The token that follows each entry, [R, C]."""
+        """Token that follows each entry, [R, C]."""
         self._settle()
         return self._tokens
 
@@ -124,11 +125,11 @@ class FeatureWindow:
         self._tokens.view(-1).index_copy_(0, where, tokens)
 
     def start(self, row: int) -> int:
-        """The oldest entry of the row that is in use."""
+        """Return the oldest entry of the row that is in use."""
         return max(self.first[row], self.length[row] - self.window)
 
     def read(self, row: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Copies of features [high - low, F] and of the tokens that follow each [high - low]."""
+        """Return copies of the features [high - low, F] and of the tokens that follow each [high - low]."""
         self._settle()
         begin, end = low % self.capacity, low % self.capacity + high - low
         around = max(0, end - self.capacity)
@@ -139,7 +140,7 @@ class FeatureWindow:
 
 
 class FeatureView:
-    """What drafters see of a window. It gives them copies of the window's lists; they must not write to its tensors."""
+    """View of a window for drafters. It gives them copies of the window's lists; they must not write to its tensors."""
 
     def __init__(self, window: FeatureWindow) -> None:
         self._window = window
@@ -152,12 +153,12 @@ class FeatureView:
 
     @property
     def tokens(self) -> Tensor:
-        """The token that follows each entry, [R, C]."""
+        """Token that follows each entry, [R, C]."""
         return self._window.tokens
 
     @property
     def starts(self) -> list[int]:
-        """The oldest entry in use of each live row."""
+        """Oldest entry in use of each active row."""
         return [self._window.start(row) for row in range(self._window.live)]
 
     @property
@@ -166,7 +167,7 @@ class FeatureView:
 
 
 def _grown(ring: Tensor) -> Tensor:
-    """A copy of a ring tensor with room for more rows."""
+    """Return a copy of a ring tensor with room for more rows."""
     larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
     larger[: len(ring)] = ring
     return larger

@@ -1,12 +1,12 @@
-"""Writes our learned drafter as other engines read it: the same tensors, with the names and config.json of each format.
+"""Export of the learned drafter for other engines: the same tensors, with the names and config.json of each format.
 
 - EAGLE-1 (arXiv 2401.15077): vLLM loads it as LlamaForCausalLM, without a head; SGLang as LlamaForCausalLMEagle, whose
   fc has a bias; speculators has no EAGLE-1.
 - EAGLE-3 (arXiv 2503.01840): vLLM and SGLang load it as LlamaForCausalLMEagle3, with the target's head and both ways to
   number its layers; speculators has its own config and another name for the layer.
 
-Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` pins the exact sets. They draft
-greedily, without the noise, so even the best drafter is right only where the target samples its likeliest token.
+Engines do not report missing or unknown tensors, so `tests/draft/test_formats.py` checks the exact sets. They draft
+greedily, without the noise, so a draft token is accepted only if the target samples its likeliest token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Format = Literal["vllm", "sglang", "speculators"]
 
 
 class Words(NamedTuple):
-    """The target's embedding and head, [V, D] each."""
+    """Embedding and head of the target, [V, D] each."""
 
     embedding: Tensor
     head: Tensor
@@ -54,7 +54,7 @@ def write_drafter(
 
 
 def method(options: EagleOptions) -> str:
-    """The name of the drafter's kind in vLLM."""
+    """Return the name of the drafter's kind in vLLM."""
     return "eagle3" if options.kind == "eagle3" else "eagle"
 
 
@@ -87,7 +87,7 @@ def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Te
 
 
 def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dict[str, Any]:
-    """The config.json for vLLM or SGLang. The rotary embedding is that of the target."""
+    """Return the config.json for vLLM or SGLang. The rotary embedding is that of the target."""
     eagle1 = "LlamaForCausalLMEagle" if to == "sglang" else "LlamaForCausalLM"
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if options.kind == "eagle3" else eagle1],
@@ -109,8 +109,8 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
 
 
 def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of config.json for one Llama layer. `tie_word_embeddings` must not be the target's: SGLang would use the
-    embedding as the head."""
+    """Return the entries of config.json for one Llama layer. `tie_word_embeddings` must not be the target's, because
+    SGLang would use the embedding as the head."""
     rope = {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
     return {
         "model_type": "llama",
@@ -132,12 +132,12 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:
-    """The attention window, for formats that have one: vLLM's EAGLE-3 and speculators. SGLang has none."""
+    """Return the attention window, for formats that have one: vLLM's EAGLE-3 and speculators. SGLang has none."""
     return {"layer_types": ["sliding_attention"], "sliding_window": options.window}
 
 
 def _speculators_config(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that speculators 0.9 writes, and that vLLM can serve directly."""
+    """Return the config.json that speculators 0.9 writes, and that vLLM can serve directly."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],

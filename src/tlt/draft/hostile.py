@@ -1,4 +1,4 @@
-"""Drafters that try to break losslessness: `tlt verify` runs them all, and no token may change."""
+"""Drafters that try to break losslessness. `tlt verify` runs them all, and no token may change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt.draft.drafter import Node, NodeDrafter, Offer
 
 
 class RandomDrafter(NodeDrafter):
-    """Guesses at random."""
+    """A drafter that proposes random tokens."""
 
     name = "random"
 
@@ -25,7 +25,8 @@ class RandomDrafter(NodeDrafter):
 
 
 class AdversarialDrafter(NodeDrafter):
-    """Proposes in turn duplicates, tokens out of the vocabulary, NaN scores, infinite scores and one token for sure."""
+    """A drafter that proposes in turn duplicates, tokens out of the vocabulary, NaN scores, infinite scores and one
+    token with certainty."""
 
     name = "adversarial"
 

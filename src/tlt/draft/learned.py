@@ -1,11 +1,12 @@
-"""The learned drafter at work: an `EagleLayer` behind the drafter protocol, for all rows at once.
+"""The learned drafter in the engine: an `EagleLayer` behind the drafter protocol, for all rows at once.
 
-The keys and values of a single layer depend on an entry's own input alone, never on what it attended to. So the cache
-of a row can be rebuilt exactly from its feature window at any moment, in one batched pass: after rounds without this
-drafter, after a swap, after a preemption.
+The keys and values of a single layer depend on an entry's own input alone, not on attention. So the cache of a row can
+be rebuilt exactly from its feature window at any time, in one batched pass: after rounds without this drafter, after a
+swap, after a preemption.
 
-So a slot of the cache holds the window and one round's guesses. The guesses stand behind the committed entries, as the
-target's draft nodes stand behind its committed tokens.
+So a slot of the cache holds the window and one round's draft tokens. The draft tokens follow the committed entries, as
+the target's draft nodes follow its committed tokens.
+
 Shapes: B rows, n nodes of a level a row, M entries, D hidden, H query heads, K key-value heads, E head size.
 """
 
@@ -37,12 +38,13 @@ class EagleDrafter:
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         self.options = layer.options
         self.agreement = layer.agreement
-        self.target = target  # its embedding and head are read at every use, so they are those of its version
+        self.target = target  # its embedding and head are read at every use, because they change with its version
         self.load(layer)
 
     @torch.no_grad()
     def load(self, layer: EagleLayer) -> None:
-        """Take the layer's weights as a few products: fused, with the norms' weights folded in. `begin` must follow."""
+        """Load the layer's weights as a few products: fused, with the norms' weights multiplied in. `begin` must
+        follow."""
         o, target = self.options, self.target
         wide = torch.float64 if target.dtype == torch.float64 else torch.float32
         state = {name: t.detach().to(target.device, wide) for name, t in layer.state_dict().items()}
@@ -55,7 +57,7 @@ class EagleDrafter:
 
         q, k = (to_pairs(state[f"{x}_proj.weight"], o.head_dim) for x in "qk")
         qkv, fc = torch.cat([q, k, state["v_proj.weight"]]).t(), state["fc.weight"].t()
-        # what the embedding and the features contribute to the layer's first product: [residual of eagle1 | q | k | v]
+        # contributions of the embedding and the hidden states to the first product: [residual of eagle1 | q | k | v]
         if o.kind == "eagle3":
             embedding, features = qkv.split(o.hidden_size)
             parts = normed("input_layernorm", embedding), normed("hidden_norm", features)
@@ -84,12 +86,12 @@ class EagleDrafter:
         if len(self.ready) > self.attention.slots:
             self.attention.resize(max(8, 2 * self.attention.slots), self.window.capacity)
 
-    def commit(self, row: int, tokens: Sequence[int]) -> None: ...  # the window says what there is
+    def commit(self, row: int, tokens: Sequence[int]) -> None: ...  # the window has the entries
 
     def close(self, row: int, last: int) -> None:
         if row != last:
             self.attention.copy(last, row, self.window.capacity)
-        self.attention.wipe(last, 0)  # what is not finite must not wait there for the next row
+        self.attention.wipe(last, 0)  # the next row must not find values that are not finite
         self.ready[row] = self.ready[last]
         self.ready.pop()
 
@@ -99,20 +101,20 @@ class EagleDrafter:
         normed = self.norms["norm"](self.hidden) if "norm" in self.norms else self.hidden
         logits = self.target.to_logits(normed).view(*level.tokens.shape, -1)
         log_q = log_law(logits, level.law)[0]
-        if level.depth == 0 and self.blind:  # rows without features get no proposal
+        if level.depth == 0 and self.blind:  # rows without hidden states get no proposal
             log_q[self._tensor(np.array(self.blind))] = -torch.inf
         return Candidates(None, log_q)
 
-    # -- the roots: what the target has computed -----------------------------------------------------------------------
+    # -- the roots, from the target's hidden states --------------------------------------------------------------------
 
     def _first(self, alive: np.ndarray) -> Tensor:
-        """Write the window's entries that the cache lacks, and attend from each row's last entry. Rows that get no
-        draft catch up later."""
+        """Write the window's entries that the cache lacks, and attend from each row's last entry. Rows without a draft
+        are written later."""
         window, starts, lengths = self.window, self.window.starts, self.window.lengths
         todo: list[tuple[int, int]] = []
         last: list[int] = []
         for row, (start, length, wanted) in enumerate(zip(starts, lengths, alive.tolist(), strict=True)):
-            # always the last entry, for its query; a row without entries gets an empty one
+            # always include the last entry, for its query; a row without entries gets an empty one
             low = max(min(start, length - 1), min(self.ready[row], length - 1), 0) if wanted else max(length - 1, 0)
             todo += [(row, p) for p in range(low, max(length, 1))]
             last.append(len(todo) - 1)
@@ -138,7 +140,7 @@ class EagleDrafter:
             q, residual = q[at_last], residual[at_last]
         return self._attend(q, kv, residual)
 
-    # -- below: what the drafter said itself ---------------------------------------------------------------------------
+    # -- deeper levels, from its own output ----------------------------------------------------------------------------
 
     def _deeper(self, level: Level) -> Tensor:
         B, n = level.tokens.shape
@@ -162,7 +164,8 @@ class EagleDrafter:
         return self.from_embedding(normed)
 
     def _project(self, tokens: Tensor, g: Tensor, cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """M tokens and the features before them -> queries [M, H, E], keys and values [M, 2, K, E], residual [M, D]."""
+        """Map M tokens and the states before them to queries [M, H, E], keys and values [M, 2, K, E], residual [M,
+        D]."""
         o = self.options
         if self.table is not None:
             embedded = F.embedding(tokens, self.table)
@@ -178,7 +181,7 @@ class EagleDrafter:
         return heads[:, : o.num_heads], heads[:, o.num_heads :].view(-1, 2, o.num_kv_heads, o.head_dim), residual
 
     def _attend(self, query: Tensor, kv: Tensor, residual: Tensor) -> Tensor:
-        """The layer's output [B * n, D] for queries [B * n, H, E]; `kv` [M, 2, K, E] goes into the cache."""
+        """Return the layer's output [B * n, D] for queries [B * n, H, E]; `kv` [M, 2, K, E] goes into the cache."""
         mixed = self.attention.attend(self.plan, 0, query, kv[:, 0], kv[:, 1])
         x = self.out(mixed, residual)
         gate, up = self.gate_up(self.norms["post_attention_layernorm"].unit(x)).chunk(2, dim=-1)

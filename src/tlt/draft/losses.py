@@ -1,6 +1,6 @@
-"""The losses of the learned drafter: how far its law q is from the target's law p, and that of many guesses at once.
+"""Losses of the learned drafter: distances of its distribution q from the target's distribution p.
 
-Shapes: M guesses, T entries, D hidden, V vocabulary. p and log q are [M, V]; a loss is [M].
+Shapes: M draft tokens, T entries, D hidden, V vocabulary. p and log q are [M, V]; a loss is [M].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS = 1 << 22  # most logits in a chunk of guesses
+LOGITS = 1 << 22  # largest number of logits in a chunk
 
 
 def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
@@ -19,12 +19,14 @@ def cross_entropy(p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def total_variation(p: Tensor, log_q: Tensor) -> Tensor:
-    """TV. With shared noise, a guess is right with a chance of at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    """Return the total variation. With shared noise, a draft token is accepted with a probability of at least (1 - TV)
+    / (1 + TV) (arXiv 2408.07978)."""
     return 0.5 * (p - log_q.exp()).abs().sum(-1)
 
 
 def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
-    """KL where the laws are far apart, total variation where they are close (the LK loss of speculators)."""
+    """Return a mean of KL, with more weight if the distributions differ much, and total variation, with more weight if
+    they are close (the LK loss of speculators)."""
     distance = total_variation(p, log_q)
     weight = torch.exp(-3.0 * (1 - distance.detach()))
     divergence = torch.xlogy(p, p).sum(-1) + cross_entropy(p, log_q)
@@ -32,8 +34,8 @@ def hybrid(p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def disagreement(p: Tensor, log_q: Tensor, likeliest: int = 8) -> Tensor:
-    """1 - the chance that argmax(log p + g) = argmax(log q + g). The chance that both are token v is
-    1 / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
+    """Return 1 - the probability that argmax(log p + g) = argmax(log q + g). The probability that both are token v is 1
+    / sum_u max(p_u / p_v, q_u / q_v); it is summed over the target's `likeliest` tokens v."""
     log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log()  # p may be 0 among the likeliest
     top_p, ids = log_p.topk(min(likeliest, p.shape[-1]), dim=-1)
     ratio_p = log_p[:, None] - top_p[..., None]
@@ -50,7 +52,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def overlap_of_guesses(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
-    """1 - TV of each guess, a chunk at a time. The arguments are those of `loss_of_guesses`."""
+    """Yield 1 - TV of each draft token, a chunk at a time. The arguments are those of `loss_of_guesses`."""
     rows = max(1, LOGITS // len(head))
     for out, entries in zip(outs.split(rows), at.split(rows), strict=True):
         p, q = (torch.softmax(F.linear(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
@@ -67,14 +69,14 @@ def loss_of_guesses(
     known: Tensor,
     look: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of the losses of M guesses, and 1 - TV of each [M].
+    """Return the weighted sum of the losses of M draft tokens, and 1 - TV of each [M].
 
-    outs: [M, D] what the drafter gives the target's present `head` [V, D]. weights: [M]. teacher: [T, D] what the
-    target gave its head `known` [V, D]. at: [M] the entry whose law each guess is to be. `look` is called for each
-    chunk, and may raise.
+    outs: [M, D] the drafter's inputs of the target's present `head` [V, D]. weights: [M]. teacher: [T, D] the target's
+    inputs of its head `known` [V, D]. at: [M] the entry whose distribution each draft token should have. `look` is
+    called for each chunk, and may raise.
 
-    Guesses of the same entry share its law, and the gradient by `outs` is computed with the loss. So hardly a logit is
-    computed twice, and none outlives its chunk.
+    Draft tokens of the same entry share its distribution, and the gradient with respect to `outs` is computed with the
+    loss. So hardly any logit is computed twice, and none outlives its chunk.
     """
     total, gradient, overlap = outs.new_zeros(()), torch.empty_like(outs), torch.empty_like(weights)
     for part in at.argsort().split(max(1, LOGITS // len(head))):

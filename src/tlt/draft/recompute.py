@@ -1,6 +1,7 @@
-"""Computes the harvest for engines that keep no features, such as vLLM: in idle time, one response at a time.
+"""Computation of training data for engines that return no hidden states, such as vLLM: in idle time, one response at a
+time.
 
-One pass over a response gives the features for which the rollout needed one pass per token.
+One pass over a response gives the hidden states for which the rollout needed one pass per token.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from tlt.draft.teacher import Teacher
 
 class FeatureTeacher(Teacher, Protocol):
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """Features [N, F] of a sequence [N]. Where `stop` says so, raises Interrupted within a layer's time."""
+        """Return hidden states [N, F] of a sequence [N]. If `stop` returns True, raise Interrupted within a layer's
+        time."""
         ...
 
 
 class Recompute:
-    """Responses of the last finished rollout, and of the one before it (`past`), wait here, up to `most_tokens` / 2
-    tokens of each. The longest is computed first, as drafters fail at late positions first."""
+    """Queue of responses of the last finished rollout, and of the one before it (`past`), up to `most_tokens` / 2
+    tokens of each. The longest is computed first, because drafters fail at late positions first."""
 
     def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
         self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
@@ -38,21 +40,21 @@ class Recompute:
             self._now.pop(0)
 
     def rollout_ended(self) -> None:
-        """The current rollout becomes the last finished one. A response is computed by the teacher of that later
-        moment, and its harvest bears the teacher's version."""
+        """Make the current rollout the last finished one. A response is computed with the later weights of the teacher,
+        and the result has the teacher's version."""
         self._past, self._latest, self._now = self._latest, self._now, []
 
     def forget(self) -> None:
-        """Drop what waits of the rollout before the last finished one: it is of another task."""
+        """Drop waiting responses of the rollout before the last finished one, because they are of another task."""
         self._past = []
 
     def tokens(self, past: bool) -> int:
-        """Number of tokens of the responses that wait."""
+        """Return the number of tokens of the waiting responses."""
         return _tokens(self._waiting(past))
 
     def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
-        """Compute one of the waiting responses, in windows; [] if none waits. Raises Interrupted where `stop` says so,
-        and then the response still waits."""
+        """Compute one of the waiting responses, in windows; return [] if none waits. If `stop` returns True, raise
+        Interrupted; the response then still waits."""
         waiting = self._waiting(past)
         if not waiting:
             return []
@@ -62,8 +64,8 @@ class Recompute:
         return found
 
     def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
-        """Entries of all tokens but the last, cut into whole windows and the last window, as our own engine cuts them.
-        Raises Interrupted."""
+        """Compute the entries of all tokens but the last, cut into whole windows and the last window, as our own engine
+        cuts them. Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
         if not features.isfinite().all():  # nothing to learn from

@@ -1,7 +1,7 @@
-"""Computes in how many rounds a drafter would decode known tokens: this is what it is worth.
+"""The number of rounds in which a drafter would decode known tokens, which measures its value.
 
-The mean accept length over chains from all entries is higher than that of rounds: a round begins behind a wrong guess,
-where guesses are harder, and a stretch that is drafted well takes few rounds however many entries it has.
+The mean accept length over chains from all entries is higher than that of rounds. A round begins after a rejected draft
+token, where drafting is harder, and a well-drafted part takes few rounds however many entries it has.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 def expected_rounds(right: Tensor, segments: Tensor) -> tuple[float, float]:
-    """The expected number of rounds that decode these entries, and the expected number of them whose first guess is
-    right.
+    """Return the expected number of rounds that decode these entries, and the expected number of them whose first draft
+    token is accepted.
 
-    right: [n, K] the chance that guess k of a chain from an entry is right if those before it are. segments: [n] equal
-    for consecutive entries of one sequence, of which the first begins a round. The last round of a sequence counts by
-    the fraction of its tokens that are among these entries.
+    right: [n, K] the probability that draft token k of a chain from an entry is accepted if those before it are.
+    segments: [n] equal for consecutive entries of one sequence, of which the first begins a round. The last round of a
+    sequence counts by the fraction of its tokens that are among these entries.
     """
     ids = segments.tolist()
     edges = [0, *(i for i, (a, b) in enumerate(pairwise(ids), start=1) if a != b), len(ids)]
     reached = torch.nn.functional.pad(right.double().cumprod(1), (1, 1))
     reached[:, 0] = 1.0
-    exactly = (reached[:, :-1] - reached[:, 1:]).tolist()  # [n, K + 1] the chance of exactly k right guesses
+    exactly = (reached[:, :-1] - reached[:, 1:]).tolist()  # [n, K + 1] probability of exactly k accepted draft tokens
     firsts = right[:, 0].tolist()
     found = [_of_sequence(exactly[low:high], firsts[low:high]) for low, high in pairwise(edges) if high > low]
     return sum(rounds for rounds, _ in found), sum(first for _, first in found)
@@ -33,7 +33,7 @@ def expected_rounds(right: Tensor, segments: Tensor) -> tuple[float, float]:
 
 def _of_sequence(exactly: Sequence[Sequence[float]], firsts: Sequence[float]) -> tuple[float, float]:
     n, rounds, first = len(exactly), 0.0, 0.0
-    begins = [1.0] + [0.0] * (n - 1)  # the chance that a round begins at an entry
+    begins = [1.0] + [0.0] * (n - 1)  # probability that a round begins at an entry
     for i, chances in enumerate(exactly):
         share = 0.0  # expected fraction of a round's tokens that are among these entries
         for k, chance in enumerate(chances):

@@ -1,7 +1,7 @@
-"""Saves the drafter in the background: trained tensors only, in a thread of its own, atomically.
+"""Background saving of the drafter: trained tensors only, in a separate thread, atomically.
 
-Each save is a folder `drafter_<number>` that `speculation.path` takes as it is. Beside the weights it has
-`training.safetensors`, from which training goes on. It is written under another name, flushed, and renamed.
+Each save is a folder `drafter_<number>` that `speculation.path` accepts. In addition to the weights it has
+`training.safetensors`, from which training continues. It is written under another name, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
 
 
 class DrafterSaver:
-    """Writes into `folder` from one thread, which lives, and keeps the process alive, while there is something to
+    """Writer of drafters into `folder`. Its thread lives, and keeps the process alive, while there is something to
     write. Only the newest two saves are kept."""
 
     def __init__(self, folder: Path, options: EagleOptions) -> None:
@@ -55,8 +55,8 @@ class DrafterSaver:
         self._thread: threading.Thread | None = None
 
     def save(self, number: int, state: TrainerState, agreement: float | None = None) -> None:
-        """Ask for a save, and return at once. If several saves wait, only the newest is
-        written. An error of the disk is logged, and costs only this save."""
+        """Request a save, and return at once. If several saves wait, only the newest is written. A disk error is
+        logged, and costs only this save."""
         with self._lock:
             self._waiting = (number, state, agreement)
             if self._thread is None:
@@ -64,7 +64,7 @@ class DrafterSaver:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         while thread := self._thread:
             thread.join()
 
@@ -77,7 +77,7 @@ class DrafterSaver:
                     return
             try:
                 write(self.folder, self.options, *job)
-            except Exception as error:  # if the thread ended here, none would replace it
+            except Exception as error:  # the thread must not end here, because none would replace it
                 log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
 
 
@@ -105,7 +105,7 @@ def write(folder: Path, options: EagleOptions, number: int, state: TrainerState,
 
 
 def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
-    """The newest save that is whole; None if there is none."""
+    """Return the newest complete save; None if there is none."""
     found = _folders(folder)
     for path in reversed(found):
         try:
@@ -122,7 +122,7 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
 
 
 def newest_number(folder: Path) -> int:
-    """The highest number of the drafters in this folder; 0 if there is none."""
+    """Return the highest number of the drafters in this folder; 0 if there is none."""
     return max((int(path.name.removeprefix("drafter_")) for path in _folders(folder)), default=0)
 
 

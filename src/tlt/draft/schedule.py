@@ -1,4 +1,4 @@
-"""Decides when the learned drafter is trained, from the results of training alone.
+"""The schedule, which decides when the learned drafter is trained, from the results of training alone.
 
 Training proceeds in stretches of 16 micro-batches. After each stretch the trained weights, the candidate, are compared
 with the drafter in use on held-out data. The candidate is published if it decodes that data in 2 % fewer rounds.
@@ -84,7 +84,7 @@ def sum_evaluations(parts: Iterable[Evaluation]) -> Evaluation:
 
 
 class Schedule:
-    """Counts what training led to. Events are its methods; `due` says what an idle worker should do."""
+    """Results of training so far. Events are its methods; `due` says what an idle worker should do."""
 
     def __init__(self, micro_batch_tokens: int, rule: Rule | None = None) -> None:
         self.rule = rule or RULE
@@ -158,7 +158,7 @@ class Schedule:
         self.begin_stretch()
 
     def begin_stretch(self) -> None:
-        """Begin a stretch, as the training of the present one was lost or evaluated."""
+        """Begin a stretch, because the present one was evaluated or its training was lost."""
         self.micro_batches, self.evaluation = 0, Evaluation()
 
     def _pay(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Spot training: trains the drafter in idle time, in short calls that can be interrupted within a micro-batch.
+"""Drafter training in idle time, in short calls that can be interrupted within a micro-batch.
 
-Each worker has one trainer. A trainer goes on from another one's `state`. A candidate is evaluated on training data of
-the last finished rollout, and was trained on those before it.
+Each worker has one trainer. A trainer continues from another one's `state`. A candidate is evaluated on training data
+of the last finished rollout, and was trained on those before it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from tlt.draft.unroll import bundles, pack
 
 log = logging.getLogger(__name__)
 
-_PIECE = 64  # most entries from one response, so that a sample has many: responses to a prompt are much alike
-_STEPS = 64  # rollouts before the last one whose harvest is kept, where the buffer has room
-_HEADS = 1 << 30  # bytes for the heads of target versions in the harvest; two heads are always kept
-_READY = 2  # micro-batches of harvest that training from random weights needs
-_SPREAD = 4  # entries of harvest per input of fc that it needs: the first fc is computed from them
-_ENOUGH = 4  # micro-batches of harvest for a drafter trained before: a few responses make it worse on all others
-_MEMORY, _LEAST_MEMORY = 50, 8  # micro-batches in the mean of published weights, at the lowest and the highest rate
-_SAMPLE = 16  # entries of harvest per input of `fc` in the sample for its whitening
+_PIECE = 64  # most entries from one response, because responses to a prompt are similar
+_STEPS = 64  # rollouts before the last one whose data are kept, if the buffer has room
+_HEADS = 1 << 30  # bytes for the heads of target versions in the training data; two are always kept
+_READY = 2  # micro-batches of data that training from random weights needs
+_SPREAD = 4  # entries per input of fc that it needs to compute the first fc
+_ENOUGH = 4  # micro-batches of data for a trained drafter, because a few responses make it worse on others
+_MEMORY, _LEAST_MEMORY = 50, 8  # micro-batches in the mean of weights, at the lowest and the highest rate
+_SAMPLE = 16  # entries per input of `fc` in the sample for its whitening
 _LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
 
 
 class SpotTrainer:
-    """`layer` is the drafter in use, or a fresh random one (cold start); it is not changed.
+    """Trainer of a worker. `layer` is the drafter in use, or a new random one (cold start); it is not changed.
 
-    The learning rate is the configured one times the fraction of a chain's guesses that are still wrong. So it falls as
-    the drafter learns, and rises again when the target moves away. It never falls to zero, which leaves noise in the
-    weights; so their running mean is published. (A rate that falls within each judged stretch as well was measured to
-    gain nothing more.) `recompute` is given where the engine keeps no features.
+    The learning rate is the configured one times the fraction of a chain's draft tokens that are rejected. So it falls
+    as the drafter learns, and rises again when the target changes. It never falls to zero, which leaves noise in the
+    weights, so their running mean is published. `recompute` is given if the engine returns no hidden states.
     """
 
     def __init__(
@@ -63,17 +62,17 @@ class SpotTrainer:
         self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
         self.rng = random.Random(seed)
         self.judged_tokens = RULE.judged * config.micro_batch_tokens
-        self._is_whole = False  # whether the rollout by the present target has ended
-        self._is_afresh = False  # whether nothing was trained on yet since the task changed
+        self._is_whole = False  # whether the rollout with the present target has ended
+        self._is_afresh = False  # whether no training has followed the last change of the task
         wanted = _ENOUGH * config.micro_batch_tokens
         if not layer.trained:
             wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
         self.enough = min(wanted, config.buffer_tokens // 8)
 
-    # -- the harvest ---------------------------------------------------------------------------------------------------
+    # -- training data -------------------------------------------------------------------------------------------------
 
     def harvest(self, item: Harvest | Transcript) -> None:
-        """Take an item: the engine calls this as its `on_harvest`."""
+        """Add an item. The engine calls this as its `on_harvest`."""
         if isinstance(item, Transcript):
             assert self.recompute, "of an engine that keeps no features"
             self.recompute.add(item)
@@ -81,7 +80,8 @@ class SpotTrainer:
             self.buffer.add(item)
 
     def rollout_ended(self) -> None:
-        """Drafters may be judged on the rollout's harvest from now on. `target_moved` calls this if nobody else did."""
+        """Note that the rollout's data are complete, so drafters may be evaluated on them. `target_moved` calls this if
+        no other caller did."""
         if not self._is_whole:
             self._is_whole = True
             if self.recompute:
@@ -89,14 +89,14 @@ class SpotTrainer:
             self.buffer.rollout_ended()
 
     def target_moved(self) -> None:
-        """To be called after every `target.load` of a new version."""
+        """Note a new target version. Call this after every `target.load`."""
         self.rollout_ended()
         self._is_whole = False
         self.trainer.target_moved(self.buffer.versions)
 
     def forget(self) -> None:
-        """The task has changed: train no more on rollouts before the last finished one, and begin again with the first
-        guess of each chain and the highest rate, whichever replica training goes on from."""
+        """Note that the task has changed: drop rollouts before the last finished one, and train again from the first
+        draft token of each chain at the highest rate."""
         self._is_afresh = True
         self.buffer.forget()
         if self.recompute:
@@ -104,16 +104,16 @@ class SpotTrainer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is enough harvest to train on, or responses to compute it from."""
+        """Whether there are enough data to train on, or responses from which to compute them."""
         waiting = self.recompute.tokens(past=True) if self.recompute else 0
         return self.buffer.past_tokens + waiting >= self.enough
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
-        """Train on micro-batches for so many seconds: on at least one, but on none if not `ready`. Where `stop` says
-        so, the micro-batch under way is dropped. The time includes that to compute harvest where `recompute` is given;
-        then there may be no micro-batch at all."""
+        """Train on micro-batches for this many seconds: on at least one, but on none if not `ready`. If `stop` returns
+        True, the present micro-batch is dropped. With `recompute`, the seconds include computing the data, so there may
+        be no micro-batch."""
         began, report, spent = time.perf_counter(), SpotReport(), 0.0
         while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
             try:
@@ -126,7 +126,7 @@ class SpotTrainer:
         return report
 
     def _micro_batch(self, stop: Callable[[], bool]) -> int:
-        """Train on one micro-batch; returns its number of entries. Raises Interrupted."""
+        """Train on one micro-batch. Return its number of entries. Raises Interrupted."""
         if self.trainer.steps == 0:
             self._prepare()
         if self._is_afresh:
@@ -140,14 +140,14 @@ class SpotTrainer:
         return len(batch.tokens)
 
     def _prepare(self) -> None:
-        """Estimate the whitening of fc's inputs. This is done before the first step and after 1, 2, 4, ... steps, as
-        the harvest is of more prompts by then."""
+        """Estimate the whitening of fc's inputs, before the first step and after 1, 2, 4, ... steps, because the data
+        then have more prompts."""
         entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
         sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
         self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
 
     def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
-        """Compute the harvest of one response, if one waits; returns whether there is any. Raises Interrupted."""
+        """Compute the data of one waiting response. Return whether there are any. Raises Interrupted."""
         found = self.recompute.take(past, stop) if self.recompute else []
         for item in found:
             self.buffer.add_late(item, past)
@@ -155,14 +155,14 @@ class SpotTrainer:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Update the mean of the weights. The higher the learning rate, the fewer micro-batches it is over."""
+        """Update the mean of the weights. A higher learning rate means fewer micro-batches in the mean."""
         weight = max(1 / _MEMORY, self.trainer.rate_scale / _LEAST_MEMORY)
         for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
             mean.lerp_(parameter, weight)
 
     def state(self) -> TrainerState | None:
-        """Return a copy of all that training changes, in host memory. None if it is not finite: then training starts
-        again, from the drafter in use."""
+        """Return a copy of all that training changes, in host memory. If it is not finite, return None and restart
+        training from the drafter in use."""
         tensors = {MEAN + name: tensor for name, tensor in zip(self.names, self.mean, strict=True)}
         tensors |= self.trainer.state()
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
@@ -179,7 +179,7 @@ class SpotTrainer:
 
     @torch.no_grad()
     def load_state(self, state: TrainerState) -> None:
-        """Go on from another trainer's state."""
+        """Continue from another trainer's state."""
         for name, tensor in zip(self.names, self.mean, strict=True):
             tensor.copy_(state[MEAN + name])
         self.trainer.load_state(state)
@@ -188,7 +188,8 @@ class SpotTrainer:
 
     def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Compare the candidate, which is the running mean of the weights, with the drafter in use on this worker's
-        held-out data. If `stop` says so, the call ends within a micro-batch, and returns what was compared by then."""
+        held-out data. If `stop` returns True, the call ends within a micro-batch and returns the part that was
+        compared."""
         if not all(bool(tensor.isfinite().all()) for tensor in self.mean):
             self._restart()
             return Evaluation()
@@ -199,7 +200,7 @@ class SpotTrainer:
                 if not self._recompute_one(stop, past=False):
                     break
             parts = list(bundles(self.held_out(), self.config.micro_batch_tokens))
-            self.rng.shuffle(parts)  # so that calls which are interrupted do not all compare the same part
+            self.rng.shuffle(parts)  # so that interrupted calls do not all compare the same part
             for items in parts:
                 batch = pack(items, self.target.device)
                 [(in_use, _), (mine, first)], entries = self.trainer.judge(layers, batch, stop)

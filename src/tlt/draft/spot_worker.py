@@ -16,12 +16,12 @@ Stop = Callable[[], bool]
 
 class SpotWorker(FaultBarrier):
     def __init__(self, trainer: SpotTrainer | None, draft_with: Callable[[EagleLayer], None]) -> None:
-        """`trainer`: None if no drafter is trained. `draft_with` gives the engine another drafter."""
+        """`trainer`: None if no drafter is trained. `draft_with` replaces the engine's drafter."""
         self.trainer, self._draft_with, self.is_on = trainer, draft_with, trainer is not None
 
     def switch_off(self) -> None:
         super().switch_off()
-        self.trainer = None  # gives its memory back
+        self.trainer = None  # frees its memory
 
     @property
     def _sound(self) -> SpotTrainer:
@@ -32,7 +32,7 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def harvest(self, item: Harvest | Transcript) -> None:
-        """Keep training data; the engine's `on_harvest`."""
+        """Keep training data. This is the engine's `on_harvest`."""
         self._sound.harvest(item)
 
     @contained(None)
@@ -53,8 +53,8 @@ class SpotWorker(FaultBarrier):
 
     @contained(None)
     def train_drafter(self, start: TrainerState | None, seconds: float, stop: Stop) -> SpotReport | None:
-        """Go on from `start`, if any, for so many seconds and until the micro-batch then in progress is done. Return
-        None if there is too little training data."""
+        """Continue from `start`, if given, for this many seconds and until the present micro-batch ends. Return None if
+        there are too few training data."""
         if start:
             self._sound.load_state(start)
         return self._sound.train(seconds, stop) if self._sound.ready else None

@@ -1,4 +1,4 @@
-"""How to speculate in a round. (Separate from tree.py, so that the tuner can be run without torch.)"""
+"""Strategies of speculation. (Separate from tree.py, so that the tuner can run without torch.)"""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Strategy(NamedTuple):
-    """`verify_tokens` counts the root, so 1 is plain decoding."""
+    """Strategy of a round. `verify_tokens` counts the root, so 1 is plain decoding."""
 
     drafter: str
-    """name of the drafter; without meaning in plain decoding"""
+    """name of the drafter; not used in plain decoding"""
     depth: int
     branching: int
     verify_tokens: int
     min_chance: float = 0.0
-    """a node less likely to be reached than this is not verified"""
+    """a node with a lower estimated probability of being reached is not verified"""
     ahead: int = 0
-    """a row that has a look-ahead is drafted by up to so many tokens of it, not by the drafter; 0: by the drafter"""
+    """largest number of look-ahead tokens for a row that has a look-ahead draft; 0: the drafter drafts all rows"""
 
     @property
     def nodes(self) -> int:

@@ -1,8 +1,9 @@
-"""The model-free drafter. It proposes what followed earlier occurrences of the last tokens, in this response, in its
-siblings of the group, and in earlier epochs of the same prompt. It needs no training, so it works from the first step.
+"""The model-free drafter. It proposes the tokens that followed earlier occurrences of the last tokens, in this
+response, in its siblings of the group, and in earlier epochs of the same prompt. It needs no training, so it works from
+the first step.
 
-(The idea of suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the
-model-free drafter of TLT, arXiv 2511.16665.)
+(Suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the model-free drafter
+of TLT, arXiv 2511.16665.)
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from tlt.draft.drafter import Node, NodeDrafter, Offer, Sources
 from tlt.draft.features import FeatureView
 from tlt.types import Request
 
-_ORDERS = (8, 4, 2)  # lengths of matched context, the longest first
-_ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of "something not seen after this context"
-_CLASSES = {8: 3, 4: 2, 2: 1}  # the calibration's classes of guess, by the length of the match; 0 is none
-_MATCHES = 16  # occurrences looked at, the newest first
+_ORDERS = (8, 4, 2)  # lengths of matched context in tokens, the longest first
+_ESCAPE = {8: 0.3, 4: 0.6, 2: 1.5}  # smoothing: pseudo-count of an unseen token after this context
+_CLASSES = {8: 3, 4: 2, 2: 1}  # classes of the calibration, by the length of the match; 0 is none
+_MATCHES = 16  # number of occurrences used, the newest first
 
 
 class _Place(NamedTuple):
-    """The token that followed a match is tokens[at]. If `at` is the end of the growing list, none has followed yet."""
+    """Occurrence of a match. The token that followed it is tokens[at]. If `at` is the end of the growing list, there is
+    none yet."""
 
     tokens: list[int]
     at: int
@@ -42,7 +44,7 @@ class _History:
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
         self.index: dict[tuple[int, ...], list[_Place]] = {}
-        self.tokens = 0  # number of indexed tokens; those of a request that was decoded anew count again
+        self.tokens = 0  # number of indexed tokens; those of a request that was decoded again count again
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
         self.tokens += len(tokens)
@@ -76,7 +78,7 @@ class SuffixDrafter(NodeDrafter):
             self.epochs.setdefault(key[0], []).append(key[1])
         history = self.histories[key]
         known = [*request.prompt.token_ids, *committed]
-        if history.sequences.get(request.index) != known:  # else it comes back after a preemption
+        if history.sequences.get(request.index) != known:  # else it was preempted and continues
             sequence = history.sequences[request.index] = []
             self._extend(history, sequence, known)
         self._forget()
@@ -97,7 +99,7 @@ class SuffixDrafter(NodeDrafter):
         self.kept_tokens += len(tokens)
 
     def _forget(self) -> None:
-        """Drop the oldest (prompt, epoch) without open requests, until the bound holds."""
+        """Drop the oldest (prompt, epoch) without open requests, until the limit holds."""
         for key in list(self.histories):
             if self.kept_tokens <= self.history_tokens:
                 return
@@ -121,7 +123,7 @@ class SuffixDrafter(NodeDrafter):
                 continue
             escape = _ESCAPE[match.order]
             total = escape + sum(len(places) for places in followers.values())
-            # id -1 stands for all that was not seen: it is no token, but it competes with those that are
+            # id -1 stands for all unseen tokens: it is no token, but it competes with the others
             weights = [len(places) for places in followers.values()] + [escape]
             ids[m, : len(weights)] = torch.tensor([*followers, -1])
             log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])
@@ -148,7 +150,7 @@ class SuffixDrafter(NodeDrafter):
 
 
 def _followers(match: _Match | None) -> dict[int, list[_Place]]:
-    """Each token that followed the match -> the places behind it, where the match goes on."""
+    """Return each token that followed the match -> the places after it, where the match continues."""
     followers: dict[int, list[_Place]] = {}
     for tokens, at in match.places if match else ():
         if at < len(tokens):

@@ -11,8 +11,8 @@ from tlt.models.families import DecoderOptions
 
 
 class Teacher(Protocol):
-    """A model at a version, which changes as the policy is trained: the target of our own engine (`Decoder`), or the
-    policy itself (`rl/teacher.py`)."""
+    """A model at a version, which changes with the policy: the target of our own engine (`Decoder`), or the policy
+    itself (`rl/teacher.py`)."""
 
     @property
     def options(self) -> DecoderOptions: ...
@@ -33,9 +33,9 @@ class Teacher(Protocol):
 
     @property
     def head(self) -> Tensor:
-        """[V, D], of the present version. The returned tensor does not change when the model does."""
+        """[V, D], of the present version. The returned tensor does not change with the model."""
         ...
 
     def cis(self, positions: Tensor) -> Tensor:
-        """cos + i sin [M, 1, E/2] of the rotary embedding at positions [M]."""
+        """Return cos + i sin [M, 1, E/2] of the rotary embedding at positions [M]."""
         ...

@@ -1,6 +1,7 @@
-"""Trains the learned drafter on the harvest, a short step at a time.
+"""Training of the learned drafter on hidden states of the rollout, one short step at a time.
 
-It learns the target's full law, recomputed from the target's last hidden state with the head of that version.
+It learns the target's full distribution, recomputed from the target's last hidden state with the head of that version.
+
 Shapes: T entries of a pack, D hidden, E head size, V vocabulary.
 """
 
@@ -27,28 +28,28 @@ from tlt.draft.whitening import Moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FC = "fc.weight"
-_EVERY = 4  # one of so many entries is the root of a chain that is trained beyond its first guess
-_FEATURE_WEIGHT = 16.0  # of the distance to the target's hidden states, beside the loss of the law (EAGLE has 10)
-_VOCABULARY = 8192  # most tokens of a drafter's law in training: the head's product is most of a step
-_COUNTED = 2048  # entries that the vocabulary is chosen by
-_LATELY = 10  # `reach` is a running mean over about so many steps
+_EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
+_FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states, added to the loss (EAGLE: 10)
+_VOCABULARY = 8192  # most tokens of the vocabulary in training, because the head's product takes most of a step
+_COUNTED = 2048  # entries from which the vocabulary is chosen
+_LATELY = 10  # steps in the running mean `reach`
 
 
 class Interrupted(Exception):
-    """A step, a judgement or the computation of harvest was asked to stop amid its work; it changed nothing."""
+    """A step, an evaluation or a computation of training data was asked to stop; it changed nothing."""
 
 
 class DrafterTrainer:
-    """Owns the trainable layer in float32 or wider, and its optimizer. The target's embedding and head are read at
-    every step, so they are those of its present version. The law to learn is that of the version which computed the
-    harvest; `target_moved` keeps its head."""
+    """Owner of the trainable layer, in float32 or wider, and of its optimizer. The target's embedding and head are read
+    at every step, so they are those of its present version. The distribution to learn is that of the version which
+    computed the hidden states; `target_moved` keeps its head."""
 
     def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
         self.layer, self.target, self.config = layer, target, config
         self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         layer.to(target.device, self.dtype)
         self.whitening = torch.eye(layer.fc.in_features, dtype=self.dtype, device=target.device)
-        """[I, I] inputs of fc times this are white"""
+        """[I, I] inputs of fc times this matrix are white"""
         self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # a step of fc, for white inputs
         self.parameters = dict(layer.named_parameters()) | {_FC: self._white}
         self.optimizer = torch.optim.AdamW(
@@ -57,20 +58,20 @@ class DrafterTrainer:
         self.rng = random.Random(seed)
         self.heads = {target.version: target.head}
         self.vocabulary: Tensor | slice = slice(None)
-        """ids of the tokens that the laws are compared on, in training and in judgements"""
+        """ids of the tokens on which distributions are compared, in training and in evaluations"""
         self.steps = 0.0
         """optimizer steps; not a whole number where replicas were averaged"""
         self.reach = float(config.unroll) if layer.trained else 0.0
-        """running mean of how many of a chain's trained guesses are right before the first wrong one"""
+        """running mean of the number of accepted draft tokens in a trained chain"""
         self.rate_scale = 1.0
-        """the caller's schedule: a factor on the learning rate"""
+        """factor on the learning rate, set by the caller"""
         cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
     def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
-        """Estimate the whitening of fc's inputs, and the vocabulary, from a sample of the harvest. With `from_scratch`,
-        also set the layer to the best linear map to the next hidden state. (eagle3 has no such start, as its fc does
-        not read the embedding.) A sample that is not finite is ignored."""
+        """Estimate the whitening of fc's inputs, and the vocabulary, from a sample of the training data. With
+        `from_scratch`, also set the layer to the best linear map to the next hidden state. (eagle3 has no such start,
+        because its fc does not read the embedding.) A sample that is not finite is ignored."""
         sample = list(sample)
         moments = Moments(self.layer, self.target.embedding.to(self.dtype), sample)
         if not moments.inputs.isfinite().all():
@@ -85,7 +86,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def _likeliest(self, sample: Sequence[Harvest]) -> Tensor | slice:
-        """The tokens that have the most of the target's mass over some entries of the sample, ascending."""
+        """Return the tokens with the largest probability under the target, over some entries of the sample,
+        ascending."""
         if self.target.options.vocab_size <= _VOCABULARY:
             return slice(None)
         mass = torch.zeros(self.target.options.vocab_size, dtype=self.dtype, device=self.target.device)
@@ -96,24 +98,25 @@ class DrafterTrainer:
         return mass.topk(_VOCABULARY).indices.sort().values
 
     def _rows(self, head: Tensor) -> Tensor:
-        """The vocabulary's rows of a head [V, D]."""
+        """Return the vocabulary's rows of a head [V, D]."""
         return head[self.vocabulary].to(self.dtype)
 
     def target_moved(self, held: Collection[int]) -> None:
-        """Call this after the target took new weights: keeps its head, and the heads of versions `held` in harvest."""
+        """Note that the target has new weights: keep its head, and the heads of versions `held` in the training
+        data."""
         self.heads = {version: head for version, head in self.heads.items() if version in held}
         self.heads[self.target.version] = self.target.head
 
     @property
     def columns(self) -> int:
-        """How many guesses of a chain are trained: one more than are right, at most `unroll`. Guesses behind a wrong
-        one cost as much and are of no use yet."""
+        """Number of draft tokens of a chain that are trained: one more than are accepted, at most `unroll`. Draft
+        tokens after a rejected one cost as much and are of no use yet."""
         return min(self.config.unroll, math.ceil(self.reach) + 1)
 
     def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
-        """The mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a column
-        without entries). Columns after the first have every fourth entry. Where `stop` says so, raises Interrupted at
-        the next column or chunk of the loss, here or in `backward`."""
+        """Return the mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a
+        column without entries). Columns after the first have every fourth entry. If `stop` returns True, raise
+        Interrupted at the next column or chunk of the loss, here or in `backward`."""
 
         def look(gradient: Tensor | None = None) -> None:
             if stop():
@@ -133,8 +136,8 @@ class DrafterTrainer:
     def _guesses(
         self, batch: Pack, columns: int, look: Callable[..., None] = lambda: None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each of so many columns: the drafter's inputs of the head [M, D], and the entries whose laws they are
-        to lead to [M]. `look` is called at each column, here and in `backward`."""
+        """Yield for each column: the drafter's inputs of the head [M, D], and the entries whose distributions they
+        should match [M]. `look` is called at each column, here and in `backward`."""
         at = torch.arange(len(batch.tokens), device=batch.tokens.device)
         roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
         for t, out in enumerate(self._columns(self.layer, batch, columns, roots)):
@@ -149,8 +152,8 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def acceptance(self, batches: Iterable[Pack]) -> list[float]:
-        """The mean of 1 - TV of each guess of a chain of `unroll`, over a sample of these entries: the chance that
-        a guess is right if those before it are."""
+        """Return the mean of 1 - TV of each draft token of a chain of `unroll`, over a sample of these entries: the
+        probability that it is accepted if those before it are."""
         overlaps: list[list[Tensor]] = [[] for _ in range(self.config.unroll)]
         for batch in batches:
             head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
@@ -158,18 +161,18 @@ class DrafterTrainer:
             for (out, at), found in zip(self._guesses(batch, self.config.unroll), overlaps, strict=True):
                 found += overlap_of_guesses(out, teacher, at, head, known)
         means = (torch.cat(found).mean() for found in overlaps)
-        return [float(mean.nan_to_num()) for mean in means]  # 0 for a guess that no chain is long enough for
+        return [float(mean.nan_to_num()) for mean in means]  # 0 for a draft token that no chain reaches
 
     @torch.no_grad()
     def judge(
         self, layers: Sequence[EagleLayer], batch: Pack, stop: Callable[[], bool] = lambda: False
     ) -> tuple[list[tuple[float, float]], int]:
-        """For each of these drafters, the expected number of rounds in which its chains of `unroll` guesses would
-        decode these entries, and that of rounds whose first guess is right (`expected_rounds`); and the number of
-        entries. Only entries whose whole chain is within their sequence count. Where `stop` says so, raises Interrupted
-        at the next column.
+        """Return for each of these drafters the expected number of rounds in which its chains of `unroll` draft tokens
+        would decode these entries, and the number of rounds whose first draft token is accepted (`expected_rounds`);
+        and the number of entries. Only entries whose whole chain is within their sequence count. If `stop` returns
+        True, raise Interrupted at the next column.
 
-        1 - TV stands for the chance that a guess is right (0.90 where that was measured to be 0.88).
+        1 - TV is used as the probability that a draft token is accepted (0.90 where that was measured to be 0.88).
         """
         deepest, head = self.config.unroll, self._rows(self.target.head)
         inside = batch.segments[deepest:] == batch.segments[:-deepest]
@@ -181,7 +184,7 @@ class DrafterTrainer:
                 if stop():
                     raise Interrupted
                 outs[number, t] = out[where]
-        for first, law in self._laws(batch):  # once for all drafters and columns, as it takes long
+        for first, law in self._laws(batch):  # once for all drafters and columns, because it takes long
             for (number, t), out in outs.items():
                 if stop():
                     raise Interrupted
@@ -192,24 +195,25 @@ class DrafterTrainer:
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
     def _laws(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
-        """The target's law [M, V] at M consecutive entries, and the number of the first of them, a chunk at a time."""
+        """Yield the target's distributions [M, V] at M consecutive entries, and the number of the first entry, a chunk
+        at a time."""
         known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
         rows = max(1, LOGITS // len(known))
         for first in range(0, len(teacher), rows):
             yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)
 
     def _columns(self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None) -> Iterable[Tensor]:
-        """The drafter's inputs of the head in each column, as `unroll` yields them."""
+        """Return the drafter's inputs of the head in each column, as `unroll` yields them."""
         batch = batch._replace(features=batch.features.to(self.dtype))
         return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps, roots)
 
     def _teacher(self, batch: Pack) -> Tensor:
-        """The target's inputs of the head [T, D]."""
+        """Return the target's inputs of the head [T, D]."""
         return batch.features[:, -self.layer.options.hidden_size :].to(self.dtype)
 
     def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
-        """Take one optimizer step, or none where the gradient is not finite. Returns the mean of 1 - TV of each column
-        before the step. Where `stop` says so, raises Interrupted at the next column or chunk of the loss."""
+        """Take one optimizer step, or none if the gradient is not finite. Return the mean of 1 - TV of each column
+        before the step. If `stop` returns True, raise Interrupted at the next column or chunk of the loss."""
         rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -226,7 +230,7 @@ class DrafterTrainer:
     @torch.no_grad()
     def _descend(self) -> None:
         """Take the optimizer's step. For fc it is the step of W = fc whitening^-1, whose inputs (times `whitening`) are
-        white. It is folded into fc at once, so fc is always as it is published."""
+        white. It is added to fc at once, so fc can be published at any time."""
         fc = self.layer.fc.weight
         assert fc.grad is not None
         self._white.grad = fc.grad @ self.whitening
@@ -238,8 +242,8 @@ class DrafterTrainer:
             self.steps += 1
 
     def state(self) -> dict[str, Tensor]:
-        """All that training changes: the weights, both moments of Adam, the number of steps, `reach` and `whitening`.
-        The tensors are not copies."""
+        """Return all that training changes: the weights, both moments of Adam, the number of steps, `reach` and
+        `whitening`. The tensors are not copies."""
         numbers = {"steps": self.steps, "reach": self.reach}
         tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
         tensors["whitening"] = self.whitening
@@ -252,7 +256,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from another trainer's `state`, or from the mean of several."""
+        """Continue from another trainer's `state`, or from the mean of several."""
         self.steps, self.reach = float(state["steps"]), float(state["reach"])
         self.whitening = state["whitening"].to(self.target.device, self.dtype, copy=True)
         for name, parameter in self.layer.named_parameters():
@@ -261,6 +265,6 @@ class DrafterTrainer:
             self.optimizer.state[self.parameters[name]] = {"step": torch.tensor(self.steps), **moments}
 
     def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
-        """One pass over the harvest. Yields what each `step` returns, so that a caller may stop in between."""
+        """Train once on all items. Yield the result of each `step`, so that a caller may stop in between."""
         for batch in packs(items, self.config.micro_batch_tokens, self.target.device, self.rng):
             yield self.step(batch)

@@ -1,9 +1,10 @@
-"""Shared-noise draft trees: grow level by level, keep what is likely to be reached, and stack a batch for one target
-pass.
+"""Shared-noise draft trees: grow level by level, keep the nodes that are likely to be reached, and stack a batch for
+one target pass.
 
-The children of a node are the drafter's best tokens after the noise of that position is added (the same noise the
-target will add). A chain is a tree with one branch. Nodes are numbered so that a parent comes before its children;
-node 0 is the root.
+The children of a node are the drafter's best tokens after the noise of that position is added (the same noise that the
+target adds). A chain is a tree with one branch. Nodes are numbered so that a parent comes before its children; node 0
+is the root.
+
 Shapes: B rows, W nodes of a level a row, k children of each, N nodes a row (the largest tree; the others are padded).
 """
 
@@ -27,8 +28,8 @@ from tlt.sampling import Law, gumbel_topk
 
 @dataclass
 class DraftTree:
-    """One row's tree; lists are indexed by node. `chance` is the estimated chance that the target's walk reaches the
-    node, and `cells` its cell of the calibration (-1: the root)."""
+    """Tree of one row; lists are indexed by node. `chance` is the estimated probability that the node is accepted, and
+    `cells` its cell of the calibration (-1: the root)."""
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [0])
@@ -36,29 +37,29 @@ class DraftTree:
     chance: list[float] = field(default_factory=lambda: [1.0])
     cells: list[int] = field(default_factory=lambda: [-1])
     ahead: bool = False
-    """whether the row was drafted by its look-ahead"""
+    """whether the tree is a look-ahead draft"""
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
-        """The chain of a look-ahead, whose tokens are all known in advance."""
+        """Return the chain of a look-ahead draft, whose tokens are all known in advance."""
         count = len(tokens) + 1
         order = list(range(count))
         return cls([root, *tokens], [0, *order[:-1]], order, [1.0] * count, [-1] * count, ahead=True)
 
 
 class Roots(NamedTuple):
-    """What the trees of B rows grow from."""
+    """Roots of the trees of B rows."""
 
     tokens: np.ndarray
     """[B] last committed tokens"""
     room: np.ndarray
-    """[B] tokens the response may still get"""
+    """[B] tokens that the response may still get"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     law: Law
-    """sampling laws of the B requests, for the drafter"""
+    """sampling parameters of the B requests, for the drafter"""
     device: torch.device
-    """where the noise lies"""
+    """device of the noise"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]
@@ -88,8 +89,8 @@ def grow(
 def _grow_chains(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
-    """Do as `_grow_trees` with one child a node, without the operations that choose among children: on a CPU, starting
-    them takes as long as the drafter does."""
+    """Do the same as `_grow_trees` with one child per node, without the operations that choose among children. On a
+    CPU, starting those takes as long as the drafter does."""
     tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
     reach, alive = np.ones(none.shape), roots.room[:, None] > 1
     levels = [(tokens, reach, none - 1)]
@@ -155,8 +156,8 @@ def _children(
     vocab_size: int,
     calibration: Calibration,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best candidates under the noise of each of the `nodes` (B, W): tokens, the calibration's cells, and whether
-    they may be children, [B, W, k] each. Only here does a level wait for the device."""
+    """Return the best candidates under the noise of each of the `nodes` (B, W): tokens, the calibration's cells, and
+    whether they may be children, [B, W, k] each. Only here does a level wait for the device."""
     _check_shapes(candidates, nodes, vocab_size)
     ids = None if candidates.ids is None else candidates.ids.to(roots.device)
     best = gumbel_topk(candidates.log_q.to(roots.device), noise_of(depth, ids), k=branching + 1)
@@ -171,7 +172,7 @@ def _children(
 
 
 def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: int) -> None:
-    """Raises ValueError for a wrong shape or type, which NumPy would broadcast into nodes at wrong places."""
+    """Raise ValueError for a wrong shape or type, which NumPy would broadcast into nodes at wrong places."""
     ids, log_q, classes = candidates
     width = (vocab_size,) if ids is None else tuple(ids.shape[2:])
     if tuple(log_q.shape) != (*nodes, *width) or (ids is not None and tuple(ids.shape) != tuple(log_q.shape)):
@@ -183,19 +184,19 @@ def _check_shapes(candidates: Candidates, nodes: tuple[int, ...], vocab_size: in
 
 
 def _go_on(tokens: np.ndarray, chance: np.ndarray, depth: int, roots: Roots) -> np.ndarray:
-    """Which nodes are continued, [B, W]. Nothing follows a stop token, and the last token of a response needs no draft:
-    it is the bonus token of the pass."""
+    """Return the nodes that are continued, [B, W]. Nothing follows a stop token. The last token of a response needs no
+    draft, because it is the bonus token of the pass."""
     return (chance > 0) & (roots.room[:, None] > depth + 1) & (tokens[..., None] != roots.stops[:, None, :]).all(-1)
 
 
 def _least(grown: Sequence[_Grown], most: int) -> np.ndarray:
-    """The chance [B, 1] of the `most`-th likeliest node of each row so far."""
+    """Return the chance [B, 1] of the `most`-th likeliest node of each row so far."""
     so_far = np.concatenate([level.chance for level in grown], axis=1)
     return -np.partition(-so_far, most - 1, axis=1)[:, most - 1, None]
 
 
 def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
-    """The `most` likeliest nodes of each row; a parent is likelier than its child, so what is kept is a tree."""
+    """Return the `most` likeliest nodes of each row. A parent is likelier than its child, so the result is a tree."""
     tokens, parents, chance, cells = (np.concatenate(columns, axis=1) for columns in list(zip(*grown, strict=True))[:4])
     depths = [level.depth for level in grown for _ in range(level.tokens.shape[1])]
     best = np.argsort(-chance, axis=1, kind="stable")[:, :most]
@@ -217,7 +218,7 @@ def _cut(grown: Sequence[_Grown], most: int) -> list[DraftTree]:
 
 
 def stack(trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
-    """Stack trees, padded to the largest one. A padding node follows the one before it, and no walk reaches it."""
+    """Stack trees, padded to the largest one. A padding node follows the one before it and is never accepted."""
     B, N = len(trees), max(len(tree.tokens) for tree in trees)
     if N == 1:
         alone = torch.tensor([tree.tokens for tree in trees], device=device)

@@ -1,10 +1,10 @@
-"""The learned drafter's pass in training: packed harvest, unrolled as at inference.
+"""The learned drafter's pass in training: packed hidden states, unrolled as at inference.
 
-Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's features; column t reads the layer's own
-output of column t - 1 in their place, and attends to the true entries up to its root and to its own chain of guesses.
+Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's hidden states; column t reads the layer's
+own output of column t - 1 instead, and attends to the true entries up to its root and to its own chain of draft tokens.
 
-Sequences are packed one behind the other; attention stays inside each.
-Shapes: T entries of a pack, D hidden, H query heads, K key-value heads, E head size.
+Sequences are packed one after the other; attention stays inside each. Shapes: T entries of a pack, D hidden, H query
+heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pack(NamedTuple):
     counted: Tensor
     """[T] bool: the entry's column 0 predicts a token of a response"""
     version: int
-    """version of the target that computed the features"""
+    """version of the target that computed the hidden states"""
 
 
 def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
@@ -56,7 +56,7 @@ def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
 
 
 def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: random.Random) -> Iterator[Pack]:
-    """One pass over the items in random order, in packs of up to `tokens` entries, or of one longer item."""
+    """Yield all items once in random order, in packs of up to `tokens` entries, or of one longer item."""
     order = list(items)
     rng.shuffle(order)
     for held in bundles(order, tokens):
@@ -118,20 +118,20 @@ def unroll(
 
 
 class _Block(NamedTuple):
-    """Queries [low, high) of a column, and the entries [first, last) that some of them see."""
+    """Queries [low, high) of a column, and the entries [first, last) that some of them attend to."""
 
     low: int
     high: int
     first: int
     last: int
     bias: Tensor
-    """[high - low, last - first] 0 where the query sees the entry, else -inf"""
+    """[high - low, last - first] 0 where the query attends to the entry, else -inf"""
 
 
 def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
-    """The blocks of a column whose queries stand at these `places` of the pack. Most pairs of entries do not see each
-    other, be there many short sequences or one long causal one. So attention goes block by block: a block has some
-    whole sequences, or a part of one, and only the entries that those queries see."""
+    """Return the blocks of a column whose queries are at these `places` of the pack. Most pairs of entries do not
+    attend to each other, with many short sequences or with one long causal one. So attention is computed block by
+    block: a block has some whole sequences, or a part of one, and only the entries that those queries attend to."""
     entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = []
     for begin, start, end in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
@@ -147,7 +147,7 @@ def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
 
 
 def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut sequences of these lengths into blocks [low, high) of up to `_QUERIES` entries. Yields (begin, low, high),
+    """Cut sequences of these lengths into blocks [low, high) of up to `_QUERIES` entries. Yield (begin, low, high),
     where the first sequence of the block begins at `begin`."""
     low = end = 0
     for length in lengths:
@@ -164,8 +164,8 @@ def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
-    """Attention of the block's queries, of all [K, H / K, M, E], to the true entries (column 0) and of each query to
-    its own chain of guesses (later columns): [K, H / K, high - low, E]."""
+    """Attend from the block's queries, of all [K, H / K, M, E], to the true entries (column 0) and from each query to
+    its own chain of draft tokens (later columns): [K, H / K, high - low, E]."""
     low, high, first, last, bias = block
     query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
     seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]

@@ -1,4 +1,4 @@
-"""Estimates two matrices from a sample of the harvest: one that makes the inputs of `fc` white, and the `fc` that
+"""Two matrices estimated from a sample of training data: one that makes the inputs of `fc` white, and the `fc` that
 predicts the next hidden state best.
 
 Shapes: N entries, I inputs of fc, D hidden.
@@ -15,8 +15,8 @@ from torch import Tensor
 from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer
 
-_RIDGE = 1e-3  # fraction of the mean second moment that is added to all in the regression
-_FLOOR = 0.1  # the same for the whitening: directions that a sample of few prompts lacks occur in the next prompts
+_RIDGE = 1e-3  # fraction of the mean second moment that is added to the diagonal in the regression
+_FLOOR = 0.1  # the same for the whitening, because other prompts have directions that the sample lacks
 
 
 class Moments:
@@ -35,11 +35,12 @@ class Moments:
             self.entries += len(x)
 
     def next_hidden(self) -> Tensor:
-        """The matrix [D, I] from an entry's inputs to the next entry's hidden state, by ridge regression."""
+        """Return the matrix [D, I] from an entry's inputs to the next entry's hidden state, by ridge regression."""
         return torch.linalg.solve(self._raised(_RIDGE), self.following, left=False)
 
     def whitening(self) -> Tensor:
-        """The symmetric matrix [I, I] by which inputs [N, I] are multiplied to have second moments of about 1."""
+        """Return the symmetric matrix [I, I] by which inputs [N, I] are multiplied to have second moments of about
+        1."""
         values, vectors = torch.linalg.eigh(self._raised(_FLOOR) / self.entries)
         return (vectors * values.rsqrt()) @ vectors.T
 
@@ -49,7 +50,7 @@ class Moments:
 
 
 def fc_inputs(layer: EagleLayer, embedding: Tensor, item: Harvest) -> Tensor:
-    """The inputs of fc [N, I] at each entry of an item, from the target's features."""
+    """Return the inputs of fc [N, I] at each entry of an item, from the target's hidden states."""
     features = item.features.to(embedding)
     if layer.options.kind == "eagle3":
         return features[:, : layer.fc.in_features]

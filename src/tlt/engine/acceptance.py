@@ -1,4 +1,4 @@
-"""How far a drafter's guesses are right. No torch here."""
+"""The acceptance rate of a drafter, level by level. No torch here."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from typing import Any
 
 import numpy as np
 
-_KEPT = 1 - 1 / 64  # of what was seen, from one round to the next
+_KEPT = 1 - 1 / 64  # weight of earlier rounds, from one round to the next
 
 Source = tuple[str, int]
 """drafter, branching"""
 
 
 class AcceptanceModel:
-    """The chance that a guess is right behind right ones, level by level: Kaplan and Meier's estimate, in which a chain
-    that was right to its end says nothing of what would have come behind it. So chains of any depth tell of each other.
-    The older a round, the less it counts."""
+    """Probability that a draft token is accepted if those before it are, level by level. It is Kaplan and Meier's
+    estimate: a chain that was accepted to its end gives no information about later levels. So chains of all depths are
+    combined. Older rounds have smaller weights."""
 
     def __init__(self) -> None:
         self.seen: dict[Source, np.ndarray] = {}
-        """[levels, 2]: rows that reached it, and rows that were right"""
+        """[levels, 2]: rows that reached the level, and rows that were accepted there"""
 
     def age(self) -> None:
-        """Have what was seen count for less: a round has passed, in which this drafter or another one was used."""
+        """Reduce the weight of earlier rounds after a round, whichever drafter it used."""
         for levels in self.seen.values():
             levels *= _KEPT
 
     def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
-        """Count `tokens` that each row committed, the target's own one among them, with a draft of so many levels (at
-        most)."""
+        """Add rows that committed `tokens` tokens each, the bonus token included, with drafts of these depths."""
         deepest = max(depths)
         levels = self.seen.get(source, np.zeros((0, 2)))
         if len(levels) < deepest:
@@ -40,17 +39,17 @@ class AcceptanceModel:
         self.seen[source] = levels
 
     def levels(self, source: Source, depth: int) -> list[tuple[float, float]]:
-        """Of the first levels: rows that reached it, and rows that were right."""
+        """Return, for each of the first levels, the rows that reached it and the rows that were accepted."""
         seen = self.seen.get(source)
         found = [] if seen is None else [(reached, right) for reached, right in seen[:depth].tolist()]
         return found + [(0.0, 0.0)] * (depth - len(found))
 
     def chance(self, source: Source, level: int, prior: float, weight: float) -> float:
-        """Of this level, counted from 0."""
+        """Return the acceptance rate of this level, counted from 0."""
         return chance(self.levels(source, level + 1)[level], prior, weight)
 
     def assume(self, source: Source, depth: int, chance: float, rows: float) -> None:
-        """Count so many rows, of which this share was right at every level."""
+        """Set the counts as if this many rows had been seen with this acceptance rate at every level."""
         reached = rows * chance ** np.arange(depth)
         self.seen[source] = np.stack([reached, reached * chance], axis=1)
 
@@ -58,11 +57,11 @@ class AcceptanceModel:
         self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
 
     def state(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data."""
         return [[*source, levels.tolist()] for source, levels in self.seen.items()]
 
     def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
-        """Of these drafters alone."""
+        """Load the counts of these drafters."""
         self.seen |= {
             (drafter, branching): np.array(levels, dtype=float).reshape(-1, 2)
             for drafter, branching, levels in state
@@ -71,12 +70,12 @@ class AcceptanceModel:
 
 
 def chance(seen: tuple[float, float], prior: float, weight: float) -> float:
-    """Of a level; the prior counts as much as `weight` rows."""
+    """Return the acceptance rate of a level. The prior counts as much as `weight` rows."""
     reached, right = seen
     return (right + weight * prior) / (reached + weight)
 
 
 def _more_than(last: np.ndarray, levels: int) -> np.ndarray:
-    """[levels]: how many rows' last level, of those they reached or were right at, is this one or beyond."""
+    """Return [levels]: the number of rows whose `last` level is this one or a later one."""
     counts = np.bincount(np.clip(last, -1, levels - 1) + 1, minlength=levels + 1)
     return counts[:0:-1].cumsum()[::-1]

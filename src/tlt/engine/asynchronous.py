@@ -1,4 +1,4 @@
-"""An engine for callers who come one by one: each awaits its own response, and all are decoded in one batch."""
+"""An engine for concurrent callers: each awaits its own response, and all responses are decoded in one batch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 WhenIdle = Callable[[RolloutEngine, Callable[[], bool]], None]
 
 ABORTED = "aborted"
-"""the finish reason of a response that was interrupted"""
+"""finish reason of an interrupted response"""
 
 
 class AsyncEngine:
-    """Decodes in a thread of its own, which alone touches the engine.
+    """An engine in a thread of its own. Only this thread uses the engine.
 
-    `when_idle` is called there with the engine, when there is nothing left to decode, and with what says that it is to
-    come back; it may train the drafter meanwhile. After `close` whoever waits is told, and all that is asked raises
-    RuntimeError.
+    If nothing is left to decode, the thread calls `when_idle` with the engine and with a function that returns True
+    when it must end, for example to train the drafter. After `close`, waiting callers get an exception, and new calls
+    raise RuntimeError.
     """
 
     def __init__(self, engine: RolloutEngine, when_idle: WhenIdle | None = None) -> None:
@@ -36,27 +36,28 @@ class AsyncEngine:
         self._waited_for: dict[int, Future[Response]] = {}
         """by seed"""
         self._failed = False
-        """in a round, and the engine has not begun anew since"""
-        self._closed, self._lock = False, Lock()  # nothing is put behind the last order
+        """whether a round has failed since the engine was last started"""
+        self._closed, self._lock = False, Lock()  # nothing may be queued after the last order
         self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
         self._thread.start()
 
     async def generate(self, request: Request) -> Response:
-        """Its response, or what there was of it when it was interrupted. Raises ValueError for a request that can never
-        run, or whose seed another one under way has. A caller who is cancelled takes the request back."""
+        """Return the response, or its tokens so far if it was interrupted. Raises ValueError for a request that cannot
+        be decoded, or that has the seed of another request under way. If the caller is cancelled, the request is
+        withdrawn."""
         response: Future[Response] = Future()
-        response.set_running_or_notify_cancel()  # a caller who gives up does not disturb the others
+        response.set_running_or_notify_cancel()  # a cancelled caller must not affect the others
         try:
             await self._ordered(lambda engine: self._submit(engine, request, response))
             return await asyncio.wrap_future(response)
         except asyncio.CancelledError:
-            with suppress(RuntimeError):  # closed meanwhile
+            with suppress(RuntimeError):  # it was closed concurrently
                 self._order(lambda engine: self._withdraw(engine, request.seed, response))
             raise
 
     async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Do this with the engine after the round under way. Requests under way that the engine has lost then, as it
-        has when it was started anew, raise RuntimeError where they are awaited."""
+        """Call `act` with the engine after the present round. Requests that the engine then no longer has, for example
+        because it was started again, raise RuntimeError."""
 
         def acted(engine: RolloutEngine) -> T:
             try:
@@ -86,11 +87,11 @@ class AsyncEngine:
         return result
 
     async def interrupt(self) -> list[int]:
-        """All requests end with the tokens that they have by now. Returns their seeds."""
+        """End all requests with their tokens so far. Return their seeds."""
         return await self.between_rounds(self._interrupt)
 
     def close(self) -> None:
-        """After the round under way."""
+        """End the thread after the present round."""
         with self._lock:
             self._closed = True
             self._orders.put(None)
@@ -126,7 +127,7 @@ class AsyncEngine:
         self._waited_for[request.seed] = response
 
     def _withdraw(self, engine: RolloutEngine, seed: int, response: Future[Response]) -> None:
-        """Unless it has ended, or the seed is another caller's."""
+        """Withdraw a request, unless it has ended or its seed belongs to another caller."""
         if self._waited_for.get(seed) is response:
             del self._waited_for[seed]
             engine.release_requests([seed])
@@ -135,10 +136,10 @@ class AsyncEngine:
         try:
             for response in self._engine.round():
                 self._waited_for.pop(response.request.seed).set_result(response)
-        except Exception as error:  # the engine's: whoever waits is told, and the next request finds it empty
+        except Exception as error:  # of the engine: pass it to all callers and start the engine again
             self._tell(list(self._waited_for), error)
             self._failed = True
-            with suppress(Exception):  # then the next request is told why
+            with suppress(Exception):  # then the next request raises the error
                 self._begin_anew()
 
     def _tell(self, seeds: Iterable[int], error: Exception) -> None:

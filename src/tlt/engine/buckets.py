@@ -1,4 +1,4 @@
-"""Rounds of about one size, and what they took. No torch here."""
+"""Rounds of similar size, and their durations. No torch here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_WINDOW_ROUNDS = 64  # rounds whose seconds are remembered of an arm in a bucket
+_WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each arm in a bucket
 
 
 class Bucket(NamedTuple):
-    """Powers of two of live rows, of four of context."""
+    """Exponents: active rows as a power of two, context as a power of four."""
 
     rows: int
     context: int
@@ -25,7 +25,7 @@ def bucket_of(rows: int, context: float) -> Bucket:
 
 @dataclass
 class Took:
-    """Seconds of the last rounds of an arm; what is read every round is kept ready."""
+    """Seconds of an arm's last rounds. The median is stored, because it is read every round."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW_ROUNDS))
     median: float = 0.0

@@ -1,4 +1,4 @@
-"""The engine's drafters behind a wall: one that fails costs speed, never a token."""
+"""The engine's drafters, isolated: a drafter that fails costs speed, never a token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-_WATCHED = 1000  # drafted tokens that an agreement is taken over
+_WATCHED = 1000  # number of drafts in the running acceptance rate
 
 
 class Agreement:
-    """How often a drafter's first guess is right, over its last 1,000; and what that was when it was published: as its
-    training measured it, else over its first 1,000 here."""
+    """Acceptance rate of a drafter's first draft token over its last 1,000 drafts, and the same at its publication: as
+    measured in training, else over its first 1,000 drafts here."""
 
     def __init__(self, published: float | None) -> None:
         self.published = published
@@ -43,12 +43,12 @@ class Agreement:
 
     @property
     def alarming(self) -> bool:
-        """A drafter that went wrong changes no token, so only this shows it."""
+        """Whether the rate has halved since publication. A bad drafter changes no token, so only this shows it."""
         return self.published is not None and len(self.last) == _WATCHED and self.now < 0.5 * self.published
 
 
 class Drafters:
-    """A per-row store. All drafters are told what happens, whichever drafts: any may be asked in any round."""
+    """Per-row store of all drafters. All of them follow all rows, because any may draft in the next round."""
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self.usable = {drafter.name: drafter for drafter in drafters}
@@ -70,7 +70,7 @@ class Drafters:
         self._tell(lambda drafter: drafter.close(place, last), "close")
 
     def swap(self, drafter: Drafter, view: FeatureView | None, rows: Iterable[Row]) -> None:
-        """Put a drafter in the place of the one of its name, between two rounds."""
+        """Replace the drafter of the same name, between two rounds."""
         self.usable[drafter.name] = drafter
         self.agreement[drafter.name] = Agreement(drafter.agreement)
         self.calibrations.setdefault(drafter.name, Calibration()).renew()
@@ -87,12 +87,12 @@ class Drafters:
             calibration.next_round()
 
     def learn(self, name: str, tree: DraftTree, path: Sequence[int]) -> None:
-        """How good the drafter's guesses in the tree were: the target took those of the path."""
+        """Record which draft tokens of the tree were accepted, given the accepted path."""
         self.calibrations[name].observe(tree.cells, tree.parents, path)
         self.agreement[name].add(1 in path)
 
     def guard(self, name: str, call: Callable[[], T], what: str) -> T | None:
-        """The call's result; None if it failed, and then the drafter is gone."""
+        """Return the result of the call. If it raises, drop the drafter and return None."""
         if name not in self.usable:
             return None
         try:
@@ -109,7 +109,7 @@ class Drafters:
 
 
 def _open(drafter: Drafter, row: Row) -> None:
-    """Copies alone: the request without what its reward needs, the tokens as they are now."""
+    """Open a row of a drafter with copies only: the request without the data of its reward, and the present tokens."""
     asked = row.request
     request = replace(asked, prompt=replace(asked.prompt, data={}), sampling=replace(asked.sampling))
     drafter.open(request, tuple(row.tokens))

@@ -1,7 +1,6 @@
-"""The rollout engine. A round: admit, draft, verify, commit.
+"""The rollout engine. A round has four phases: admit, draft, verify, commit.
 
-It promises design rule 1: a response is a function of (target version, prompt, seed), whatever was drafted, batched
-or preempted.
+A response is a function of (target version, prompt, seed). Drafts, batches and preemptions do not change it.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from tlt.types import Request, Response, RolloutStats, Row
 
 
 class Engine(Generates):
-    """`tuner` picks a strategy for each round; without drafters, or where theirs failed, that is plain decoding.
+    """The engine of a worker. `tuner` picks a strategy for each round: plain decoding if no drafter works.
 
-    `detokenize` is needed for stop strings. `layout` says which features of the target are kept for each live row, and
-    `on_harvest` is given them as windows fill up and responses end. A row of which `store` knows what an older target
-    said is drafted by that. `kv_tokens` bounds the cache, in tokens.
+    `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
+    row. `on_harvest` is called with them when a window is full and when a response ends. `store` has look-ahead drafts;
+    a row with one is drafted by it. `kv_tokens` limits the cache, in tokens.
     """
 
     def __init__(
@@ -108,14 +107,14 @@ class Engine(Generates):
             version=target.version,
         )
 
-    # -- what is decoded -----------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def start(self, requests: Iterable[Request]) -> None:
-        """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
+        """Start a new rollout and drop all rows. Raises ValueError for a request that cannot be decoded."""
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._amid_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
-            if not self._amid_round:  # else rows may be half-filled
+            if not self._amid_round:  # else rows may be incomplete
                 self.rollout.scheduler.put_off_ahead()
             self.rollout = self._new_rollout()
             self._amid_round = False
@@ -123,53 +122,52 @@ class Engine(Generates):
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
-        one that can never run."""
+        """Add requests to the rollout under way. Rows in `resumed` were begun by another engine. Raises ValueError for
+        a request that cannot be decoded."""
         self.rollout.scheduler.submit(requests, resumed)
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
-        """Between two rounds: these requests leave, wherever they stand; whoever goes on with one ends it with the same
-        tokens. What has finished is not among them."""
+        """Remove these requests, active or waiting, between two rounds. Return their rows. Another engine that resumes
+        them gives the same tokens. Finished requests are not returned."""
         return self.rollout.scheduler.withdraw(seeds)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Requests of coming steps, in the place of those given before: they are decoded in slots that are free while
-        nothing waits, the most urgent first, and what comes of them goes to the store. Raises ValueError for one that
-        can never run."""
+        """Replace the requests of coming steps that are decoded ahead. They use free slots while no request waits, in
+        the given order, and their tokens go to the store. Raises ValueError for a request that cannot be decoded."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
         self.rollout.scheduler.look_ahead(wanted, self._most_beside_ahead())
 
     def keep_ahead(self) -> None:
-        """The store takes what the rows that are decoded ahead have so far."""
+        """Store the tokens that rows of coming steps have so far."""
         rollout = self.rollout
         for place, row in enumerate(rollout.rows):
             if row.ahead:
                 self.store.put([Ahead.of(row, rollout.version, rest=rollout.ahead.rest(place))])
-        for row in rollout.scheduler.ahead:  # some have left a full cache
+        for row in rollout.scheduler.ahead:  # some were preempted
             if len(row.tokens) > self.store.length(row.request.seed):
                 self.store.put([Ahead.of(row, rollout.version)])
 
     def swap(self, drafter: Drafter) -> None:
-        """Put a drafter in the place of the one of its name, between two rounds or before one's draft."""
+        """Replace the drafter of the same name, between two rounds or before a round's draft."""
         self.drafters.swap(drafter, self.rollout.view, self.rollout.rows)
         self.tuner.renew(drafter.name, drafter.agreement)
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Put this learned drafter in the place of the one in use."""
+        """Replace the learned drafter in use."""
         self.swap(EagleDrafter(layer, self.target))
 
     def _put_off_ahead(self) -> None:
-        """What is decoded ahead makes way for what is not."""
+        """Preempt the rows of coming steps in favour of the rows of this rollout."""
         self.keep_ahead()
         self.rollout.scheduler.put_off_ahead()
 
     def plain_beside(self) -> Engine:
-        """One that decodes plainly with the same target, and shares nothing else with this one."""
+        """Return an engine for plain decoding with the same target. It shares nothing else with this one."""
         return Engine(self.target, self.config, detokenize=self.detokenize)
 
     def release(self) -> None:
-        """Give back the cache's memory, up to the next rollout, between two of them."""
+        """Free the memory of the cache until the next rollout. Call this between two rollouts."""
         self.look_ahead(())
         self.cache.release()
 
@@ -180,12 +178,12 @@ class Engine(Generates):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether there is something to decode for those to come."""
+        """Whether there is something to decode for coming steps."""
         return bool(self.rollout.scheduler.ahead) or any(row.ahead for row in self.rows)
 
     @property
     def rows(self) -> RowTable:
-        """The live rows."""
+        """The active rows."""
         return self.rollout.rows
 
     @property
@@ -194,13 +192,13 @@ class Engine(Generates):
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the rollout so far."""
+        """Counters of the rollout so far."""
         return self.rollout.stats
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def round(self) -> list[Response]:
-        """One turn; returns what finished."""
+        """Run one round. Return the finished responses."""
         assert self.target.version == self.rollout.version, "another target needs a new rollout: call start"
         assert not self._amid_round, "a round that failed leaves half-filled rows behind: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
@@ -237,7 +235,7 @@ class Engine(Generates):
         return responses
 
     def _admit(self) -> bool:
-        """New rows. Whether there were any."""
+        """Admit new rows. Return whether there were any."""
         if self.waiting:
             self._put_off_ahead()
         admitted = self.rollout.scheduler.admit(self._most_beside_ahead())
@@ -246,13 +244,13 @@ class Engine(Generates):
         return bool(admitted)
 
     def _most_beside_ahead(self) -> int:
-        """Live rows, with those of coming steps among them: they must not hold up the others."""
+        """Return the largest number of active rows, rows of coming steps included, that does not delay the rows of this
+        rollout."""
         own = sum(not row.ahead for row in self.rows)
         return self.tuner.free_rows(own) if own else self.tuner.brief_rows()
 
     def make_room(self, strategy: Strategy) -> bool:
-        """Room for this round's trees; the youngest rows leave where the cache's bound asks for it, and come back
-        later. Whether any did."""
+        """Make room in the cache for this round's trees, by preempting the youngest rows. Return whether any were."""
         scheduler = self.rollout.scheduler
         if self.busy and not scheduler.has_room(strategy.nodes):
             self._put_off_ahead()
@@ -269,7 +267,7 @@ class Engine(Generates):
         return Round(strategy, rows, [row.kv_length for row in rows], at, self.rollout.laws.batch)
 
     def draft(self, now: Round) -> list[DraftTree]:
-        """Rows that have a look-ahead are drafted by it, the others by the strategy's drafter."""
+        """Draft a tree for each row. Rows with a look-ahead draft use it; the strategy's drafter drafts the others."""
         offers = self._offers() if now.strategy.ahead else [0] * len(now.rows)
         chains = self.rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
         drafted = self._drafted(now, chains) if not all(chains) else now.roots()
@@ -279,7 +277,7 @@ class Engine(Generates):
         ]
 
     def _drafted(self, now: Round, chains: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """By the drafter, for rows that have no chain and are finite."""
+        """Let the drafter draft for the rows that have no look-ahead chain and are finite."""
         strategy, trees = now.strategy, None
         drafter = self.drafters.usable.get(strategy.drafter)
         if drafter is not None:
@@ -297,7 +295,7 @@ class Engine(Generates):
         return trees or now.roots()
 
     def _offers(self) -> list[int]:
-        """How far each row's look-ahead goes, as far as a pass may."""
+        """Return the number of look-ahead tokens that each row can propose in one pass."""
         widest = min(self.rollout.noise.width, most_nodes(len(self.rows), self.target.options.vocab_size)) - 1
         offers = zip(self.rows, self.rollout.ahead.offers(), strict=True)
         return [min(offer, widest, row.room - 1) if row.finite else 0 for row, offer in offers]
@@ -306,8 +304,9 @@ class Engine(Generates):
         return DraftNoise(self.rollout.noise, now.positions, now.strategy.depth)
 
     def verify(self, now: Round, trees: Sequence[DraftTree]) -> tuple[Sequence[DraftTree], Sampled]:
-        """One target pass over all trees. The trees come back, as they are the roots alone where a draft led to where
-        the target is not finite: 0 * NaN behind a mask is NaN, so that it would reach the tokens."""
+        """Verify all trees in one target pass. Return the trees and the target's tokens. If a draft leads to a value
+        that is not finite, the pass is repeated with the roots alone, because behind a mask 0 * NaN is NaN and would
+        change tokens."""
         sampled = self._pass(now, trees)
         spoiled = _spoiled(now, sampled)
         if spoiled and any(len(tree.tokens) > 1 for tree in trees):
@@ -351,7 +350,7 @@ class Engine(Generates):
         if rollout.harvester and sampled.features is not None:
             rollout.harvester.write(sampled.features, entries, grown)
             rollout.harvester.collect(now.rows, finished)
-        # the last places first, so that the row which takes a place is one that goes on
+        # the last places first, so that the row which takes a free place has not finished
         left = [(self.rows.remove(place), reason) for place, reason in reversed(finished.items())]
         return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
 
@@ -360,7 +359,7 @@ class Engine(Generates):
         return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, **known)
 
     def _was_ahead(self, row: Row) -> bool:
-        """A row that was decoded for a coming step ends in the store."""
+        """Store a finished row of a coming step. Return whether the row is one."""
         if row.ahead:
             self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
         return row.ahead
@@ -381,7 +380,7 @@ class Engine(Generates):
         stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
 
     def _compare_with_plain(self, now: Round, seconds: float, tokens: Sequence[int], context: float) -> None:
-        """Add the seconds of a round, and those that plain decoding would have taken for this rollout's tokens."""
+        """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens."""
         own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
         plain = self.tuner.plain_seconds(len(own), context) if own else None
         if plain is not None:
@@ -395,6 +394,6 @@ class Engine(Generates):
 
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:
-    """Rows that were finite until this pass."""
+    """Return the rows that were finite until this pass."""
     finite = sampled.finite or [True] * len(now.rows)
     return [place for place, row in enumerate(now.rows) if row.finite and not finite[place]]

@@ -1,4 +1,4 @@
-"""The harvest: what the rollout computed for its tokens goes to whoever trains a drafter."""
+"""Training data of the drafter: hidden states that the rollout computed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from tlt.draft.buffer import Harvest
 from tlt.draft.features import FeatureWindow
 from tlt.types import Row
 
-_GROWN = 16  # tokens of a row between two looks for windows that filled up: the ring holds more beyond a window
+_GROWN = 16  # tokens of a row between two checks for full windows; the ring has room for more than a window
 
 
 class Harvester:
-    """Writes a round's features into the window, and gives away whole windows as they fill up and the last window of
-    what has finished."""
+    """Writer of a round's hidden states. It passes on full windows, and the last window of a finished row."""
 
     def __init__(self, window: FeatureWindow, version: int, give: Callable[[Harvest], None] | None) -> None:
-        """`version` of the target; without `give` features are kept for drafters alone."""
+        """`version`: target version. Without `give`, hidden states are kept for drafters only."""
         self.window, self.version, self.give = window, version, give
         self._grown = 0
 
     def write(self, features: Tensor, entries: Sequence[tuple[int, int, int, int]], grown: int) -> None:
-        """`features` [B, N, F] of a pass; `entries` (place, node, position, the token that follows) of what was
-        committed, at most `grown` of a row."""
+        """Write `features` [B, N, F] of a pass. `entries` are (place, node, position, following token) of the committed
+        tokens, at most `grown` per row."""
         places, nodes, positions, following = zip(*entries, strict=True)
         if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
@@ -36,7 +35,7 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Give away what is complete; `finished` are places of rows that end with this round."""
+        """Pass on what is complete. `finished` are places of rows that end with this round."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0
@@ -44,7 +43,7 @@ class Harvester:
             return
         size = self.window.window
         for place, row in enumerate(rows):
-            if not row.finite or row.ahead:  # nothing to learn from, or decoded once more when it is due
+            if not row.finite or row.ahead:  # nothing to learn from, or decoded again in its own step
                 continue
             low, length = max(row.harvested, self.window.first[place]), self.window.length[place]
             while length - low >= size:

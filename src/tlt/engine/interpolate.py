@@ -1,4 +1,4 @@
-"""What lies between two measurements."""
+"""Interpolation between measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ X = TypeVar("X", bound=float)
 
 
 def interpolate(points: Mapping[X, float], x: float) -> float:
-    """Linear between the points, flat beyond them."""
+    """Interpolate linearly between the points; return the nearest value beyond them."""
     below = max((k for k in points if k <= x), default=min(points))
     above = min((k for k in points if k >= x), default=max(points))
     low, high = points[below], points[above]

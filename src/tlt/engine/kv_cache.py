@@ -1,7 +1,7 @@
-"""The target's key-value cache: how many slots of how many tokens there are, under a bound, and what each slot holds.
+"""The target's key-value cache: number and capacity of its slots, within a limit, and their contents.
 
-The slot of a live row is its place. A slot's committed tokens are [0, length), what lies behind is free. All slots have
-one capacity, which grows with the longest row; when the bound does not allow that, the scheduler preempts.
+The slot of an active row is its place. Positions [0, length) of a slot are committed, and later ones are free. All
+slots have one capacity, which grows with the longest row. If the limit forbids that, the scheduler preempts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tlt.types import Row
 
 _GRAIN = 64  # capacity grows in steps of this many tokens
 AUDIT = "TLT_AUDIT"
-"""with this environment variable at 1, a ledger checks after every round that the slots hold what they should"""
+"""environment variable; if it is 1, a ledger checks the contents of all slots after every round"""
 
 
 class KVCache:
-    """A per-row store; all that happens to the backend's slots goes through here."""
+    """Per-row store. All changes of the backend's slots are made here."""
 
     def __init__(self, store: AttentionBackend, bound_tokens: int) -> None:
         self.store, self.bound_tokens = store, bound_tokens
@@ -31,7 +31,8 @@ class KVCache:
         self._held: list[tuple[int, ...]] = []
 
     def clear(self) -> None:
-        """No row is live. The memory goes too: a rollout that was broken off may have left in it what is not finite."""
+        """Drop all rows and free the memory, because an interrupted rollout may have left values that are not
+        finite."""
         self._rows = []
         self.release()
 
@@ -39,7 +40,7 @@ class KVCache:
 
     def append(self, row: Row, kept: int) -> None:
         self._rows.append(row)
-        # keys and values of a row that is decoded ahead may be an older target's: they serve no other row
+        # a row of a coming step may have keys and values of an older target, so no other row may use them
         self._held[len(self._rows) - 1] = () if row.ahead else row.request.prompt.token_ids
 
     def remove(self, place: int, last: int) -> None:
@@ -49,34 +50,35 @@ class KVCache:
         if place != last:
             self.copy(last, place, mover.kv_length)
             self._rows[place], self._held[place] = mover, self._held[last]
-            if not mover.finite:  # what it leaves behind would wait there for the next row
+            if not mover.finite:  # else the next row would find its values there
                 self.wipe(last, 0)
         self._rows.pop()
 
     def held(self, slot: int) -> tuple[int, ...]:
-        """The prompt whose keys and values, but for its last token's, lie at the beginning of a slot, live or free; ()
-        where there is none, or no such slot."""
+        """Return the prompt whose keys and values, except those of its last token, are at the beginning of a slot,
+        active or free; () if there is none."""
         return self._held[slot] if slot < len(self._held) else ()
 
     # -- capacity ------------------------------------------------------------------------------------------------------
 
     def fits(self, slots: int, tokens: int) -> bool:
-        """Whether `slots` rows, the longest of `tokens`, stay within the bound."""
+        """Return whether `slots` rows, the longest of `tokens` tokens, are within the limit."""
         return slots * tokens <= self.bound_tokens
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Make room for `slots` rows of `tokens`; the caller has asked `fits`. Grows ahead where the bound allows."""
+        """Make room for `slots` rows of `tokens` tokens. The caller has checked `fits`. If the limit allows, more is
+        reserved."""
         assert self.fits(slots, tokens), "the scheduler asks fits() first"
         assert slots >= len(self._rows), "live rows keep their slots"
         have = self.store.tokens
         if slots <= self.store.slots and tokens <= have:
             return
-        # slots that a tail left empty are given up: to make them longer too would take longer than its rounds
+        # empty slots of a tail are dropped, because growing them would take longer than its rounds
         want = have if tokens <= have else -(-(tokens + tokens // 2) // _GRAIN) * _GRAIN
         self._resize(slots, min(want, self.bound_tokens // slots))
 
     def release(self) -> None:
-        """Give the memory back (between a rollout and an update on the same device)."""
+        """Free the memory, between a rollout and an update on the same device."""
         assert not self._rows, "live rows keep their slots"
         self._resize(0, 0)
 
@@ -90,7 +92,7 @@ class KVCache:
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def plan(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> Any:
-        """A pass of the target over slots first .. first + B, for `store.attend`."""
+        """Plan a target pass over slots first .. first + B, for `store.attend`."""
         if self.ledger:
             self.ledger.wrote(first, lengths, trees, version)
         return self.store.plan(first, lengths, trees.tokens.shape[1], trees.visible, trees.depths)
@@ -101,11 +103,11 @@ class KVCache:
             self.ledger.copied(source, target, length)
 
     def read(self, slot: int, length: int) -> Tensor:
-        """A copy in host memory."""
+        """Return a copy in host memory."""
         return self.store.read(slot, length)
 
     def write(self, slot: int, values: Tensor) -> None:
-        """What `read` gave, maybe of an older target: for a row that is decoded ahead."""
+        """Write what `read` returned, possibly of an older target. Only for a row of a coming step."""
         assert self._rows[slot].ahead, "no token of this step may rest on an older target's keys and values"
         self.store.write(slot, values)
 
@@ -122,7 +124,7 @@ class KVCache:
             self.ledger.wiped(slot, start)
 
     def check(self, version: int) -> None:
-        """Where a ledger is kept: every slot holds what its row says, and a free one what `held` says."""
+        """Raise AssertionError if a ledger is kept and a slot does not hold what its row, or `held`, says."""
         if self.ledger:
             contexts = [() if row.ahead else row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

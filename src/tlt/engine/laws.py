@@ -1,4 +1,4 @@
-"""The live rows' sampling laws and stop tokens, as arrays."""
+"""Sampling parameters and stop tokens of the active rows, as arrays."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def law_of(params: Sequence[SamplingParams], device: torch.device) -> Law:
 
 
 class BatchLaw(NamedTuple):
-    """Of all live rows."""
+    """Sampling parameters of all active rows."""
 
     law: Law
     shown: Law
-    """a copy for drafters, which may do with it what they like"""
+    """copy for drafters, so that no token depends on changes that they make"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
 
 
 class LawTable:
-    """Per row its sampling parameters; the arrays are made anew only when rows came or went."""
+    """Per-row store of sampling parameters. The arrays are rebuilt only when rows were added or removed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,7 +1,7 @@
-"""The debug mode's books: what every place of the key-value cache was computed from, held against what it should be.
+"""A debug check of the key-value cache: it records what each position was computed from.
 
-The key of a token depends on the target's weights and on all tokens before it. So each place is booked with a checksum
-of (target version, tokens and positions up to its own), which goes wherever the place's keys and values go.
+The key of a token depends on the target's weights and on all tokens before it. So each position has a checksum of
+(target version, tokens and positions up to its own). The checksum is copied and moved with the keys and values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Ledger:
         self.booked[:r, :t] = old[:r, :t]
 
     def wrote(self, first: int, lengths: Sequence[int], trees: TreeBatch, version: int) -> None:
-        """A node's sum is that of the committed token before the row's root, and of the nodes it sees."""
+        """Record the nodes of a pass. The checksum of a node is that of the committed token before the row's root plus
+        the nodes that it attends to."""
         B, N = trees.tokens.shape
         committed, row = torch.tensor(lengths), torch.arange(first, first + B)
         before = torch.where(committed > 0, self.booked[row, (committed - 1).clamp(min=0)], _begin(version))
@@ -46,7 +47,7 @@ class Ledger:
         self.booked[slot, start:] = 0
 
     def check(self, contexts: Sequence[Sequence[int]], version: int) -> None:
-        """Slot s holds the keys and values of contexts[s], from its beginning on."""
+        """Raise AssertionError unless slot s begins with the keys and values of contexts[s]."""
         for slot, context in enumerate(contexts):
             tokens = torch.tensor(context, dtype=torch.int64)
             want = _begin(version) + _mixed(tokens, torch.arange(len(tokens))).cumsum(0)
@@ -55,11 +56,11 @@ class Ledger:
 
 
 def _begin(version: int) -> Tensor:
-    """What stands before the first token."""
+    """Return the checksum before the first token."""
     return torch.tensor(version) * _VERSION
 
 
 def _mixed(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Of each token at its position; sums of these wrap modulo 2^64."""
+    """Return a hash of each token at its position. Sums of these wrap modulo 2^64."""
     x = (tokens * 1_000_003 + positions + 1) * _PRIME
     return (x ^ (x >> 29)) * _PRIME

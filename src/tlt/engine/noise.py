@@ -1,4 +1,4 @@
-"""Each live row's noise, computed a window of positions at a time and kept until its position is committed."""
+"""Noise of each active row, computed for a window of positions at a time and kept until the position is committed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tlt.types import Row
 _WINDOW_BYTES = 64 * 2**20
 _MAX_WINDOW = 64
 _LEAST_WINDOW = 16
-_LEAST_CALL = 32  # positions that a call fills at least: on a CPU it costs as much as twenty of them to begin
+_LEAST_CALL = 32  # fewest positions in one call, because on a CPU a call costs as much as twenty positions
 
 
 class NoiseWindow:
-    """A per-row store: a ring of W positions for each of R rows, [R, W, V]; position t lies at t mod W. A greedy row's
-    noise is zero, for its drafts as for its tokens."""
+    """Per-row store: a ring of W positions for each of R rows, [R, W, V]. Position t lies at t mod W. The noise of a
+    greedy row is zero, for drafts and for tokens."""
 
     def __init__(self, max_rows: int, vocab_size: int, max_depth: int, device: torch.device) -> None:
         affordable = _WINDOW_BYTES // (max_rows * vocab_size * 4)
@@ -26,7 +26,7 @@ class NoiseWindow:
         self.vocab_size, self.device = vocab_size, device
         self.ring = torch.zeros(0, self.width, vocab_size, device=device)
         self.seeds: list[int] = []
-        self.ends: list[int] = []  # no row needs a position from here on
+        self.ends: list[int] = []  # first position that is not needed
         self.ready: list[int] = []  # positions below this one are in the ring
 
     def append(self, row: Row, kept: int) -> None:
@@ -49,8 +49,9 @@ class NoiseWindow:
 
     @torch.inference_mode()
     def prepare(self, positions: Sequence[int], depth: int) -> None:
-        """Have positions[b] .. positions[b] + depth of every row. When one is short, all look ahead, in one call; the
-        longer a response is, the further, as short ones would not use it."""
+        """Compute the noise of positions[b] .. positions[b] + depth of every row. If one row lacks some, all rows are
+        filled further in the same call. Long responses are filled further than short ones, because short ones may end
+        before they use it."""
         rows = list(zip(self.ready, positions, self.ends, strict=True))
         if all(ready >= min(at + depth + 1, end) for ready, at, end in rows):
             return
@@ -66,29 +67,30 @@ class NoiseWindow:
         self.ring[row, time % self.width] = gumbel_noise(seeds[row], time, self.vocab_size)
 
     def at(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Noise [..., V] of (row, position) index tensors that broadcast together."""
+        """Return noise [..., V] for (row, position) index tensors that broadcast together."""
         return self.ring[rows, positions % self.width]
 
     def at_ids(self, rows: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        """Noise of (row, position, token id) index tensors that broadcast together; an id out of range gets some id's
-        noise."""
+        """Return noise for (row, position, token id) index tensors that broadcast together. An id out of range gets the
+        noise of some other id."""
         return self.ring[rows, positions % self.width, ids.clamp(0, self.vocab_size - 1)]
 
 
 class DraftNoise:
-    """The noise of one round's drafts: that of each row's next positions."""
+    """Noise of one round's drafts, at each row's next positions."""
 
     def __init__(self, window: NoiseWindow, positions: Tensor, depth: int) -> None:
-        """`positions` [B] of the rows' next tokens; `depth`: levels that may be asked for."""
+        """`positions` [B]: positions of the rows' next tokens. `depth`: number of levels."""
         self.window, self.positions, self.depth = window, positions, depth
         self.rows = torch.arange(len(positions), device=positions.device)
         self._whole: Tensor | None = None
 
     def __call__(self, depth: int, ids: Tensor | None) -> Tensor:
-        """At each row's next position + depth: of the tokens `ids` [B, W, K] -> [B, W, K], or of all [B, 1, V]."""
+        """Return the noise at each row's next position + depth: of the tokens `ids` [B, W, K] -> [B, W, K], or of all
+        tokens [B, 1, V]."""
         if ids is not None:
             return self.window.at_ids(self.rows[:, None, None], (self.positions + depth)[:, None, None], ids)
-        if self._whole is None:  # of all levels at once: a look-up costs as much for one
+        if self._whole is None:  # for all levels at once, because that costs as much as for one
             depths = torch.arange(max(1, self.depth), device=self.positions.device)
             self._whole = self.window.at(self.rows[:, None], self.positions[:, None] + depths)
         return self._whole[:, depth : depth + 1]

@@ -1,7 +1,7 @@
-"""Rows of coming steps that left the engine before they ended, with their keys and values, in host memory.
+"""Rows of coming steps that were swapped out, with their keys and values in host memory.
 
-They go on from where they stood, after an update too. Their keys and values are then those of an older target, so that
-nothing but a draft may come of such a row. To compute them anew costs about as much as decoding a third of the tokens.
+They continue later, even after an update. Their keys and values are then those of an older target, so their tokens may
+only be used as drafts. Recomputing the keys and values would cost about as much as decoding a third of the tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class _Parked(NamedTuple):
     row: Row
     keys_values: Tensor
     first: int
-    """of the entries that its feature window had"""
+    """first entry of the row in its feature window"""
     features: tuple[Tensor, Tensor] | None
 
 
 class Parking:
-    """By seed, up to as many tokens as the cache may hold: those that were parked first go first."""
+    """Swapped-out rows by seed, up to as many tokens as the cache may hold. The oldest are dropped first."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.tokens = cache, 0
@@ -34,11 +34,11 @@ class Parking:
         self._parked: OrderedDict[int, _Parked] = OrderedDict()
 
     def begin(self, window: FeatureWindow | None) -> None:
-        """A new rollout, with its feature window."""
+        """Begin a new rollout, with its feature window."""
         self.window = window
 
     def park(self, place: int, row: Row) -> None:
-        """The row is about to leave its place."""
+        """Copy the keys and values of a row that is about to leave its place."""
         self.forget([row.request.seed])
         if not row.tokens:
             return
@@ -54,11 +54,11 @@ class Parking:
             self.forget([next(iter(self._parked))])
 
     def row(self, seed: int) -> Row | None:
-        """One that is parked."""
+        """Return the swapped-out row with this seed, if there is one."""
         return self._parked[seed].row if seed in self._parked else None
 
     def restore(self, place: int, row: Row) -> None:
-        """The row has just taken this place."""
+        """Copy the keys and values of a row back to its new place."""
         parked = self._parked[row.request.seed]
         self.forget([row.request.seed])
         self.cache.write(place, parked.keys_values)

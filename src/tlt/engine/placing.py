@@ -1,4 +1,4 @@
-"""Where the first keys and values of new rows come from."""
+"""Places new rows in free slots, and fills their keys and values."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tlt.types import Row
 
 
 class Placing(NamedTuple):
-    """New rows in the order in which they take the free places."""
+    """New rows, in the order in which they take the free places."""
 
     kept: list[Row]
-    """the place still holds their prompt, of a sibling that left"""
+    """rows whose place still holds the prompt, from a sibling that left"""
     fresh: list[Row]
-    """they need a prefill"""
+    """rows that need a prefill"""
     copies: list[Row]
-    """a sibling, live or among the two above, has their prompt"""
+    """rows whose prompt another row has, active or among the two above"""
 
 
 def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache, parking: Parking) -> int:
-    """Prefill each context once, then copy it to the siblings that share it. Returns the tokens that were
-    prefilled, but for those of coming steps."""
+    """Place the admitted rows. Prefill each context once, then copy it to the siblings. Return the number of prefilled
+    tokens, without those of coming steps."""
     rows, window = rollout.rows, rollout.window
     for row in admitted:
         if parking.row(row.request.seed) is row:
@@ -68,5 +68,5 @@ def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> P
 
 
 def _holder(rows: Sequence[Row], held: tuple[int, ...]) -> int | None:
-    """The first of the rows that begins with just this prompt."""
+    """Return the index of the first row whose context is exactly this prompt."""
     return next((i for i, row in enumerate(rows) if not row.tokens and row.request.prompt.token_ids == held), None)

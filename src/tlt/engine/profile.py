@@ -1,4 +1,4 @@
-"""The start-up profile: what a round takes by live rows and strategy, from a few timed passes."""
+"""The start-up profile: seconds of a round by active rows and strategy, from a few timed passes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, SamplingParams
 
-_SECONDS = 2.0  # for all timed calls; what these do not show is learned from the rounds of the rollout
+_SECONDS = 2.0  # time limit of all timed calls; the rounds of the rollout refine the result
 _REPEATS = 5
 _ROWS = 16
-_NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the passes that are timed
-_LEVELS = (1, 3)  # of the drafts that are timed: the first level costs more than those below
-_TOKENS = 8  # of the prompt, and of the response, at most
+_NODES = (1, 2, 3, 5, 9, 17, 33)  # tokens of each row in the timed passes
+_LEVELS = (1, 3)  # levels of the timed drafts; the first level costs more than the others
+_TOKENS = 8  # most tokens of the prompt, and of the response
 
 
 def profile(
@@ -36,10 +36,11 @@ def profile(
     strategies: Sequence[Strategy],
     layout: FeatureLayout | None,
 ) -> dict[int, dict[Strategy, float]]:
-    """Return rows -> strategy -> seconds of a round. The drafters are used up: give fresh ones.
+    """Return rows -> strategy -> seconds of a round. The drafters cannot be used afterwards, so pass new ones.
 
-    What a pass over B rows of N tokens takes depends on B x N alone. So passes over one row and over a few rows are
-    timed, and all others follow from these."""
+    The duration of a pass over B rows of N tokens depends on B x N alone. So passes over one row and over a few rows
+    are timed, and all others are computed from these.
+    """
     shapes = sorted({(s.drafter, s.branching) for s in strategies if s.drafter != PLAIN.drafter})
     length = max(1, min(_TOKENS, target.options.max_positions // 2))  # tokens of the prompt, and of the response
     deepest = target.options.max_positions - length  # a draft must not go beyond the positions of a short model
@@ -79,7 +80,7 @@ def _seconds_of(
 
 
 def _extrapolate(points: Mapping[int, float], x: int) -> float:
-    """Interpolate, and go on along the last two points beyond them."""
+    """Interpolate, and continue along the last two points beyond them."""
     *_, before, last = min(points), *sorted(points)
     beyond = max(0, x - last) / max(1, last - before)
     return interpolate(points, x) + beyond * max(0.0, points[last] - points[before])

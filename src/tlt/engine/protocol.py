@@ -1,4 +1,4 @@
-"""What a rollout asks of an engine: ours, or another one that draws with the same noise."""
+"""The protocol of an engine: ours, or another one that draws with the same noise."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Target(Protocol):
     version: int
 
     def load(self, weights: Mapping[str, Tensor], version: int, /) -> None:
-        """Take all weights by their Hugging Face names. Raises ModelError, then keeps the old ones."""
+        """Load all weights by their Hugging Face names. Raises ModelError, and then keeps the old ones."""
         ...
 
 
 class Rows(Sized, Iterable[Row], Protocol):
-    """Some rows, in an order."""
+    """An ordered collection of rows."""
 
 
 class RolloutEngine(Protocol):
-    """Requests in, responses out, a round at a time; between two rounds requests come and go. A response is a function
-    of (target version, prompt, seed) alone. `store` holds what was decoded for coming steps."""
+    """An engine that takes requests and returns responses, a round at a time. Requests may be added and removed between
+    two rounds. A response is a function of (target version, prompt, seed). `store` holds look-ahead drafts."""
 
     config: EngineConfig
     detokenize: Detokenizer | None
@@ -50,12 +50,12 @@ class RolloutEngine(Protocol):
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the rollout so far."""
+        """Counters of the rollout so far."""
         ...
 
     @property
     def rows(self) -> Rows:
-        """The live rows."""
+        """The active rows."""
         ...
 
     @property
@@ -68,61 +68,61 @@ class RolloutEngine(Protocol):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether there is something to decode for those to come."""
+        """Whether there is something to decode for coming steps."""
         ...
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]: ...
 
     def start(self, requests: Iterable[Request]) -> None:
-        """A new rollout: what was live or waiting is forgotten. This and the next two raise ValueError for a request
-        that can never run."""
+        """Start a new rollout. Active and waiting rows are dropped. This method and the next two raise ValueError for a
+        request that cannot be decoded."""
         ...
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None: ...
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Requests of coming steps, in the place of those given before."""
+        """Replace the requests of coming steps that are decoded ahead."""
         ...
 
     def keep_ahead(self) -> None:
-        """The store takes what the rows that are decoded ahead have so far."""
+        """Store the tokens that rows of coming steps have so far."""
         ...
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
-        """These requests leave; whoever goes on with one ends it with the same tokens."""
+        """Remove these requests. Return their rows. Another engine that resumes them gives the same tokens."""
         ...
 
     def round(self) -> list[Response]:
-        """One turn; returns what finished."""
+        """Run one round. Return the finished responses."""
         ...
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Put this learned drafter in the place of the one in use, between two rounds."""
+        """Replace the learned drafter in use, between two rounds."""
         ...
 
     def release(self) -> None:
-        """Give back the cache's memory, up to the next rollout, between two of them."""
+        """Free the memory of the cache until the next rollout. Call this between two rollouts."""
         ...
 
     def plain_beside(self) -> RolloutEngine:
-        """One that decodes plainly with the same target; only one of the two is at work at a time."""
+        """Return an engine for plain decoding with the same target. Only one of the two may run at a time."""
         ...
 
 
 class Generates:
-    """What every engine has of the above in terms of the rest."""
+    """Base class of engines: methods that are defined by the others."""
 
     def generate(self: RolloutEngine, requests: Iterable[Request]) -> Iterator[Response]:
-        """Decode all requests; responses come in the order they finish. Raises ValueError for one that can never
-        run."""
+        """Decode all requests. Yield responses in the order in which they finish. Raises ValueError for a request that
+        cannot be decoded."""
         self.start(requests)
         while self.busy:
             yield from self.round()
 
 
 def refuse_impossible(request: Request, most_tokens: int, what: str, remedy: str) -> None:
-    """Raises ValueError for a request that can never run: `what` (a model, an engine) has room for so many tokens of
-    a prompt with its response."""
+    """Raise ValueError for a request that cannot be decoded. `what` (a model or an engine) has room for `most_tokens`
+    tokens of a prompt and its response."""
     prompt, new = request.prompt, request.sampling.max_new_tokens
     if not prompt.token_ids:
         raise ValueError(f"prompt {prompt.prompt_id} is empty: give it at least one token")

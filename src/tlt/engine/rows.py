@@ -1,4 +1,4 @@
-"""The live rows, in one order that everything kept for them follows."""
+"""The active rows, in one order that all per-row state follows."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from tlt.types import Row
 
 
 class RowStore(Protocol):
-    """Something kept for each live row, at the row's place: its keys and values, its noise, its features, its law, a
-    drafter's state. The table makes these two calls, and nobody else does."""
+    """State of each active row, at the row's place: keys and values, noise, hidden states, sampling parameters, or a
+    drafter's state. Only the row table calls these two methods."""
 
     def append(self, row: Row, kept: int) -> None:
-        """`row` is live from now on, at the place behind the last one. Of its first `kept` positions, what was kept at
-        that place before is still right; with 0 nothing is."""
+        """Add `row` at the place after the last one. State of its first `kept` positions at that place is still valid;
+        with 0 none is."""
         ...
 
     def remove(self, place: int, last: int) -> None:
-        """The row at `place` leaves; the row at `last`, the last place, stands there from now on (or was it itself)."""
+        """Remove the row at `place`. The row at `last`, the last place, moves there (or is itself removed)."""
         ...
 
 
 class RowTable:
-    """Which request stands at which place. It alone decides on the order: a new row comes last, and the last row takes
-    the place of one that leaves, so that live rows are places 0 .. B - 1 of every store."""
+    """The order of the active rows, which only this class changes. A new row comes last, and the last row takes the
+    place of one that leaves. So active rows are places 0 .. B - 1 of every store."""
 
     def __init__(self, stores: Sequence[RowStore]) -> None:
         self._stores = tuple(stores)

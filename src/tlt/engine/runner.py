@@ -1,4 +1,4 @@
-"""One target pass: trees in, the target's sample at every node out; and prefill."""
+"""Target passes: prefill, and verification with a sample of the target at every node."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from tlt.host import to_host
 from tlt.models.decoder import Decoder
 from tlt.sampling import Law, gumbel_topk, log_law
 
-_LOGITS_BYTES = 1 << 29  # of a pass
+_LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
 
 
 def most_nodes(rows: int, vocab_size: int) -> int:
-    """That a pass over so many rows' trees may have each, for its logits to fit."""
+    """Return the largest number of nodes per row in a pass over this many rows. It is limited by the memory of the
+    logits."""
     return max(2, _LOGITS_BYTES // (rows * vocab_size * 4))
 
 
 class Sampled(NamedTuple):
-    """The target's token at each node [B][N] and its two log-probs; see `Response`."""
+    """Tokens of the target at each node [B][N] and their two log-probs; see `Response`."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
     finite: list[bool] | None
-    """[B] whether all of a row's nodes are finite; None: all are, in every row"""
+    """[B] whether all nodes of a row are finite; None: all nodes of all rows are"""
     features: Tensor | None = None
-    """[B, N, F], if a feature window wants them"""
+    """[B, N, F] hidden states, if a feature window is in use"""
 
 
 class Runner:
-    """`window`: what is computed for the rows' last tokens is kept there."""
+    """Target passes. Hidden states of the rows' last tokens are kept in `window`."""
 
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
 
     def prefill(self, first: int, contexts: Sequence[Sequence[int]]) -> list[bool]:
-        """Fill slots first.. with the keys and values of all tokens but the last of each context (the root of its
-        first round). Returns whether these are finite."""
+        """Fill slots first.. with the keys and values of each context without its last token, which is the root of the
+        first round. Return whether they are finite."""
         start, finite = 0, []
         while start < len(contexts):
             stop, longest = start + 1, len(contexts[start])
@@ -70,7 +71,7 @@ class Runner:
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
             depths = torch.arange(width, device=tokens.device).expand_as(tokens)
             hidden, features = self._pass(first, TreeBatch(tokens, depths, None), [lo] * len(contexts))
-            total = total + hidden.sum((1, 2))  # finite where all of its terms are
+            total = total + hidden.sum((1, 2))  # finite if all terms are finite
             if self.window is not None and features is not None:
                 self._keep(self.window, features, first, lo, contexts)
         return np.isfinite(to_host(total)[0]).tolist()
@@ -78,7 +79,8 @@ class Runner:
     def _keep(
         self, window: FeatureWindow, features: Tensor, first: int, low: int, contexts: Sequence[Sequence[int]]
     ) -> None:
-        """Of a prefilled chunk [rows, width, F], what is among each row's last `window` entries."""
+        """Keep the hidden states of a prefilled chunk [rows, width, F] that are among each row's last `window`
+        entries."""
         places = [
             (row, p)
             for row, context in enumerate(contexts)
@@ -93,8 +95,8 @@ class Runner:
             window.write([first + r for r in rows], positions, features[row, offset], following)
 
     def verify(self, trees: TreeBatch, lengths: Sequence[int], noise: NoiseWindow, times: Tensor, law: Law) -> Sampled:
-        """Slots 0..: one pass over all trees; the target's sample at each node, under the noise of that node's
-        position. The one time that a round of plain decoding waits for the device."""
+        """Run one pass over all trees in slots 0.. and sample the target's token at each node, under the noise of the
+        node's position. In plain decoding this is the only time in a round that the host waits for the device."""
         hidden, features = self._pass(0, trees, lengths)
         log_p, log_full = log_law(self.target.logits(hidden), law)
         rows = torch.arange(len(lengths), device=self.target.device)[:, None]
@@ -107,7 +109,7 @@ class Runner:
         return Sampled(tokens.tolist(), logprobs.tolist(), full.tolist(), finite, features)
 
     def _pass(self, first: int, trees: TreeBatch, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [B, N, D], and the features [B, N, F] that the window wants."""
+        """Return hidden states [B, N, D], and the features [B, N, F] for the window."""
         plan = self.cache.plan(first, lengths, trees, self.target.version)
         positions = self._tensor(lengths)[:, None] + trees.depths
         attend = partial(self.cache.store.attend, plan)

@@ -1,4 +1,4 @@
-"""Who is decoded now: the waiting line, admission under the cache's bound, preemption."""
+"""The queue of waiting rows, admission within the cache's limit, and preemption."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
 from tlt.types import Request, Row
 
-_AHEAD_AT_ONCE = 4  # rows of coming steps that a round begins with
-_HEADROOM = 32  # tokens that rows must be able to grow by before one more is worth admitting
+_AHEAD_AT_ONCE = 4  # largest number of rows of coming steps that are admitted in a round
+_HEADROOM = 32  # tokens that each row must have room for before another row is admitted
 
 
 class Scheduler:
-    """`max_positions`: the longest sequence that the target is good for; `verify_tokens`: the largest tree."""
+    """Admission and preemption. `max_positions`: longest sequence that the target supports. `verify_tokens`: nodes of
+    the largest tree."""
 
     def __init__(
         self,
@@ -32,11 +33,11 @@ class Scheduler:
         self.max_rows, self.max_positions = max_rows, max_positions
         self.headroom = max(_HEADROOM, verify_tokens)
         self.waiting: deque[Row] = deque()
-        self.ahead: deque[Row] = deque()  # of coming steps: they get slots that nobody waits for
+        self.ahead: deque[Row] = deque()  # rows of coming steps, admitted if no row waits
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """Raises ValueError for a request that could never run, before any is queued. Those `resumed` were begun
-        elsewhere."""
+        """Queue requests. Rows in `resumed` were begun by another engine. Raises ValueError for a request that cannot
+        be decoded, before any is queued."""
         rows = [*resumed, *(Row(request) for request in requests)]
         for row in rows:
             self._check(row.request)
@@ -44,8 +45,8 @@ class Scheduler:
         self.parking.forget(row.request.seed for row in rows)
 
     def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
-        """By seed, the most urgent first, in the place of those that were to be decoded ahead. Of as many of these as
-        there may be among `most` live rows, those that are live go on. Raises ValueError, as `submit` does."""
+        """Replace the requests that are decoded ahead, by seed, the most urgent first. Active rows among the first that
+        fit into `most` active rows continue; the others are swapped out. Raises ValueError, as `submit` does."""
         for request in requests.values():
             self._check(request)
         live: set[int] = set()
@@ -62,13 +63,13 @@ class Scheduler:
         )
 
     def put_off_ahead(self) -> None:
-        """Those that are decoded ahead leave; they come first when there are free slots again."""
+        """Swap out the rows of coming steps. They are admitted first when slots are free again."""
         for place in reversed(range(len(self.rows))):
             if self.rows[place].ahead:
                 self.ahead.appendleft(self._leave(place))
 
     def _leave(self, place: int) -> Row:
-        """Before it has ended."""
+        """Remove a row that has not ended. A row of a coming step is swapped out."""
         if self.rows[place].ahead:
             self.parking.park(place, self.rows[place])
         return self.rows.remove(place)
@@ -83,13 +84,12 @@ class Scheduler:
             )
 
     def admit(self, most_ahead: int) -> list[Row]:
-        """Take from the waiting line what fits, in order, and have the cache hold it together with the live rows, and
-        what all may grow by until the next admission is worth a thought.
+        """Take rows that fit from the queue, in order. Reserve cache for them and the active rows, with room to grow
+        until the next admission.
 
-        An admission costs a prefill and a call for noise whatever it admits, so a full batch waits for an eighth of it
-        to be free. Where nobody waits, those of coming steps are taken, as long as there are fewer rows than
-        `most_ahead`, and a few in a round, all of which have room: as soon as the worker is wanted for something else,
-        a round is too long.
+        An admission costs a prefill and a call for noise, for any number of rows. So a full batch waits until an eighth
+        of its slots is free. If no row waits, rows of coming steps are admitted, up to `most_ahead` active rows and a
+        few per round, because the worker may soon be needed for other work.
         """
         live = len(self.rows)
         admitted: list[Row] = []
@@ -113,8 +113,8 @@ class Scheduler:
         return admitted
 
     def make_room(self, new: int) -> int:
-        """Have the cache hold `new` more tokens of every row; where its bound forbids that, the youngest rows leave
-        and stand first in the waiting line. Returns how many left."""
+        """Reserve cache for `new` more tokens of every row. If the cache's limit forbids that, preempt the youngest
+        rows and put them first in the queue. Return the number of preempted rows."""
         left = 0
         while not self.has_room(new):
             row = self._leave(len(self.rows) - 1)
@@ -124,14 +124,14 @@ class Scheduler:
         return left
 
     def has_room(self, new: int) -> bool:
-        """For `new` more tokens of every row."""
+        """Return whether `new` more tokens of every row fit."""
         return self.cache.fits(len(self.rows), self._longest() + new)
 
     def _longest(self) -> int:
         return max((row.kv_length for row in self.rows), default=0)
 
     def withdraw(self, seeds: Collection[int]) -> list[Row]:
-        """These requests leave, from the waiting line and from among the live rows."""
+        """Remove these requests from the queue and from the active rows. Return their rows."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         for place in reversed(range(len(self.rows))):

@@ -1,4 +1,4 @@
-"""The text of tokens: of many as it is shown, and of one as bytes, which stop strings are looked for in."""
+"""The text of tokens: of a sequence, for display, and of a single token as bytes, for stop strings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _UNPRINTABLE = sorted(set(range(256)) - _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
-"""the character that stands for each byte in a byte-level vocabulary, as GPT-2 has it"""
+"""character that stands for each byte in a byte-level vocabulary, as in GPT-2"""
 _NO_TEXT = b"\xff"  # no byte of UTF-8
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """A tokenizer's text. Special tokens are left out of a text, but each spells its own name."""
+    """Text of a tokenizer's tokens. Special tokens are left out of a text, but each spells its own name."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -32,9 +32,9 @@ class Detokenizer:
         return self._spelled[token_id]
 
     def _bytes_of(self, token: str | None) -> bytes:
-        if token is None:  # a row of the embedding that the tokenizer does not use
+        if token is None:  # an id that the tokenizer does not use
             return b""
-        # behind another token, because a decoder may strip the space that a text begins with
+        # after another token, because a decoder may remove a leading space
         tokens, before = self._before
         text = self.tokenizer.convert_tokens_to_string([*tokens, token]).removeprefix(before)
         if _NO_CHARACTER not in text:
@@ -45,6 +45,6 @@ class Detokenizer:
 
     @cached_property
     def _before(self) -> tuple[list[str], str]:
-        """Tokens and their text."""
+        """Tokens and their text, to put before a token."""
         tokens = self.tokenizer.convert_ids_to_tokens(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         return tokens, self.tokenizer.convert_tokens_to_string(tokens)

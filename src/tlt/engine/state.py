@@ -1,4 +1,4 @@
-"""The engine's state: what lives as long as a rollout, and as long as a round; and what is counted of both."""
+"""The engine's state of a rollout and of a round, and its counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tlt.types import RolloutStats, Row
 
 @dataclass(frozen=True)
 class RolloutState:
-    """What lives as long as a rollout."""
+    """State that lives as long as a rollout."""
 
     rows: RowTable
     scheduler: Scheduler
@@ -37,28 +37,28 @@ class RolloutState:
     runner: Runner
     stats: RolloutStats
     version: int
-    """of the target: all of a rollout's tokens are of one"""
+    """target version, one for all tokens of a rollout"""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What lives as long as a round: the batch as it stands before its draft."""
+    """State that lives as long as a round: the batch before its draft."""
 
     strategy: Strategy
     rows: tuple[Row, ...]
     lengths: list[int]
-    """[B] committed tokens in the cache"""
+    """[B] number of committed tokens in the cache"""
     positions: Tensor
-    """[B] of the next token in each response"""
+    """[B] position of the next token in each response"""
     batch: BatchLaw
 
     def roots(self) -> list[DraftTree]:
-        """Trees without a draft."""
+        """Return trees without draft tokens."""
         return [DraftTree([row.root]) for row in self.rows]
 
 
 class Clock:
-    """Seconds of a round's phases."""
+    """Seconds of the phases of a round."""
 
     def __init__(self, for_coming_steps: bool) -> None:
         self.for_coming_steps = for_coming_steps
@@ -73,16 +73,16 @@ class Clock:
 
 
 TARGET, LOOK_AHEAD = ".", "a"
-"""Letters of a token that no draft held, and of an accepted look-ahead token."""
+"""letters of a token that was in no draft, and of an accepted look-ahead token"""
 
 
 def source_of(tree: DraftTree, drafter: str) -> str:
-    """Return the letter of a draft's source: that of look-ahead, or the first one of the drafter's name."""
+    """Return the letter of a draft's source: that of look-ahead, or the first letter of the drafter's name."""
     return LOOK_AHEAD if tree.ahead else drafter[:1]
 
 
 def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
-    """A row's part of a round; of one that is decoded ahead, the tokens alone."""
+    """Count a row's part of a round. Of a row of a coming step, only the tokens count."""
     row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
@@ -93,8 +93,8 @@ def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right:
 
 
 def guesses_of(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
-    """For the tuner: tokens committed, and how many a look-ahead proposed. One by which the response ends was right,
-    though the target's own token does not follow, and what was proposed behind it says nothing."""
+    """Return the numbers of committed tokens and of look-ahead draft tokens, for the tuner. A draft token that ends the
+    response counts as accepted, although no token of the target follows. The draft tokens after it do not count."""
     proposed = tree.ahead * (len(tree.tokens) - 1)
     if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
         return taken + 1, taken

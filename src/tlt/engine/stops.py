@@ -1,4 +1,4 @@
-"""Where a response ends: stops are looked for token by token, however many a round commits."""
+"""The end of a response. Stops are checked token by token, even if a round commits several tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Stops:
         self.detokenize = detokenize
 
     def append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
-        """Commit the sampled token of each node on the path, up to a stop; returns why the response ends, if it
-        does."""
+        """Commit the sampled token of each node on the path, up to a stop. Return the finish reason, or None."""
         for node in path:
             row.tokens.append(sampled.tokens[place][node])
             row.logprobs.append(sampled.logprobs[place][node])
@@ -32,15 +31,15 @@ class Stops:
         return None
 
     def reason(self, row: Row) -> str | None:
-        """Why the response ends with its last token, if it does."""
+        """Return the finish reason if the response ends with its last token, else None."""
         params = row.request.sampling
         if row.tokens[-1] in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
             return "stop"
         return "length" if len(row.tokens) >= params.max_new_tokens else None
 
     def _ends_in_stop_string(self, row: Row) -> bool:
-        """Whether the last token completes a stop string. Special tokens count as their names, so that `<|im_end|>` can
-        be a stop string, and no stop string reaches across a special token that it does not name."""
+        """Return whether the last token completes a stop string. Special tokens count as their names, so `<|im_end|>`
+        can be a stop string. A stop string does not extend over a special token that it does not name."""
         assert self.detokenize is not None, "stop strings need a tokenizer"
         stops, longest = _as_bytes(row.request.sampling.stop_strings)
         # a token spells at least one byte, so this tail holds the whole of a stop string that the last token completes
@@ -50,6 +49,6 @@ class Stops:
 
 @cache
 def _as_bytes(stop_strings: tuple[str, ...]) -> tuple[tuple[bytes, ...], int]:
-    """Stop strings in UTF-8, and the length of the longest."""
+    """Return the stop strings in UTF-8, and the length of the longest."""
     stops = tuple(stop.encode() for stop in stop_strings)
     return stops, max(map(len, stops))

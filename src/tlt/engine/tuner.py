@@ -1,4 +1,5 @@
-"""What picks the strategy of each round: `Fixed` uses one, `Bandit` (in bandit.py) the fastest. No torch here."""
+"""The protocol that picks the strategy of each round. `Fixed` uses one strategy, `Bandit` (in bandit.py) the fastest.
+No torch here."""
 
 from __future__ import annotations
 
@@ -10,47 +11,47 @@ from tlt.draft.strategy import PLAIN, Strategy
 
 
 class RoundResult(NamedTuple):
-    """What a round gave. A value of `tokens` and `ahead` is of a row."""
+    """Result of a round. `tokens` and `ahead` have one value per row."""
 
     strategy: Strategy
     seconds: float
     tokens: Sequence[int]
-    """tokens that were committed"""
+    """number of committed tokens"""
     scored: bool
-    """whether its seconds count; those of a round with a prefill do not"""
+    """whether the seconds count; those of a round with a prefill do not"""
     ahead: Sequence[int] = ()
-    """tokens that the row's look-ahead had proposed; without any values, no row has one"""
+    """number of look-ahead tokens that were drafted; empty if no row had any"""
 
 
 class Tuner(Protocol):
     @property
     def strategies(self) -> Sequence[Strategy]:
-        """The strategies that `choose` picks from. Where a drafter has failed, it may return plain decoding, too."""
+        """Strategies that `choose` picks from. If a drafter has failed, `choose` may also return plain decoding."""
         ...
 
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
-        """The strategy for a round of `rows` live rows with `context` tokens on average. `usable`: names of the
-        drafters that still work; `offers`: number of tokens that each row's look-ahead could propose."""
+        """Return the strategy for a round of `rows` active rows with `context` tokens on average. `usable`: names of
+        the drafters that work. `offers`: number of look-ahead tokens that each row could draft."""
         ...
 
     def rollout_begins(self) -> None:
-        """What rounds cost is asked of the last rollouts: those before count for less from now on."""
+        """Note that a rollout begins. This is the time for measurements."""
         ...
 
     def record(self, result: RoundResult) -> None:
-        """Learn from the round just chosen."""
+        """Learn from the round that was chosen last."""
         ...
 
     def free_rows(self, rows: int) -> int:
-        """How many rows a round may have that takes hardly longer than one of `rows` rows."""
+        """Return the largest number of rows of a round that takes hardly longer than one of `rows` rows."""
         ...
 
     def brief_rows(self) -> int:
-        """How many rows a round may have that is to be over soon, as the worker may be needed for other work."""
+        """Return the largest number of rows of a short round, used if the worker may soon be needed for other work."""
         ...
 
     def renew(self, drafter: str, chance: float | None) -> None:
-        """Another drafter has this name from now on. `chance`: how often its first guess is right, if that is known."""
+        """Note that another drafter has this name now. `chance`: acceptance rate of its first draft token, if known."""
         ...
 
     def plain_seconds(self, rows: int, context: float) -> float | None:
@@ -58,11 +59,11 @@ class Tuner(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain data, for a checkpoint."""
+        """Return plain data for a checkpoint."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What an earlier run learned; what does not fit this one is left out."""
+        """Load what an earlier run learned. Entries that do not fit this run are ignored."""
         ...
 
 

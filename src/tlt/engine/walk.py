@@ -8,10 +8,11 @@ from tlt.draft.tree import DraftTree
 
 
 def walk(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
-    """Nodes reached, the root first; `sampled[n]` is the target's token at node n. Commit `sampled` of each of them.
+    """Return the nodes on the accepted path, the root first. `sampled[n]` is the target's token at node n. The caller
+    commits `sampled` of each node.
 
-    The last one's token was not drafted: it is the bonus token. Siblings are distinct and parents come before children,
-    so one look over the nodes suffices.
+    The token of the last node was not in the draft: it is the bonus token. Siblings are distinct and parents come
+    before children, so one pass over the nodes suffices.
     """
     path = [0]
     for node in range(1, len(tree.tokens)):
