@@ -45,18 +45,23 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def config_of(home: Path, drafter: str, **training: Any) -> Config:
+SHORT, LONG = (3, 32, 5), (4, 40, 8)
+"""prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
+
+
+def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **training: Any) -> Config:
+    prompts, tokens, steps = size
     return tiny_config(
         home,
         reward={"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)},
-        rollout={"stop_strings": list("abcdefghij "), "prompts_per_step": 4, "max_new_tokens": 40},
+        rollout={"stop_strings": list("abcdefghij "), "prompts_per_step": prompts, "max_new_tokens": tokens},
         speculation={
             "drafter": drafter,
             "window": 16,
             "training": {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2} | training,
         },
         cluster={"workers": 2, "slice_seconds": 1e-9},
-        train={"steps": 8, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        train={"steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 64},
         run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
     )
 
@@ -90,6 +95,11 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
 @pytest.fixture(scope="module")
 def plain(home: Path) -> str:
     return train(config_of(home, "off"))[0]
+
+
+@pytest.fixture(scope="module")
+def plain_long(home: Path) -> str:
+    return train(config_of(home, "off", LONG))[0]
 
 
 def training_of(crew: Any, config: Config) -> DrafterTraining:
@@ -169,7 +179,7 @@ def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plai
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_training_may_delay_a_step_by_its_share(home: Path, plain: str, loses: bool) -> None:
+def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str, loses: bool) -> None:
     """A worker trains between a rollout and the update, on data of that rollout too. It may be lost then."""
     lost: list[int] = []
     asked: list[float] = []
@@ -199,8 +209,8 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain: str, loses: b
         patch.object(Coordinator, "_train_longer", longer),
         patch.object(ThreadWorker, "evaluate_drafter", evaluated),
     ):
-        digest, training, _ = train(config_of(home, "adaptive", extra=1.0), loses_one)
-    assert digest == plain
+        digest, training, _ = train(config_of(home, "adaptive", LONG, extra=1.0), loses_one)
+    assert digest == plain_long
     assert training.version > 0
     assert 0 in ages, "held-out data are of the rollout that has just ended"
     lines = [line["rollout"] for line in read_metrics(home / "run")]
@@ -401,7 +411,7 @@ def test_one_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
         ("take_drafter", "after"),
     ],
 )
-def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain: str, method: str, when: str) -> None:
+def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain_long: str, method: str, when: str) -> None:
     counts = 0
 
     def loses(worker: int, called: str) -> str:
@@ -409,8 +419,8 @@ def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain: str
         counts += called == method
         return when if called == method and counts == 1 else ""
 
-    digest, training, pool = train(config_of(home, "adaptive"), loses, better=1.0, stretch=1)  # much is published
-    assert digest == plain
+    digest, training, pool = train(config_of(home, "adaptive", LONG), loses, better=1.0, stretch=1)  # much is published
+    assert digest == plain_long
     assert counts > 1
     assert training.is_on
     assert sum(m == "take_state" for _, m in pool.log) == 1
