@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo real test vllm test-vllm trl test-trl verl test-verl mutants lint clean
+.PHONY: all demo real test vllm test-vllm trl test-trl verl test-verl families mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -70,6 +70,10 @@ test-verl: verl
 	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
 
 # Runs the tests that must notice each mutant of tests/mutants/table.py. ARGS="-k word -j 2": some mutants, two at a time.
+# Which families of transformers are decoded token for token: all take half an hour; ARGS="gemma3_text mixtral" for some.
+families: all
+	OMP_NUM_THREADS=1 $(BIN)/python bench/families.py $(ARGS)
+
 mutants: all
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
 

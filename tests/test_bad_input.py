@@ -204,7 +204,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no model": (lambda c: shutil.rmtree(c.model), r"model"),
     "no config.json": (lambda c: (c.model / "config.json").unlink(), r"config\.json"),
     "broken config.json": (lambda c: c.edit(c.model / "config.json", half), r"config\.json"),
-    "unknown family": (lambda c: c.edit_json(c.model / "config.json", model_type="bert"), r"bert.*qwen3"),
+    "unknown family": (lambda c: c.edit_json(c.model / "config.json", model_type="vit"), r"vit.*causal language model"),
     **{
         f"a byte-order mark in {name}": (
             lambda c, name=name: c.edit(c.model / name, lambda text: b"\xef\xbb\xbf" + text),
