@@ -47,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 memory, all workers or the cluster
     gave out; 130 interrupted, 143 terminated, 129 hung up: a run that was under way has saved and says how to go on."""
     arguments, overrides = _parser().parse_known_args(argv)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
         with shown():
@@ -149,11 +148,11 @@ def _add_train(train: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
-    generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
+    generate.add_argument("model", help="folder of a Hugging Face checkpoint or of a run, or a name on the hub")
     generate.add_argument(
         "--prompt", action="append", default=[], help="text of a prompt; repeat it for several prompts"
     )
-    generate.add_argument("--data", help="file of prompts, as data.path of a recipe")
+    generate.add_argument("--data", help="file or data set of prompts, as data.path of a recipe")
     generate.add_argument("--prompt-column", default="question", help="column of --data with the prompt")
     generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
     generate.add_argument(
@@ -176,13 +175,22 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("source", type=Path, help="folder of a run, of a model, or of a learned drafter")
+    export.add_argument(
+        "source",
+        type=Path,
+        help="folder of a run, of a model or of a learned drafter, or a model's name on the Hugging Face hub",
+    )
     export.add_argument("out", type=Path, help="folder to write; a run's drafter goes into drafter/")
     export.add_argument(
         "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load it"
     )
     export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="number format")
-    export.add_argument("--model", type=Path, help="for a drafter: folder of its target model")
+    export.add_argument("--model", type=Path, help="for a drafter: folder or name of its target model")
+    export.add_argument(
+        "--push",
+        metavar="REPO",
+        help="upload the folder to this repository on the Hugging Face hub, such as me/my-model; a new one is private",
+    )
     export.set_defaults(command=_export)
 
 
@@ -308,9 +316,14 @@ def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0]}: see tlt export --help")
     from tlt.export import export
+    from tlt.hub import push, refuse_no_repository
 
+    if arguments.push:
+        refuse_no_repository(arguments.push)
     for line in export(arguments.source, arguments.out, arguments.to, arguments.dtype, arguments.model):
         print(line)
+    if arguments.push:
+        print(f"it is uploaded to {push(arguments.out, arguments.push)}")
     return 0
 
 

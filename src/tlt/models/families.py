@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from tlt.files import hub_download, read_json, telling
+from tlt.files import read_json, telling
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -58,11 +58,6 @@ def model_folder(folder: str | Path) -> Path:
         raise ModelError(f"{path} holds adapters alone: merge them by tlt export {path} FOLDER, and give that")
     if path.exists():
         raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
-    if download := hub_download(str(folder)):
-        raise ModelError(
-            f"there is no folder {path}; if it is a model's name on the Hugging Face hub, download it first, as tlt "
-            f"fetches nothing: {download}, then give {path.name}"
-        )
     raise ModelError(f"there is no folder {path}: give the folder of a Hugging Face checkpoint")
 
 
