@@ -300,6 +300,35 @@ def test_an_export_is_pushed(
     assert f"it is uploaded to {hub.address}/me/mine" in capsys.readouterr().out
 
 
+def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit(DATA, NAMED)
+    configs: list[Config] = []
+    monkeypatch.setattr("tlt.run.train", lambda config, *others, **options: configs.append(from_hub(config)) or {})
+    monkeypatch.setattr("tlt.display.closing", lambda summary, folder: [])
+    names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]
+    for words in (names, [*names, "--train.steps", "3"], ["--train.steps", "3", *names]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *words])
+        assert ended.value.code == 0
+    assert [config.train.steps for config in configs] == [100, 3, 3]
+    assert configs[0].model.hub == f"org/tiny@{hub.heads[MODEL]}"
+    assert configs[0].data.hub == f"org/sums:hard@{hub.heads[DATA]}"
+    assert configs[0].reward.name == "exact"
+
+
+def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--train.steps", "3", "none.toml"], ["none.toml", "--train.steps", "3"], ["--force=x", "none.toml"]):
+        with pytest.raises(SystemExit):
+            main(["train", *words])
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == 2 * [
+        "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
+    ]
+    with pytest.raises(SystemExit):
+        main(["train", "--model", "org/tiny"])
+    assert capsys.readouterr().err == "tlt: give a recipe, or --model NAME --data NAME --reward NAME\n"
+
+
 def test_the_command_obeys_the_environment(hub: Hub, tmp_path: Path) -> None:
     """HF_ENDPOINT and HF_HOME, in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

@@ -78,7 +78,7 @@ def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]
         return path, None
     from huggingface_hub import cached_assets_path
 
-    folder = _download(name, [_CARD], _commit_of(path, recorded))
+    folder = _download(name, [_CARD, ".gitattributes"], _commit_of(path, recorded))
     files = _chosen(name, folder)
     _download(name, [glob.escape(file) for file in files], folder.name)
     chosen = f"{folder.name}-{name.choice}"
