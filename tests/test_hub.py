@@ -286,10 +286,10 @@ def test_an_export_is_pushed(
     assert (ended.value.code, (tmp_path / "out").exists()) == (2, False)  # before any work
     with pytest.raises(SystemExit) as ended:
         main(command)
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "out is written, but cannot be uploaded to me/mine (" in told
-    assert "run hf upload me/mine out . --private" in told
+    assert "out is written, but cannot be uploaded to me/mine (" in message
+    assert "run hf upload me/mine out . --private" in message
     monkeypatch.setenv("HF_TOKEN", "good")
     for out in ("first", "second"):  # into a new repository, and into one that is there
         with pytest.raises(SystemExit) as ended:
@@ -320,8 +320,8 @@ def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.
     for words in (["--train.steps", "3", "none.toml"], ["none.toml", "--train.steps", "3"], ["--force=x", "none.toml"]):
         with pytest.raises(SystemExit):
             main(["train", *words])
-    told = capsys.readouterr().err.splitlines()
-    assert told[:2] == 2 * [
+    message = capsys.readouterr().err.splitlines()
+    assert message[:2] == 2 * [
         "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
     ]
     with pytest.raises(SystemExit):

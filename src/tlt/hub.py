@@ -1,7 +1,7 @@
 """Names on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` and `openai/gsm8k:main/train`.
 
-A name becomes a local folder once, at the start of a command. All other code sees that folder. The field `hub` beside
-`path` records the name and the commit. A resumed run loads the same commit.
+A name becomes a local folder once, at the start of a command. All other code sees that folder. The field `hub` in
+the same section of the configuration records the name and the commit. A resumed run loads the same commit.
 
 A name is NAME[:SUBSET/SPLIT][@REVISION]. A local path that exists always wins.
 """
