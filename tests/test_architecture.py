@@ -35,6 +35,7 @@ LAYERS = (
         "model_card",
         "tokenizer",
         "model_files",
+        "hub",
         "build",
     ),
     ("loop", "evaluate", "about"),

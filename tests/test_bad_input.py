@@ -257,7 +257,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     },
     "a name on the hub": (
         lambda c: c.set("model", path="Qwen/Qwen3-0.6B"),
-        r"there is no folder Qwen/Qwen3-0\.6B.*hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B",
+        r"there is no Qwen/Qwen3-0\.6B on this machine.*HF_HUB_OFFLINE is set.* hf download Qwen/Qwen3-0\.6B where",
     ),
     "a model folder that is not there": (
         lambda c: c.set("model", path=str(c.home / "none")),
@@ -307,8 +307,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     # -- data
     "a data set's name on the hub": (
         lambda c: c.set("data", path="openai/gsm8k"),
-        r"there is no file openai/gsm8k;.*hf download openai/gsm8k --local-dir gsm8k --repo-type dataset, .*"
-        r" gsm8k/\*/train\*\.parquet$",
+        r"there is no openai/gsm8k on this machine.*HF_HUB_OFFLINE is set.* hf download openai/gsm8k --repo-type data",
     ),
     "a file in a folder that is not there": (
         lambda c: c.set("data", path="data/none.jsonl"),

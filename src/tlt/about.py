@@ -16,7 +16,8 @@ def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
     tasks = ", ".join(dict.fromkeys(task.name for task in config.data.tasks))
     rewards = " + ".join(term.name for term in config.reward.all_terms)
     responses = config.rollout.prompts_per_step * config.rollout.group_size
-    return f"{len(prompts):,} prompts of {config.data.path or tasks}; {responses:,} responses a step; reward {rewards}"
+    source = config.data.hub or config.data.path or tasks
+    return f"{len(prompts):,} prompts of {source}; {responses:,} responses a step; reward {rewards}"
 
 
 def about_model(config: Config) -> str:

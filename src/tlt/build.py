@@ -28,6 +28,7 @@ from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.files import read_json, telling
+from tlt.hub import local_model
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
@@ -63,13 +64,13 @@ def load_engine(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     longest: int | None = None,
 ) -> RolloutEngine:
-    """An engine for the model in a folder, or for the newest policy in a run's folder. `model` (where it is no folder),
-    `speculation` and `engine` have the fields of a recipe's sections. `longest`: tokens that a prompt and its response
-    may reach together, which vLLM alone wants to know; left out, what the model is good for. Raises ConfigError,
-    ModelError, DrafterError or CheckpointError."""
+    """An engine for the model in a folder or on the Hugging Face hub, or for the newest policy in a run's folder.
+    `model` (if it is no path), `speculation` and `engine` have the fields of a recipe's sections. `longest`: tokens
+    that a prompt and its response may reach together, which vLLM alone wants to know; left out, what the model is good
+    for. Raises ConfigError, ModelError, DrafterError, CheckpointError or HubError."""
     named = {"path": str(model)} if isinstance(model, str | Path) else model
     model = section_of(ModelConfig, named, "model")
-    model = model.model_copy(update={"path": str(policy_in(model.path))})
+    model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
     speculation = section_of(SpeculationConfig, speculation, "speculation")
     engine = section_of(EngineConfig, engine, "engine")
     tokenizer = load_tokenizer(model.path)

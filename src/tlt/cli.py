@@ -24,7 +24,7 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
-from tlt.options import Parser
+from tlt.options import Parser, joined
 from tlt.progress import shown
 from tlt.report.command import add_report
 from tlt.restarts import LOST, keep_running, newest
@@ -46,8 +46,7 @@ _OVERRIDES = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 memory, all workers or the cluster
     gave out; 130 interrupted, 143 terminated, 129 hung up: a run that was under way has saved and says how to go on."""
-    arguments, overrides = _parser().parse_known_args(argv)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders: nothing is ever fetched
+    arguments, overrides = _parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
         with shown():
@@ -121,7 +120,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
-    train.add_argument("recipe", help=_RECIPE)
+    train.add_argument(
+        "recipe", nargs="?", help=f"{_RECIPE} (default: all defaults, with --model, --data and --reward)"
+    )
+    train.add_argument("--model", metavar="NAME", help="folder of the model, or its name on the hub (model.path)")
+    train.add_argument("--data", metavar="NAME", help="file of prompts, or a data set on the hub (data.path)")
+    train.add_argument("--reward", metavar="NAME", help="reward, such as math (reward.name)")
     train.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     train.add_argument(
         "--resume",
@@ -149,11 +153,11 @@ def _add_train(train: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
-    generate.add_argument("model", help="folder of a Hugging Face checkpoint, or of a run: its newest policy")
+    generate.add_argument("model", help="folder of a Hugging Face checkpoint or of a run, or a name on the hub")
     generate.add_argument(
         "--prompt", action="append", default=[], help="text of a prompt; repeat it for several prompts"
     )
-    generate.add_argument("--data", help="file of prompts, as data.path of a recipe")
+    generate.add_argument("--data", help="file or data set of prompts, as data.path of a recipe")
     generate.add_argument("--prompt-column", default="question", help="column of --data with the prompt")
     generate.add_argument("--out", type=Path, help="write the responses to this JSONL file")
     generate.add_argument(
@@ -176,13 +180,14 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("source", type=Path, help="folder of a run, of a model, or of a learned drafter")
+    export.add_argument("source", type=Path, help="folder of a run, of a model or of a drafter, or a name on the hub")
     export.add_argument("out", type=Path, help="folder to write; a run's drafter goes into drafter/")
     export.add_argument(
         "--to", default="hf", choices=["hf", "vllm", "sglang", "speculators"], help="engine that will load it"
     )
     export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="number format")
-    export.add_argument("--model", type=Path, help="for a drafter: folder of its target model")
+    export.add_argument("--model", type=Path, help="for a drafter: folder or name of its target model")
+    export.add_argument("--push", metavar="REPO", help="upload OUT to this repository on the hub; a new one is private")
     export.set_defaults(command=_export)
 
 
@@ -253,14 +258,22 @@ def _has_checkpoints(config: Config) -> bool:
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.force and not arguments.resume:
         raise ConfigError("--force goes with --resume: a new run may have any recipe")
-    workers = ["--cluster.workers", str(arguments.workers)] if arguments.workers is not None else []
-    config = load_config(arguments.recipe, [*overrides, *workers])
+    loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
+    if not arguments.recipe and loose:  # Python 3.11 does not find a recipe behind an option
+        arguments.recipe = loose[0]
+        overrides = [word for word in overrides if word != loose[0]]
+    if not arguments.recipe and not (arguments.model and arguments.data and arguments.reward):
+        raise ConfigError("give a recipe, or --model NAME --data NAME --reward NAME")
+    named = {"model.path": arguments.model, "data.path": arguments.data, "reward.name": arguments.reward}
+    named["cluster.workers"] = arguments.workers
+    overrides = [*overrides, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
+    config = load_config(arguments.recipe, overrides)
     if arguments.restarts:
         return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
     resume = arguments.resume is not None
     if arguments.resume == "auto" and not _has_checkpoints(config):
         overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
-        resume, config = False, load_config(arguments.recipe, [*overrides, *workers])
+        resume, config = False, load_config(arguments.recipe, overrides)
     from rich.console import Console
 
     from tlt.display import Display, closing
@@ -306,11 +319,16 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
-        raise ConfigError(f"unknown option {overrides[0]}: see tlt export --help")
+        raise ConfigError(f"unknown option {overrides[0].partition('=')[0]}: see tlt export --help")
     from tlt.export import export
+    from tlt.hub import push, refuse_no_repository
 
+    if arguments.push:
+        refuse_no_repository(arguments.push)
     for line in export(arguments.source, arguments.out, arguments.to, arguments.dtype, arguments.model):
         print(line)
+    if arguments.push:
+        print(f"it is uploaded to {push(arguments.out, arguments.push)}")
     return 0
 
 
@@ -318,7 +336,8 @@ def _config(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     what = arguments.what
     if what is None or what in SECTIONS:
         if overrides:
-            raise ConfigError(f"{overrides[0]} is for a recipe: tlt config RECIPE {overrides[0]} VALUE")
+            flag = overrides[0].partition("=")[0]
+            raise ConfigError(f"{flag} is for a recipe: tlt config RECIPE {flag} VALUE")
         text = commented(what)
     elif Path(what).suffix or Path(what).is_file():
         text = resolved(load_config(what, overrides))

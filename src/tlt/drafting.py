@@ -31,6 +31,7 @@ from tlt.draft.unroll import Pack, packs
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.files import refuse_to_overwrite, share
+from tlt.hub import from_hub
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.progress import working
@@ -74,9 +75,9 @@ class Workbench:
 def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
     """Write a drafter's folder: weights, config, and training.json with how it was made. The recipe's model answers its
     prompts until it has harvested so many tokens, and the drafter is trained on these for so many seconds. Raises
-    ValueError where the folder holds anything, ConfigError, DataError or ModelError."""
+    ValueError where the folder holds anything, ConfigError, DataError, ModelError or HubError."""
     refuse_to_overwrite(folder)
-    bench = Workbench.of(config)
+    bench = Workbench.of(from_hub(config))
     torch.manual_seed(config.run.seed)
     layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
     began = time.perf_counter()
@@ -227,7 +228,7 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
 def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None:
     if config.speculation.path is None:
         raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
-    bench = Workbench.of(config)
+    bench = Workbench.of(from_hub(config))
     layer = load_drafter(config.speculation.path, bench.target.options)
     results = judge(bench, layer, seconds)
     _print(Console(highlight=False, markup=False, emoji=False), results)

@@ -22,6 +22,7 @@ from tlt.draft.formats import Format, Words, method, write_drafter
 from tlt.draft.saving import load_latest, newest_number
 from tlt.export_check import check_drafter, check_in_new_process, write_facts
 from tlt.files import read_json, refuse_to_overwrite, share
+from tlt.hub import local_model
 from tlt.model_files import model_files, write_files
 from tlt.models.families import ModelError, decoder_options, model_folder, read_config
 from tlt.models.hugging_face import load_model, save_model
@@ -43,6 +44,7 @@ def export(source: Path, out: Path, to: To, dtype: str, model: Path | None = Non
     The folder is written under another name, compared with the source, and renamed. A folder that is there stays the
     same folder, because it may be the working directory or a mounted disk."""
     refuse_to_overwrite(out)
+    source = Path(local_model(str(source))[0])
     if out.is_file():
         raise ModelError(f"{out} is a file: give a folder")
     out = out.resolve()  # `.` has no name of its own
@@ -72,7 +74,7 @@ def _export(source: Path, draft: Path, out: Path, to: To, dtype: torch.dtype, mo
     if _is_drafter(source):
         if model is None:
             raise DrafterError(f"{source} is a drafter: say whose by --model FOLDER, the model that it drafts for")
-        _drafter(source, policy_in(model), draft, to, dtype, Served(model, out))
+        _drafter(source, policy_in(local_model(str(model))[0]), draft, to, dtype, Served(model, out))
         return [f"the drafter is in {out}"]
     if model is not None:
         raise ModelError(f"{source} is no drafter, so that there is nothing to say of it by --model: leave it out")

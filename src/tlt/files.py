@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -60,11 +57,6 @@ def telling(kind: type[ValueError], what: str, remedy: str = "") -> Iterator[Non
 def is_text(words: str) -> bool:
     """Whether it can be written down: half of a surrogate pair, which JSON and a command line may hold, cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in words)
-
-
-def hub_download(name: str) -> str:
-    """Return the command that downloads `name` from the Hugging Face hub. It is empty if no name there looks so."""
-    return f"hf download {name} --local-dir {Path(name).name}" if _HUB_NAME.fullmatch(name) else ""
 
 
 def refuse_to_overwrite(place: Path) -> None:

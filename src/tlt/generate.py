@@ -20,6 +20,7 @@ from tlt.checkpoint import policy_in
 from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
 from tlt.data import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
 from tlt.files import is_text, read_json, refuse_to_overwrite
+from tlt.hub import local_data, local_model
 from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
 from tlt.tokenizer import load_tokenizer
@@ -56,7 +57,7 @@ def generate(
     if out:
         refuse_to_overwrite(out)
     console = progress.console()
-    model = model.model_copy(update={"path": str(policy_in(model.path))})
+    model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
     tokenizer = load_tokenizer(model.path)
     prompts = _prompts(asked, tokenizer, _time_of_the_run(Path(model.path)))
     if out:
@@ -91,7 +92,7 @@ def _prompts(asked: Asked, tokenizer: Any, now: str | None) -> list[Prompt]:
     if asked.system and not chat:
         raise DataError("--system needs a chat template, and the tokenizer has none, or --chat is off")
     config = DataConfig(
-        path=asked.file or "-",
+        path=local_data(asked.file)[0] if asked.file else "-",
         prompt_column=asked.column,
         max_prompt_tokens=sys.maxsize,
         chat=chat,

@@ -12,9 +12,11 @@ _DTYPES = {"float64": "float64", "float32": "float32", "bfloat16": "float32, tra
 
 def model_card(config: Config, steps: int) -> str:
     """In the form that the Hugging Face hub reads."""
-    base, rollout, train = Path(config.model.path), config.rollout, config.train
+    base, rollout, train = config.model.hub or config.model.path, config.rollout, config.train
+    repository = (config.model.hub or "").partition("@")[0]
+    parent = f"\nbase_model: {repository}" if repository else ""
     facts = {
-        "prompts": config.data.path or ", ".join(task.name for task in config.data.tasks),
+        "prompts": config.data.hub or config.data.path or ", ".join(task.name for task in config.data.tasks),
         "reward": ", ".join(term.name for term in config.reward.all_terms),
         "a step": f"{rollout.prompts_per_step} prompts, {rollout.group_size} responses each",
         "responses": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
@@ -25,9 +27,9 @@ def model_card(config: Config, steps: int) -> str:
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [tlt, reinforcement-learning]
+tags: [tlt, reinforcement-learning]{parent}
 ---
-# {base.name}, after {steps} steps of reinforcement learning
+# {Path(repository or base).name}, after {steps} steps of reinforcement learning
 
 Trained by [tlt](https://arxiv.org/abs/2511.16665) {__version__} from `{base}`. The licence is that of the base model.
 

@@ -14,7 +14,7 @@ from typing import Any
 from tlt.files import read_json
 from tlt.tokenizer import adds
 
-_PATTERNS = (
+PATTERNS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json"),
 )
@@ -25,7 +25,7 @@ def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
 
     tokenizer_config.json and the chat template are completed so that both generations of transformers read the same."""
     path = Path(folder)
-    found = [file for pattern in _PATTERNS for file in path.glob(pattern) if file.is_file() and file.suffix != ".py"]
+    found = [file for pattern in PATTERNS for file in path.glob(pattern) if file.is_file() and file.suffix != ".py"]
     files = {str(file.relative_to(path)): file.read_bytes() for file in found}
     config = read_json(path / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     completed = _completed(config, tokenizer, "tokenizer.json" in files)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -19,3 +21,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", _Help)
         super().__init__(**options)
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """Write `--section.key value` as one word, so that no value is taken for the recipe."""
+    found: list[str] = []
+    for word in words:
+        if found and re.fullmatch(r"--\w+(\.\w+)+", found[-1]) and not word.startswith("--"):
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found

@@ -19,6 +19,7 @@ _FREE = (
     *("run.trackers", "run.completions_mb", "run.completions_format", "run.stop_within", "run.mirror"),
     *("run.report", "run.watts_per_core", "run.price_per_hour"),
     *("reward.timeout_seconds", "reward.workers", "reward.folder"),
+    *("model.hub", "data.hub"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
     *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token"),
@@ -94,7 +95,8 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
     for key in sorted(old.keys() | new.keys()):
         values: tuple[Any, Any] = (old.get(key), new.get(key))
         if key == "model.path":
-            values = (state["model"], contents.model)
+            commit = config.model.hub  # the hub's cache may hold more files of it than before
+            values = (commit, commit) if commit and commit == old.get("model.hub") else (state["model"], contents.model)
         if key == functions and values[0] == values[1]:  # an older checkpoint knows no file
             values = (state.get("reward", contents.reward), contents.reward)
         raised = key == "train.steps" and config.train.schedule == "constant" and values[1] > values[0]

@@ -19,6 +19,7 @@ from tlt.data import Cursor, DataError, encoder, fingerprints, load_held_out
 from tlt.display import Display
 from tlt.evaluate import evaluate
 from tlt.folder import RunFolder
+from tlt.hub import from_hub
 from tlt.journal import Journal
 from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
@@ -109,7 +110,8 @@ def train(
                     if not resume:
                         mirror.refuse_another_run()
                 found = latest_of(folder.path / "checkpoints", mirror) if resume else None
-                config = at_the_time_of_the_run(config, found.state if found else None)
+                state = found.state if found else None
+                config = at_the_time_of_the_run(from_hub(config, state), state)
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
@@ -160,7 +162,7 @@ def _prepare(
     mirror: Mirror | None = None,
     force: Collection[str] = (),
 ) -> Run:
-    display.note(f"loading {config.model.path}")
+    display.note(f"loading {config.model.hub or config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
     contents = Contents(folder_sha256(config.model.path), sources_sha256(config.reward))
     changes = allowed_changes(found.state, config, contents, force) if found else []
@@ -231,7 +233,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
     """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
     key = "data.path" if run.config.data.path else "data.tasks"
-    source = run.config.data.path or "reasoning-gym"
+    source = run.config.data.hub or run.config.data.path or "reasoning-gym"
     if key not in force:
         what = f"the prompts of {source} are not those this run began with"
         if same:

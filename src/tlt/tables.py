@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tlt.files import hub_download, parse_json, read_json, telling
+from tlt.files import parse_json, read_json, telling
 from tlt_rl import install_hint
 
 
@@ -21,7 +21,7 @@ class DataError(ValueError):
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz", ".json.gz")
 _OF_ONE_SPLIT = ("dataset_info.json", "state.json")  # beside the .arrow files of a data set that `datasets` saved
 _NOT_DATA = {*_OF_ONE_SPLIT, "dataset_dict.json", "dataset_infos.json"}
-_SPLITS = {  # the words by which `datasets` knows the split of a file
+SPLITS = {  # the words by which `datasets` knows the split of a file
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
@@ -57,13 +57,6 @@ def files_of(path: str) -> list[Path]:
     else:
         found = [file for file in map(Path, glob.glob(path)) if file.is_file()]
     found = sorted(file for file in found if file.name not in _NOT_DATA and not file.match("cache-*.arrow"))
-    download = hub_download(path)
-    if not found and download and place.suffix not in KINDS:
-        raise DataError(
-            f"there is no file {path}; if it is a data set's name on the Hugging Face hub, download it first, as tlt "
-            f"fetches nothing: {download} --repo-type dataset, then give the files of one split, such as "
-            f"{place.name}/*/train*.parquet"
-        )
     if not found and place.is_dir():
         names = ", ".join(sorted(file.name for file in place.iterdir())[:3]) or "nothing"
         raise DataError(f"{path} holds no {', '.join(KINDS)} file, but {names}: unpack or convert what is there")
@@ -76,9 +69,9 @@ def _refuse_splits(files: list[Path]) -> None:
     """Raise DataError for files of several splits, as data sets of the Hugging Face hub have them in one folder."""
     by_split: dict[str, str] = {}
     for file in sorted(files):
-        word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in _SPLITS), None)
+        word = next((word for word in re.split(r"[\W\d_]+", file.name) if word.lower() in SPLITS), None)
         if word:
-            by_split[_SPLITS[word.lower()]] = str(file.parent / f"*{word}*{file.suffix}")
+            by_split[SPLITS[word.lower()]] = str(file.parent / f"*{word}*{file.suffix}")
     if len(by_split) > 1:
         raise DataError(
             f"{files[0].parent} holds files of several splits, {', '.join(by_split)}: give one of "

@@ -141,7 +141,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("sha256", "unwrap", 1, "A digest does not depend on the order of tensors."),
     ],
     ("models.families", "models/test_families.py"): [
-        ("_max_positions", "drop", 7, "A sliding window bounds the positions."),
+        ("_max_positions", "drop", 3, "A sliding window bounds the positions."),
     ],
     ("rl.advantages", "rl/test_advantages.py"): [
         ("_deviation", "operand", 3, "The standard deviation divides by n - 1."),

@@ -32,6 +32,7 @@ from tlt.draft.calibration import Calibration
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
+from tlt.hub import from_hub
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.progress import working
@@ -63,7 +64,7 @@ def bench_rollout(
     """`tail` > 0 adds one rollout of so many requests, decoded all at once until the last one ends. `look_ahead`:
     number of policy updates between the target that decoded ahead and the present one; with 0 nothing is decoded ahead,
     and nothing is trained. `only`: beginnings of the names of strategies to measure, beside plain decoding."""
-    console, config = Console(highlight=False), settled(config)
+    console, config = Console(highlight=False), settled(from_hub(config))
     _, prompts, target, params = open_workplace(config)
     older: Decoder | None = None
     if look_ahead:

@@ -25,6 +25,7 @@ from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.engine.spelling import Detokenizer
+from tlt.hub import from_hub
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
@@ -46,7 +47,7 @@ class _Contender(NamedTuple):
 
 def bench_vllm(config: Config, batches: Sequence[int], repeats: int, json_file: Path | None, look_ahead: int) -> None:
     """`look_ahead`: number of policy updates between the older and the present target; 0: no look-ahead."""
-    console = Console(highlight=False)
+    console, config = Console(highlight=False), from_hub(config)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_rows": max(batches)})})
     place = open_workplace(config)
     present, older, now = place.target, None, dict(read_safetensors(config.model.path))

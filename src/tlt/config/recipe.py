@@ -27,8 +27,11 @@ class ConfigError(ValueError):
     """A configuration the user has to mend; the message is one sentence that names the key and the remedy."""
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML recipe, apply `--section.key value` overrides, validate. Raises ConfigError."""
+def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML recipe, apply `--section.key value` overrides, validate. Without a recipe, begin with the defaults.
+    Raises ConfigError."""
+    if recipe is None:
+        return _resolve_paths(parse_config(_overridden({}, overrides), source="the command line"), Path())
     path = Path(recipe)
     if not path.is_file():
         raise ConfigError(
@@ -36,9 +39,13 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         )
     with telling(ConfigError, f"{path} is not valid TOML"):
         tree = tomllib.loads(decoded(path.read_bytes()))
+    return _resolve_paths(parse_config(_overridden(tree, overrides), source=str(path)), path.parent)
+
+
+def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for key, text in _pairs(overrides):
         _assign(tree, key, text)
-    return _resolve_paths(parse_config(tree, source=str(path)), path.parent)
+    return tree
 
 
 def _resolve_paths(config: Config, recipe_folder: Path) -> Config:

@@ -18,8 +18,12 @@ _MOST_RESPONSES = 1_000_000  # of a step
 
 class ModelConfig(Section):
     path: str
-    """Folder of a Hugging Face checkpoint. A relative path is looked up beside the recipe first, then from the working
-    directory."""
+    """Folder of a Hugging Face checkpoint, or a model's name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` or
+    `Qwen/Qwen3-0.6B@main`. A relative path is looked up beside the recipe first, then from the working directory, then
+    on the hub."""
+    hub: str | None = None
+    """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
+    commit."""
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
     """Number format of the weights. `auto` is bfloat16 with float32 master weights on a CUDA device, and float32 on the
     CPU."""
@@ -42,8 +46,13 @@ class DataConfig(Section):
     tasks: list[TaskConfig] = []
     """Mixture of reasoning-gym tasks. Give either this or `path`."""
     path: str | None = None
-    """A .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, or a pattern such as
-    `data/*.jsonl`. Give either this or `tasks`."""
+    """A .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern such as
+    `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
+    `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
+    a branch, a tag or a commit. Give either this or `tasks`."""
+    hub: str | None = None
+    """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
+    commit."""
     prompt_column: str = "question"
     """Column of `path` with the prompt: text, or a list of messages with role and content. A dotted name such as
     `extra.prompt` reads a nested field."""
@@ -80,7 +89,8 @@ class DataConfig(Section):
     def _one_source(self) -> DataConfig:
         if bool(self.tasks) == bool(self.path):
             raise ValueError(
-                "give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL or Parquet file)"
+                "give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL or Parquet file, or a "
+                "data set's name on the Hugging Face hub)"
             )
         if "{question}" not in self.template:
             raise ValueError("data.template must contain {question}")
@@ -226,7 +236,11 @@ class EvalConfig(Section):
     """Number of held-out prompts, from `data.tasks` with another seed or from `path`. Prompts that training has are
     left out."""
     path: str | None = None
-    """File of held-out prompts if `data.path` is given, with the same columns."""
+    """File of held-out prompts if `data.path` is given, with the same columns. A name on the hub is written as there,
+    such as `openai/gsm8k:main/test`."""
+    hub: str | None = None
+    """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
+    commit."""
     solved: float = 1.0
     """A response with at least this reward counts as right in pass@k."""
     keep_best: bool = True

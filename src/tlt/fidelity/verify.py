@@ -26,6 +26,7 @@ from tlt.data import Cursor
 from tlt.fidelity.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.fidelity.modes import modes
 from tlt.fidelity.oracle import look_ahead_checks, oracle_checks
+from tlt.hub import from_hub
 from tlt.loop import Parts, Rollout, StepResult, one_step
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
@@ -60,7 +61,7 @@ class _Silent:
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
     """Print the verdict, write it to `json_file`, and say whether all of it holds."""
     console = Console(highlight=False)
-    config = _verify_config(config, dtype, full)
+    config = _verify_config(from_hub(config), dtype, full)
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(_by_our_engine(config), tokenizer)
     assert isinstance(parts.rollout, LocalRollout)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tlt.files import hub_download, read_json, telling
+from tlt.files import read_json, telling
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 LAYERS = {"full_attention", "sliding_attention"}
@@ -64,11 +64,6 @@ def model_folder(folder: str | Path) -> Path:
         raise ModelError(f"{path} holds adapters alone: merge them by tlt export {path} FOLDER, and give that")
     if path.exists():
         raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
-    if download := hub_download(str(folder)):
-        raise ModelError(
-            f"there is no folder {path}; if it is a model's name on the Hugging Face hub, download it first, as tlt "
-            f"fetches nothing: {download}, then give {path.name}"
-        )
     raise ModelError(f"there is no folder {path}: give the folder of a Hugging Face checkpoint")
 
 
