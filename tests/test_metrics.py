@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tlt.metrics import useful_share
 from tlt.trace import ABSENT, AHEAD, IDLE, ROLLOUT, SPOT, UPDATE
+from tlt.types import RolloutStats
 
 
 def rollout(**numbers: Any) -> dict[str, Any]:
-    return {"seconds": {"draft": 0.0}, "drafted": 0, "accepted": 0, "seen_ahead": 0, "ahead_tokens": 0} | numbers
+    return {"draft_seconds": 0.0, "drafted": 0, "accepted": 0, "seen_ahead": 0, "ahead_tokens": 0} | numbers
 
 
 @pytest.mark.parametrize(
@@ -21,7 +23,7 @@ def rollout(**numbers: Any) -> dict[str, Any]:
         ([{ROLLOUT: 6.0, UPDATE: 2.0, IDLE: 2.0}], {}, 0.8),
         ([{ROLLOUT: 5.0, UPDATE: 5.0}, {ROLLOUT: 2.0, SPOT: 1.0, ABSENT: 2.0, UPDATE: 5.0}], {}, 0.85),
         # 4 s of drafting, a quarter of it accepted
-        ([{ROLLOUT: 10.0}], {"seconds": {"draft": 4.0}, "drafted": 100, "accepted": 25}, 0.7),
+        ([{ROLLOUT: 10.0}], {"draft_seconds": 4.0, "drafted": 100, "accepted": 25}, 0.7),
         # look-ahead: tokens of an earlier step may be accepted in this one, and count no more than all of this one
         ([{ROLLOUT: 6.0, AHEAD: 4.0}], {"seen_ahead": 50, "ahead_tokens": 200}, 0.7),
         ([{ROLLOUT: 6.0, AHEAD: 4.0}], {"seen_ahead": 50, "ahead_tokens": 10}, 1.0),
@@ -30,6 +32,13 @@ def rollout(**numbers: Any) -> dict[str, Any]:
 )
 def test_useful_share_by_hand(workers: list[dict[str, float]], numbers: dict[str, Any], expected: float) -> None:
     assert useful_share([(workers, rollout(**numbers))]) == pytest.approx(expected)
+
+
+def test_the_numbers_that_it_reads_are_those_of_a_rollout() -> None:
+    """`measure.py` writes the seconds of each phase as `PHASE_seconds`."""
+    stats = RolloutStats()
+    recorded = asdict(stats).keys() | {f"{phase}_seconds" for phase in stats.seconds}
+    assert rollout().keys() <= recorded
 
 
 def test_useful_share_of_a_run_weighs_steps_by_their_seconds() -> None:

@@ -164,7 +164,7 @@ def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[st
     useful = total = 0.0
     for workers, rollout in steps:
         spent = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
-        drafting = rollout.get("seconds", {}).get("draft", 0.0)
+        drafting = rollout.get("draft_seconds", 0.0)
         wasted = drafting * (1 - _share(rollout, "accepted", "drafted")) if rollout.get("drafted") else 0.0
         useful += max(0.0, spent[ROLLOUT] - wasted) + spent[UPDATE]
         useful += spent[AHEAD] * _share(rollout, "seen_ahead", "ahead_tokens")

@@ -41,6 +41,7 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
         "prompts": [[2 * step, 0], [2 * step + 1, 0]],
         "compared": {"tokens": 160, "responses": 8, "differ": 0} if compared else {},
         "workers": [dict(STATES) for _ in range(num_workers)],
+        "useful_share": 0.8 if compared else 0.4,
         "energy": {"cpu_seconds": 10.0, "phases": {"rollout": {"cpu_seconds": 4.0}, "compare": {"cpu_seconds": 5.0}}},
         **changes,
     }

@@ -95,7 +95,7 @@ def test_worker_seconds_sum_to_those_of_all_states(tmp_path: Path) -> None:
     assert seconds["other decoding"] == pytest.approx(8 * 2 * 4 - 8 * 4)
     assert seconds["reward"] == pytest.approx(8 * 2 * 0.5)  # both workers wait for it
     assert seconds["idle"] == pytest.approx(8 * 2 * 1.5)
-    assert useful_share(found) == pytest.approx(0.85)
+    assert useful_share(found) == pytest.approx((5 * 0.8 + 3 * 0.4) / 8)
 
 
 def test_a_state_that_is_not_known_is_shown_by_its_name(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ class Run:
     timelines: dict[int, list[Span]] = field(default_factory=dict)
     states: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Worker seconds by state, over all steps."""
+    useful_seconds: float = 0.0
+    """Worker seconds that the run could not do without; see `metrics.useful_share`."""
     workers: int = 0
     replayed: int = 0
     """Prompts that two steps consumed in one epoch."""
@@ -125,7 +127,7 @@ def _read_metrics(run: Run) -> None:
                 damaged += 1
                 continue
             _count_prompts(run, line.get("prompts"), epochs)
-            _count_workers(run, line.get("workers"))
+            _count_workers(run, line.get("workers"), number(line, "useful_share") or 0.0)
             run.steps.append({key: value for key, value in line.items() if key not in _DROPPED})
     if damaged:
         run.faults.append(f"metrics.jsonl has {damaged} damaged line(s), which this page leaves out.")
@@ -145,7 +147,7 @@ def _count_prompts(run: Run, prompts: Any, epochs: dict[int, set[int]]) -> None:
             epochs.pop(epoch - 2, None)  # of older epochs no prompt comes again
 
 
-def _count_workers(run: Run, workers: Any) -> None:
+def _count_workers(run: Run, workers: Any, useful_share: float) -> None:
     workers = [worker for worker in workers if isinstance(worker, dict)] if isinstance(workers, list) else []
     run.workers = max(run.workers, len(workers))
     states = run.states
@@ -153,6 +155,7 @@ def _count_workers(run: Run, workers: Any) -> None:
         for state, spent in worker.items():
             if isinstance(spent, (int, float)):
                 states[state] += spent
+                run.useful_seconds += useful_share * spent
 
 
 # -- completions -------------------------------------------------------------------------------------------------------

@@ -28,18 +28,15 @@ class Ratio(NamedTuple):
 
 
 def pairs(run: Run, measured: bool) -> list[tuple[int, float, float]]:
-    """Return (step, plain seconds, own seconds) of each step that was compared (measured) or that has an estimate."""
+    """Return (step, plain seconds, own seconds): of whole rollouts that were compared (measured), or of the rounds that
+    have an estimate."""
+    names = ("seconds/compare", "seconds/rollout")
+    if not measured:
+        names = ("rollout/against_plain/plain_seconds", "rollout/against_plain/seconds")
     found = []
     for step in run.steps:
-        ours, plain = number(step, "seconds/rollout"), number(step, "seconds/compare")
-        if not measured:
-            rounds, plain_rounds = (
-                number(step, f"rollout/against_plain/{name}") for name in ("seconds", "plain_seconds")
-            )
-            plain = ours * plain_rounds / rounds if ours and rounds and plain_rounds else None
-        elif not step.get("compared"):
-            plain = None
-        if ours and plain:
+        plain, ours = (number(step, name) for name in names)
+        if ours and plain and (step.get("compared") or not measured):
             found.append((step["step"], plain, ours))
     return found
 
@@ -91,9 +88,7 @@ def worker_seconds(run: Run) -> dict[str, float]:
 
 
 def useful_share(run: Run) -> float | None:
-    seconds = worker_seconds(run)
-    total = sum(seconds.values())
-    return 1 - (seconds.get("idle", 0) + seconds.get("absent", 0)) / total if total else None
+    return run.useful_seconds / sum(run.states.values()) if run.useful_seconds else None
 
 
 def rewards(run: Run) -> tuple[float, float, int] | None:
