@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tlt.metrics import useful_share
 from tlt.trace import ABSENT, AHEAD, IDLE, ROLLOUT, SPOT, UPDATE
-from tlt.types import RolloutStats
 
 
 def rollout(**numbers: Any) -> dict[str, Any]:
@@ -32,13 +30,6 @@ def rollout(**numbers: Any) -> dict[str, Any]:
 )
 def test_useful_share_by_hand(workers: list[dict[str, float]], numbers: dict[str, Any], expected: float) -> None:
     assert useful_share([(workers, rollout(**numbers))]) == pytest.approx(expected)
-
-
-def test_the_numbers_that_it_reads_are_those_of_a_rollout() -> None:
-    """`measure.py` writes the seconds of each phase as `PHASE_seconds`."""
-    stats = RolloutStats()
-    recorded = asdict(stats).keys() | {f"{phase}_seconds" for phase in stats.seconds}
-    assert rollout().keys() <= recorded
 
 
 def test_useful_share_of_a_run_weighs_steps_by_their_seconds() -> None:

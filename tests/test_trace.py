@@ -14,7 +14,7 @@ from tiny import tiny_config
 
 from tlt import run
 from tlt.display import Display
-from tlt.metrics import read_metrics
+from tlt.metrics import read_metrics, useful_share
 from tlt.trace import IDLE, ROLLOUT, SPOT, STATES, UPDATE, Span, TraceError, TraceFile, Tracer, seconds_by_state
 
 
@@ -190,3 +190,9 @@ def test_the_summary_has_what_a_plot_over_the_steps_needs(folder: Path) -> None:
         "accept_length": [line["accept_length"] for line in lines],
         "tokens_per_second": [line["tokens_per_second"] for line in lines],
     }
+
+
+def test_a_run_records_what_its_useful_share_is_computed_from(folder: Path) -> None:
+    for line in read_metrics(folder):
+        assert {"draft_seconds", "drafted", "accepted", "seen_ahead", "ahead_tokens"} <= line["rollout"].keys()
+        assert line["useful_share"] == pytest.approx(useful_share([(line["workers"], line["rollout"])]))
