@@ -173,7 +173,8 @@ def test_the_engine_works_only_while_its_worker_rolls_out(folder: Path) -> None:
 def test_seconds_by_state_sum_to_the_wall_clock(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     (worker,) = summary["workers"]
-    assert sum(worker["seconds"].values()) == pytest.approx(summary["seconds"]["total"], rel=0.05, abs=0.02)
+    total = summary["seconds"]["total"]
+    assert 0.95 * total < sum(worker["seconds"].values()) < 1.05 * total + 0.3, "it waits while a step is recorded, too"
     assert sum(worker["share"].values()) == pytest.approx(1)
     updates = summary["seconds"]["update"] + summary["seconds"]["sync"]
     assert 0.7 * updates < worker["seconds"][UPDATE] < updates + 0.02, "it is idle while the driver packs the batches"
