@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo real test vllm test-vllm trl test-trl verl test-verl families mutants lint clean
+.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl families mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -27,7 +27,11 @@ real: all
 
 # Two processes of one thread each: the models are tiny, and threads that wait for a busy core make them many times slower.
 test: all
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" --durations 10
+
+# Rare faults of whole runs on real processes, such as a Ray of others: half a minute or more each.
+test-slow: all
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" --durations 10
 
 # vLLM's build for CPUs in an environment of its own, as it wants other versions of some packages; 3.5 GB, three minutes.
 VLLM := .venv-vllm/bin

@@ -24,7 +24,7 @@ from tlt.draft.strategy import PLAIN
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
-from tlt.models.choose import decoder_for, folder_weights
+from tlt.models.choose import decoder_for
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import GenericDecoder
@@ -37,7 +37,8 @@ Way = Callable[[Sequence[Request]], list[list[int]]]
 
 def ways(folder: str) -> dict[str, Way]:
     config, dtype = read_config(folder), torch.float32
-    weights, model = folder_weights(folder, dtype), load_model(folder, dtype, CPU)
+    model = load_model(folder, dtype, CPU)
+    weights = model.state_dict()
 
     def by(target: Decoder) -> Way:
         target.load(weights, 0)

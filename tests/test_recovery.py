@@ -125,6 +125,7 @@ def test_a_disk_that_fails_is_a_named_error_and_the_checkpoint_before_stays(savi
         assert re.search(r"step_00000003 cannot be saved .*the disk's own words", sentence)
 
 
+@pytest.mark.slow
 def test_a_real_process_that_is_killed_goes_on_to_the_same_end(home: Path) -> None:
     recipe = home / "recipe.toml"
     expected = recovery.train_here(recipe, home / "whole", steps=4)["policy_sha256"]

@@ -221,6 +221,7 @@ def test_a_run_that_fails_is_named(home: Path) -> None:
         bench.bench_train(config_of(home), 1, 2, ["frozen"], None)
 
 
+@pytest.mark.slow
 def test_a_process_takes_turns_and_ends_with_who_gives_them(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, reward=REWARD, train={"steps": 2, "learning_rate": 1e-3}, run={"save_every": 1})
     (tmp_path / "bench.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")

@@ -103,7 +103,7 @@ def test_no_schedule_leaves_a_trace(home: Path, undisturbed: Any, seed: Any, slo
 
 
 @given(data=st.data())
-@settings(max_examples=8, phases=[Phase.generate])  # to shrink an example takes minutes
+@settings(max_examples=5, phases=[Phase.generate])  # to shrink an example takes minutes
 def test_workers_lost_at_any_call_leave_no_trace(home: Path, undisturbed: Any, data: st.DataObject) -> None:
     workers, digest, learned = undisturbed
     random = data.draw(st.randoms(use_true_random=False))

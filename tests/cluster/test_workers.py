@@ -131,7 +131,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert shm() == set()
 
 
-@pytest.mark.parametrize("moment", [(1, "rollout"), (1, "update")])
+@pytest.mark.parametrize("moment", [(1, "rollout"), pytest.param((1, "update"), marks=pytest.mark.slow)])
 def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
     """Its process is stopped, not dead: no call to it fails."""
     killer, real = Killer({moment: 0.0}, signal.SIGSTOP), remote.join
@@ -149,6 +149,7 @@ def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str
     assert marked(killer.folder) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
     home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +205,7 @@ def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpoint(home: Path) -> None:
     train, run = {"steps": 3, "shard": True}, {"save_every": 1}
     expected = run_module.train(config_of(home, 2, "undisturbed", train=train, run=run), False, quiet())
@@ -242,6 +244,7 @@ def in_this_process(config: Config) -> str:
         return run_module.train(config, False, quiet())["policy_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["*/ray/session_*", "run/worker_0.log"])
 def test_sigterm_while_workers_come_up_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """While Ray starts, which has a handler of its own, and while the driver waits in Ray for the first answer."""
@@ -421,6 +424,7 @@ print(run.train(config, False, quiet())["policy_sha256"])
 """
 
 
+@pytest.mark.slow
 def test_a_ray_that_is_there_is_joined_if_it_is_large_enough(home: Path) -> None:
     """It is left as it was; one with too few CPUs is named, rather than waited for."""
     import ray
@@ -462,6 +466,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_ray_that_asks_nobody_for_a_token_is_not_joined(home: Path) -> None:
     """Unless that is allowed. It is one of this test's own, on loopback."""
     script = JOINS.replace(

@@ -129,6 +129,7 @@ LARGE = {
 """the shapes of Qwen2.5, with tied heads"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", LARGE)
 def test_rounds_of_a_large_model(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     with fake_gpu(monkeypatch):

@@ -102,8 +102,11 @@ SPECULATIONS = {
 }
 
 
+SHORT = {"sparse_tree_top_k", "float32_tree", "learned_tree", "suffix_tree"}
+
+
 @pytest.mark.usefixtures("narrow_ring")
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in SPECULATIONS])
 def test_law_of_responses(name: str) -> None:
     """Shows what makes a drafter, a tree or a batch change the law: over positions, within a group, across requests."""
     s = SPECULATIONS[name]

@@ -220,7 +220,7 @@ class Engines(RuleBasedStateMachine):
 
 TestEngines = Engines.TestCase
 TestEngines.settings = settings(
-    max_examples=int(os.environ.get("TLT_STATEFUL_EXAMPLES", "60")), stateful_step_count=30, deadline=None
+    max_examples=int(os.environ.get("TLT_STATEFUL_EXAMPLES", "30")), stateful_step_count=30, deadline=None
 )
 
 

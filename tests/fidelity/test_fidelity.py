@@ -130,6 +130,7 @@ def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[s
     assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]
 
 
+@pytest.mark.slow
 def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
     config = small(
         home,
@@ -397,6 +398,7 @@ def test_the_last_line_names_the_modes_that_differ(
     assert said(capsys)[-1].startswith(f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});")
 
 
+@pytest.mark.slow
 def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,7 @@ MALFORMED = ("", "no idea", "42", "1e999", "[1, 2", "{}", '{"a": 1}', "[[1,2],[3
 EVERY_TASK = sorted(DATASETS.keys() - {"composite"})
 
 
+@pytest.mark.slow
 def test_the_checkers_that_raise_on_malformed_answers_are_those_we_know() -> None:
     """For all others an exception is a fault of the checker, which must not be scored as a wrong answer."""
     raising = set()

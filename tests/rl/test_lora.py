@@ -184,7 +184,11 @@ def run(
 SEVERAL = {"epochs": 3, "updates_per_step": 2}
 
 
-@pytest.mark.parametrize("training", [{}, SEVERAL, SEVERAL | {"lora": {"rank": 0}}], ids=["lora", "both", "epochs"])
+@pytest.mark.parametrize(
+    "training",
+    [{}, pytest.param(SEVERAL, marks=pytest.mark.slow), SEVERAL | {"lora": {"rank": 0}}],
+    ids=["lora", "both", "epochs"],
+)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, training: dict[str, Any]) -> None:
     """Whatever has ended it, and whenever: its steps, an error amid the second of several epochs, or a signal."""
 
