@@ -79,18 +79,19 @@ class GenericDecoder(Decoder):
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
         kind = self.config.model_type
         undecodable = partial(telling, ModelError, f"tlt's engine does not decode models of type {kind}", _REMEDY)
-        with undecodable(), no_init_weights():
+        with undecodable(), no_init_weights(), self.device:
             model: Any = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype, **experts_in(self.dtype))
         with telling(ModelError, f"the weights of this {kind} do not fit its config.json", "fetch or save it again"):
             model.load_state_dict(state)
-        model.to(self.device).eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         _pack(model)
         self.model, self.own_logits, self.embedding = model.base_model, _HeadAlone(model), embedding
         with undecodable():
             if self.version < 0:
                 self._check_layers()
-            self.head = head * self._logit_scale(head)
+            scale = self._logit_scale(head)
+        self.head = head if scale == 1.0 else head * scale
         self.to_logits = Product(self.head, shared=True)
         self.version = version
 
@@ -112,16 +113,10 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
-        tapped = bool(taps)
-        found = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            output_hidden_states=tapped,
-            engine_attends=attend,
-        )
-        for layer in taps or ():
-            taps[layer] = found.hidden_states[layer].flatten(0, 1)
+        inputs = {"input_ids": tokens, "position_ids": positions, "engine_attends": attend}
+        found = self.model(**inputs, use_cache=False, output_hidden_states=bool(taps))
+        if taps:
+            taps.update({layer: found.hidden_states[layer].flatten(0, 1) for layer in taps})
         return found.last_hidden_state
 
     @torch.inference_mode()
@@ -134,7 +129,7 @@ class GenericDecoder(Decoder):
         It is 1 where the two are not proportional, as with a soft cap. Then drafts of a learned drafter are worse."""
         hidden = torch.linspace(-1, 1, head.shape[1], dtype=self.dtype, device=self.device)[None]
         plain, own = (hidden @ head.t()).double(), self.logits(hidden).double()
-        scale = float((plain * own).sum() / plain.square().sum())
+        scale = round(float((plain * own).sum() / plain.square().sum()), 5)
         return scale if (own - scale * plain).abs().max() <= _LINEAR * own.abs().max() else 1.0
 
 
