@@ -116,6 +116,7 @@ def test_resume_auto_starts_a_run_that_has_nothing_yet(tmp_path: Path) -> None:
     assert (folder / "latest").resolve().name == "step_00000001"
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_the_run(tmp_path: Path) -> None:
     path = recovery.write_recipe(tmp_path, train={"steps": 100000})
     command = [sys.executable, "-m", "tlt", "train", str(path), "--restarts", "3"]

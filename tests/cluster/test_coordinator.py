@@ -388,7 +388,7 @@ def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path, workers: in
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=8, phases=[Phase.generate])
+@settings(max_examples=4, phases=[Phase.generate])
 def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
     """Whatever the order of calls, and whoever is lost; with a store that is too small, too."""
     random = Random(seed)
@@ -510,7 +510,7 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
         assert line["rollout"]["alarms"] == {"suffix": 0.2}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path, seed: int) -> None:
     """Nor do losses amid it; and no decoding ahead or training goes on meanwhile."""
     workers, random = 2 + seed % 2, Random(seed)

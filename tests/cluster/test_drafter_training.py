@@ -405,10 +405,10 @@ def test_one_that_hangs_in_an_evaluation_is_replaced(home: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "when"),
     [
-        ("train_drafter", "before"),
         ("drafter_state", "after"),
         ("evaluate_drafter", "before"),
-        ("take_drafter", "after"),
+        pytest.param("train_drafter", "before", marks=pytest.mark.slow),
+        pytest.param("take_drafter", "after", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_is_lost_in_training_or_publication(home: Path, plain_long: str, method: str, when: str) -> None:

@@ -131,7 +131,8 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     assert shm() == set()
 
 
-@pytest.mark.parametrize("moment", [(1, "rollout"), pytest.param((1, "update"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [(1, "rollout"), (1, "update")])
 def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str]) -> None:
     """Its process is stopped, not dead: no call to it fails."""
     killer, real = Killer({moment: 0.0}, signal.SIGSTOP), remote.join
@@ -185,6 +186,7 @@ def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
     )
 
 
+@pytest.mark.slow
 def test_one_that_trains_comes_back_amid_its_call(home: Path) -> None:
     sections = {"speculation": {"drafter": "adaptive", "training": {"micro_batch_tokens": 8, "buffer_tokens": 64}}}
     config = config_of(home, 2, "run", **sections)

@@ -67,7 +67,7 @@ def requests(count: int) -> list[Request]:
     return [Request(prompts[n // 2], n % 2, 0, n, LAWS[n % len(LAWS)]) for n in range(count)]
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle1", marks=pytest.mark.slow), "eagle3"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: Kind

@@ -102,7 +102,7 @@ SPECULATIONS = {
 }
 
 
-SHORT = {"sparse_tree_top_k", "float32_tree", "learned_tree", "suffix_tree"}
+SHORT = {"float32_tree", "learned_tree", "suffix_tree"}
 
 
 @pytest.mark.usefixtures("narrow_ring")

@@ -176,7 +176,7 @@ def any_world(seed: int) -> tuple[World, Bandit]:
     return world, Bandit(ARMS, partial(world.profile, lambda arm: wrong[arm]))
 
 
-@pytest.mark.parametrize("rows", [pytest.param(r, marks=() if r in (1, 16) else pytest.mark.slow) for r in ROWS])
+@pytest.mark.parametrize("rows", [pytest.param(r, marks=() if r == 16 else pytest.mark.slow) for r in ROWS])
 def test_no_world_makes_it_slower_than_plain_decoding(rows: int) -> None:
     """Neither in a first rollout of 300 rounds, in which the rows end one by one, nor in the four after it."""
     for seed in range(20):
@@ -186,7 +186,7 @@ def test_no_world_makes_it_slower_than_plain_decoding(rows: int) -> None:
             assert 1 / played.against_plain <= 1.02, (seed, rounds)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(r, marks=() if r > 1 else pytest.mark.slow) for r in ROWS])
+@pytest.mark.parametrize("rows", [pytest.param(r, marks=() if r > 4 else pytest.mark.slow) for r in ROWS])
 def test_where_a_drafter_is_much_better_little_of_it_is_missed(rows: int) -> None:
     """Over 2,000 rounds from the first one on, those included in which it is not known."""
     shares = []

@@ -186,7 +186,11 @@ SEVERAL = {"epochs": 3, "updates_per_step": 2}
 
 @pytest.mark.parametrize(
     "training",
-    [{}, pytest.param(SEVERAL, marks=pytest.mark.slow), SEVERAL | {"lora": {"rank": 0}}],
+    [
+        {},
+        pytest.param(SEVERAL, marks=pytest.mark.slow),
+        pytest.param(SEVERAL | {"lora": {"rank": 0}}, marks=pytest.mark.slow),
+    ],
     ids=["lora", "both", "epochs"],
 )
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, training: dict[str, Any]) -> None:
