@@ -178,7 +178,7 @@ def test_whoever_is_idle_next_goes_on_with_what_another_trained(home: Path, plai
 # -- delaying a step ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("loses", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str, loses: bool) -> None:
     """A worker trains between a rollout and the update, on data of that rollout too. It may be lost then."""
     lost: list[int] = []
@@ -368,7 +368,12 @@ def test_the_training_of_a_lost_worker_is_lost(home: Path) -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["due", "trained", "evaluated", "rollout_ended", "state"])
+SLOW = ("due", "trained", "state")
+
+
+@pytest.mark.parametrize(
+    "method", ["evaluated", "rollout_ended", *(pytest.param(m, marks=pytest.mark.slow) for m in SLOW)]
+)
 def test_a_schedule_that_fails_costs_speed_alone(home: Path, plain: str, method: str) -> None:
     def fails(self: Schedule, *arguments: Any) -> Any:
         raise ZeroDivisionError("in the schedule")

@@ -24,7 +24,13 @@ from tlt.rl.parity import take_weights
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["cohere", "gemma3_text", "gpt2", "granite", "mixtral", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cohere", "gemma3_text", "gpt2", "mixtral"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granite", "olmo2", "phi3")),
+    ],
+)
 def test_tokens_are_those_of_transformers_plain_and_drafted_before_and_after_an_update(name: str) -> None:
     """Among them are windows shorter than the text, scaled logits, experts, learned positions and fused weights."""
     assert families.try_family(name) == ""
