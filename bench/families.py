@@ -56,6 +56,7 @@ MORE: dict[str, Any] = {
 }
 """set where a family's config has the field"""
 NEW = 24
+LARGEST = 10_000_000
 
 
 class Model:
@@ -90,6 +91,10 @@ def save_small(name: str, folder: Path) -> None:
     if is_fused(kind()):  # it decodes as far as a window reaches
         known.pop("sliding_window", None)
     config = kind(**SIZES | {field: value for field, value in MORE.items() if field in known})
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"it has {size:,} weights with the sizes that are known here")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **experts_in(torch.float64))
     for weight in model.parameters():

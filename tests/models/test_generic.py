@@ -40,8 +40,9 @@ def test_tokens_are_those_of_transformers_plain_and_drafted_before_and_after_an_
     ("name", "why"),
     [
         ("gpt_oss", "scaled_dot_product_attention|s_aux"),
-        ("minimax", "layers of type 'linear_attention'|keep keys and values"),
+        ("minimax", "layers of type 'linear_attention'|keep other state"),
         ("stablelm", "do not pass the arguments"),
+        ("doge", "a mask of its own"),
         ("deepseek_v3", "does not decode models of type deepseek_v3"),
         ("mamba", "only state is keys and values"),
     ],

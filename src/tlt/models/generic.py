@@ -35,7 +35,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     engine_attends: Attend | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -46,6 +46,8 @@ def attend(
     Raises ValueError for an argument that the engine does not honour."""
     if engine_attends is None:
         raise ValueError("its layers do not pass the arguments of a forward pass to their attention")
+    if attention_mask is not None:  # transformers' own masks are left out, as the engine has its own
+        raise ValueError("it computes a mask of its own")
     if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
         raise ValueError(f"its attention uses {names[0]}")
     rows, heads, new, size = query.shape
@@ -109,7 +111,9 @@ class GenericDecoder(Decoder):
         tokens = torch.arange(2, device=self.device)[None]
         self.forward(tokens, tokens, watch)
         if sorted(layers) != list(range(o.num_layers)):
-            raise ValueError(f"{len(set(layers))} of its {o.num_layers} layers keep keys and values, and nothing else")
+            raise ValueError(
+                f"its {o.num_layers} layers attend {len(layers)} times, so they keep other state or attend twice"
+            )
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
