@@ -103,7 +103,7 @@ def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
 
 def _refuse_padding(path: Path, config: Any) -> None:
     """transformers would stop at it by an assertion."""
-    pad, size = config.pad_token_id, config.vocab_size
+    pad, size = config.pad_token_id, getattr(config, "vocab_size", None)
     if pad is not None and isinstance(size, int) and not -size <= pad < size:
         raise ModelError(
             f"{path}: config.json has pad_token_id = {pad}, beyond its vocabulary of {size}: set it to null"
