@@ -174,6 +174,11 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.product = Product(linear.weight, linear.bias)
 
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], which the routers of some families read."""
+        return self.product.weight.t()
+
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
