@@ -99,13 +99,15 @@ class GenericDecoder(Decoder):
 
     def _check_layers(self) -> None:
         """Raise ValueError for a model that keeps anything but keys and values of the sizes that config.json says."""
-        o, layers = self.options, list[int]()
+        o, layers, windows = self.options, list[int](), 0
 
         def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
             sizes = [list(x.shape[1:]) for x in (query, key)]
             if sizes != [[o.num_heads, o.head_dim], [o.num_kv_heads, o.head_dim]]:
                 raise ValueError(f"it has queries and keys of {sizes[0]} and {sizes[1]} heads and dimensions")
+            nonlocal windows
             layers.append(layer)
+            windows += window is not None
             return query.flatten(1)
 
         tokens = torch.arange(2, device=self.device)[None]
@@ -114,6 +116,10 @@ class GenericDecoder(Decoder):
             raise ValueError(
                 f"its {o.num_layers} layers attend {len(layers)} times, so they keep other state or attend twice"
             )
+        width = getattr(self.config, "sliding_window", None)
+        sliding = (getattr(self.config, "layer_types", None) or ["sliding_attention"]).count("sliding_attention")
+        if width and width < o.max_positions and windows < sliding:
+            raise ValueError("its attention does not say that it has a window")
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
