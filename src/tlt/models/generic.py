@@ -41,7 +41,7 @@ def attend(
     sliding_window: int | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Give the engine query [B, H, N, E], key and value [B, K, N, E] of the new tokens -> [B, N, H * E].
+    """Give the engine query [B, H, N, E], key and value [B, K, N, E] of the new tokens -> [B, N, H, E].
 
     Raises ValueError for an argument that the engine does not honour."""
     if engine_attends is None:
