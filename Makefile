@@ -29,7 +29,7 @@ real: all
 test: all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" --durations 10
 
-# Rare faults of whole runs on real processes, such as a Ray of others: half a minute or more each.
+# What make test leaves out: rare faults of runs on real processes, long samples, further parameters. Run it before a release.
 test-slow: all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" --durations 10
 
