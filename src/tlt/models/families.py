@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def is_fused(config: PreTrainedConfig) -> bool:
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
     """Return the sizes of a model and what its decoder needs. Raises ModelError for a variant that it does not do."""
     with telling(ModelError, "config.json does not make a model", "see the types and sizes of its fields"):
-        options = _options(config) if is_fused(config) else _generic_options(config)
+        options = _fused_options(config) if is_fused(config) else _generic_options(config)
         _refuse_sizes(options)
     return options
 
@@ -152,65 +152,58 @@ _SIZES = (
 )
 
 
-def _options(config: PreTrainedConfig) -> DecoderOptions:
+def _fused_options(config: PreTrainedConfig) -> DecoderOptions:
     c: Any = config
     _refuse_unknown(c)
     biased = c.model_type in ("llama", "qwen3") and getattr(c, "attention_bias", False)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    rotary = _rotary_embedding(c, head_dim)
-    limit, limited_by = _max_positions(c)
-    return DecoderOptions(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        num_layers=c.num_hidden_layers,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads,
-        head_dim=head_dim,
-        intermediate_size=c.intermediate_size,
-        rms_norm_eps=c.rms_norm_eps,
+    options = _sizes(c, _max_positions(c))
+    rotary = _rotary_embedding(c, options.head_dim)
+    return replace(
+        options,
         qk_norm=c.model_type == "qwen3",
         qkv_bias=c.model_type == "qwen2" or biased,
         out_bias=biased,
         mlp_bias=c.model_type == "llama" and getattr(c, "mlp_bias", False),
-        tied=c.tie_word_embeddings,
-        max_positions=limit,
-        limited_by=limited_by,
         inv_freq=rotary.inv_freq.detach().to("cpu", torch.float32),
         attention_scaling=float(rotary.attention_scaling),
     )
 
 
 def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
-    """The fields of the fused decoder's layers describe the learned drafter's layer here."""
     c: Any = config
     _refuse_untrainable(c)
     if unknown := set(getattr(c, "layer_types", None) or ()) - LAYERS:
-        raise ModelError(f"config.json has layers of type {min(unknown)!r}: {_KEYS_AND_VALUES}")
+        raise ModelError(
+            f"config.json has layers of type {min(unknown)!r}: tlt's engine decodes models whose only state is keys "
+            "and values"
+        )
+    return _sizes(c, _trained_positions(c))
+
+
+def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
+    """The fields that only the fused decoder's layers read describe the learned drafter's layer, as do the defaults of
+    fields that a family does not have."""
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 1e4)
-    limit, limited_by = _trained_positions(c)
     return DecoderOptions(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         num_layers=c.num_hidden_layers,
         num_heads=c.num_attention_heads,
-        num_kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        num_kv_heads=getattr(c, "num_key_value_heads", c.num_attention_heads),
         head_dim=head_dim,
-        intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-        rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
+        intermediate_size=getattr(c, "intermediate_size", 4 * c.hidden_size),
+        rms_norm_eps=getattr(c, "rms_norm_eps", 1e-6),
         qk_norm=False,
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
         tied=c.tie_word_embeddings,
-        max_positions=limit,
-        limited_by=limited_by,
+        max_positions=limit[0],
+        limited_by=limit[1],
         inv_freq=theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim),
         attention_scaling=1.0,
     )
-
-
-_KEYS_AND_VALUES = "tlt's engine decodes models whose only state is keys and values"
 
 
 def _refuse_unknown(c: Any) -> None:
