@@ -60,7 +60,7 @@ def load(folder: str, dtype: str) -> dict[str, Decoder]:
     """Load the model with plain weights, and with what the timing at load chooses."""
     state, options = read_safetensors(folder), decoder_options(read_config(folder))
     plain, packed = (Decoder(options, getattr(torch, dtype), CPU) for _ in range(2))
-    with patch.object(product, "packing_pays", lambda *key: False):
+    with patch.object(product, "packed_from", lambda *key: product.NEVER):
         plain.load(state, 0)
     packed.load(state, 0)
     return {"plain": plain, "packed": packed}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
-WAYS = ["plain", pytest.param("packed", marks=has_onednn)]
+WAYS = ["plain", pytest.param("both", marks=has_onednn), pytest.param("packed", marks=has_onednn)]
 each_way = pytest.mark.parametrize("way", WAYS)
 shared_or_not = pytest.mark.parametrize("shared", [False, True])
 
@@ -30,7 +31,7 @@ def seeded() -> None:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(product, "packing_pays", lambda *key: way == "packed")
+    monkeypatch.setattr(product, "packed_from", lambda *key: {"plain": product.NEVER, "both": 2, "packed": 1}[way])
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -131,52 +132,40 @@ def test_a_product_keeps_its_weight_when_the_caller_changes_it(monkeypatch: pyte
             check(torch.randn(rows, 40), made, before, None)
 
 
-def test_packing_is_timed_once_per_shape_dtype_and_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = list[tuple[int, ...]]()
+@pytest.mark.parametrize(
+    ("several", "one", "least"), [((5, 4), (5, 4), 1), ((5, 4), (4, 5), 2), ((4, 5), (5, 4), product.NEVER)]
+)
+def test_packing_is_timed_at_four_rows_then_at_one_and_once_per_shape(
+    monkeypatch: pytest.MonkeyPatch, several: tuple[int, int], one: tuple[int, int], least: int
+) -> None:
+    """`several` and `one` are seconds of the plain and of the packed products of 4 rows and of 1."""
+    rows, clock = list[int](), [0.0]
+
+    def multiply(x: Tensor, seconds: dict[int, int]) -> None:
+        rows.append(len(x))
+        clock[0] += seconds[len(x)]
+
     monkeypatch.setattr(product, "_can_pack", lambda dtype: True)
-    monkeypatch.setattr(product, "_pack", lambda weight: packed.append(tuple(weight.shape)) or weight)
-    product.packing_pays.cache_clear()
-    monkeypatch.setattr(product, "time", Ticks([5.0, 4.0]))  # seconds of a plain and of a packed product, in turn
+    monkeypatch.setattr(product, "_pack", lambda weight: weight)
+    monkeypatch.setattr(product, "_COPIES", 1)
+    monkeypatch.setattr(product, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    product.packed_from.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *arguments: None)
-        assert product.packing_pays(8, 6, torch.float32, False, 1)
-        assert product.packing_pays(8, 6, torch.float32, False, 1)
-        assert packed == [(8, 6)]
-        monkeypatch.setattr(product, "time", Ticks([4.0, 5.0]))
-        assert not product.packing_pays(8, 6, torch.float32, False, 2)
-    assert packed == [(8, 6)] * 2
-    product.packing_pays.cache_clear()
+        patch.setattr(torch, "mm", lambda x, weight: multiply(x, {4: several[0], 1: one[0]}))
+        packed = lambda x, *rest: multiply(x, {4: several[1], 1: one[1]})  # noqa: E731
+        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", packed)
+        assert product.packed_from(8, 6, torch.float32, False, 1) == least
+        timed = len(rows)
+        assert product.packed_from(8, 6, torch.float32, False, 1) == least
+        assert len(rows) == timed
+        product.packed_from(8, 6, torch.float32, False, 2)
+        assert len(rows) == 2 * timed
+    product.packed_from.cache_clear()
 
 
-class Ticks:
-    """A clock for calls that take these seconds in turn."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        self.seconds, self.now, self.calls = itertools.cycle(seconds), 0.0, 0
-
-    def perf_counter(self) -> float:
-        self.calls += 1
-        if self.calls % 2 == 0:
-            self.now += next(self.seconds)
-        return self.now
-
-
-@each_way
-def test_a_second_load_serves_the_newest_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(("way", "kept"), [("plain", 1), ("both", 2), ("packed", 1)])
+@has_onednn
+def test_only_the_layouts_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch, way: str, kept: int) -> None:
     force(monkeypatch, way)
-    checkpoint(tmp_path, "llama biases")
-    state, options = read_safetensors(tmp_path), decoder_options(read_config(tmp_path))
-    newest = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in state.items()}
-    served, fresh = (Decoder(options, torch.float32, CPU) for _ in range(2))
-    served.load(state, 1)
-    tokens = torch.tensor([[5, 9, 1], [3, 3, 7]])
-
-    def logits(decoder: Decoder) -> Tensor:
-        positions = torch.arange(3).expand_as(tokens)
-        return decoder.logits(decoder.forward(tokens, positions, lambda layer, query, key, value: query.flatten(1)))
-
-    before = logits(served)
-    served.load(newest, 2)
-    fresh.load(newest, 1)
-    assert torch.equal(logits(served), logits(fresh))
-    assert not torch.allclose(logits(served), before, atol=0.01)
+    made = Product(torch.randn(48, 40))
+    assert sum(layout is not None for layout in (made.weight, made.packed)) == kept

@@ -1,8 +1,13 @@
 """Products with a weight that changes only at a sync, in the layout that this machine multiplies fastest.
 
 MKL re-packs a weight in each product of two or more rows, so that verifying four tokens costs two plain passes. oneDNN
-packs it once. On SmolLM2-135M (float32, AVX2, one thread) the products of a pass over 1, 2, 4, 8 and 64 rows take 33,
-56, 71, 93 and 281 ms with plain weights, and 39, 41, 50, 67 and 263 ms with packed ones.
+packs it once. The products of a pass of SmolLM2-135M, one thread with AVX-512, in ms of CPU time:
+
+    rows                1    2    4    8   16   32   64
+    float32 plain      31   45   52   71   85   94  127
+    float32 packed     41   40   41   42   59   78  128
+    bfloat16 packed    24   23   23   24   21   24   34
+
 Shapes: M rows, K inputs, N outputs.
 """
 
@@ -15,31 +20,32 @@ import torch
 from torch import Tensor
 
 _ROWS = 4  # of the products that are timed: a short draft
-_REPEATS = 20  # the least of them counts, so that other processes matter little
-_TIMED_WEIGHTS = 1 << 21  # at most: some of the outputs of a large head are as good as all
+_REPEATS = 7  # the least of them counts, so that other processes matter little
+_TIMED_BYTES, _COPIES = 1 << 25, 16  # a pass finds no weight in a core's cache, so the timed products must not either
+NEVER = 1 << 62
 
 
 class Product:
     """x @ weight.T + bias for a weight [N, K] in the layout of Hugging Face.
 
-    A transposed copy is kept for products of one row even where the weight is packed. Without it a pass over one row
-    would take a fifth longer, and plain decoding at batch 1 would be no faster than transformers. The price is a second
-    copy of the weights in memory.
+    Products of at least `packed_from` rows use a packed weight. On most CPUs one row is faster with a plain weight, so
+    both are kept.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
-        """With `shared`, `weight` is kept as it is, because the caller needs it too and never changes it. Packed
-        weights then serve one row as well, for which they are faster than this layout."""
-        self.bias, self.shared = bias, shared
-        self.weight = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
-        pays = weight.device.type == "cpu" and packing_pays(
-            *weight.shape, weight.dtype, shared, torch.get_num_threads()
-        )
-        self.packed = _pack(weight) if pays else None
+        """With `shared`, `weight` is kept as it is, because the caller needs it too and never changes it."""
+        self.bias, self.outputs = bias, len(weight)
+        cpu = weight.device.type == "cpu"
+        key = (*weight.shape, weight.dtype, shared, torch.get_num_threads())
+        self.packed_from = packed_from(*key) if cpu else NEVER
+        self.packed = _pack(weight) if self.packed_from < NEVER else None
+        self.weight: Tensor | None = None
+        if self.packed_from > 1:
+            self.weight = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, K], residual [M, N] -> x @ weight.T + bias + residual [M, N]."""
-        if self.packed is None or (len(x) == 1 and not self.shared):
+        if self.weight is not None and len(x) < self.packed_from:
             added = [term for term in (residual, self.bias) if term is not None]
             return torch.addmm(sum(added[1:], added[0]), x, self.weight) if added else torch.mm(x, self.weight)
         if residual is None:
@@ -48,25 +54,34 @@ class Product:
 
 
 @cache
-def packing_pays(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, threads: int) -> bool:
-    """Time a few rows with a plain and a packed weight in turn. oneDNN packs float32, and bfloat16 on some CPUs; small
-    weights are faster plain, because a call of oneDNN takes 20 us to begin."""
+def packed_from(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, threads: int) -> int:
+    """Return the least number of rows for which a packed weight is faster than a plain one, timed at 1 and 4 rows.
+
+    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster plain, because a call of oneDNN takes 20
+    us to begin."""
     if not _can_pack(dtype):
-        return False
-    weight = torch.ones(min(outputs, max(1, _TIMED_WEIGHTS // inputs)), inputs, dtype=dtype)
-    x, plain, packed = weight.new_ones(_ROWS, inputs), weight.t(), _pack(weight)
-    if not shared:
-        plain = plain.contiguous()
-    ways = (
-        lambda: torch.mm(x, plain),
-        lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""),
-    )
+        return NEVER
+    outputs = min(outputs, max(1, _TIMED_BYTES // (inputs * dtype.itemsize)))  # some of a large head are as good as all
+    copies = min(_COPIES, -(-_TIMED_BYTES // (outputs * inputs * dtype.itemsize)))
+    weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
+    plain = [weight.t() if shared else weight.t().contiguous() for weight in weights]
+    packed = [_pack(weight) for weight in weights]
+    if not _packed_is_faster(weights[0].new_ones(_ROWS, inputs), plain, packed):
+        return NEVER
+    return 1 if _packed_is_faster(weights[0].new_ones(1, inputs), plain, packed) else 2
+
+
+def _packed_is_faster(x: Tensor, plain: list[Tensor], packed: list[Tensor]) -> bool:
     seconds: list[list[float]] = [[], []]
     for _ in range(_REPEATS):
-        for way, took in zip(ways, seconds, strict=True):
-            began = time.perf_counter()
-            way()
-            took.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for weight in plain:
+            torch.mm(x, weight)
+        between = time.perf_counter()
+        for weight in packed:
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        seconds[0].append(between - began)
+        seconds[1].append(time.perf_counter() - between)
     return min(seconds[1]) < min(seconds[0])
 
 
