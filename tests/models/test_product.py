@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decoder import CPU, checkpoint
 from torch import Tensor
 
 from tlt.models import product
-from tlt.models.decoder import Decoder
-from tlt.models.families import decoder_options, read_config
 from tlt.models.product import Product
-from tlt.models.weights import read_safetensors
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 WAYS = ["plain", pytest.param("both", marks=has_onednn), pytest.param("packed", marks=has_onednn)]
@@ -161,11 +156,3 @@ def test_packing_is_timed_at_four_rows_then_at_one_and_once_per_shape(
         product.packed_from(8, 6, torch.float32, False, 2)
         assert len(rows) == 2 * timed
     product.packed_from.cache_clear()
-
-
-@pytest.mark.parametrize(("way", "kept"), [("plain", 1), ("both", 2), ("packed", 1)])
-@has_onednn
-def test_only_the_layouts_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch, way: str, kept: int) -> None:
-    force(monkeypatch, way)
-    made = Product(torch.randn(48, 40))
-    assert sum(layout is not None for layout in (made.weight, made.packed)) == kept

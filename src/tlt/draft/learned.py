@@ -78,7 +78,7 @@ class EagleDrafter:
         shape = HeadShape(1, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
         self.attention = attention_for(shape)
         self.ready: list[int] = []  # entries below this one are in the cache
-        small = o.vocab_size * self.from_embedding.outputs <= _TABLE
+        small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
         self.table = self._contribution(target.embedding) if small else None
 
     def open(self, request: Request, committed: Sequence[int]) -> None:

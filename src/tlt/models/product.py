@@ -28,24 +28,22 @@ NEVER = 1 << 62
 class Product:
     """x @ weight.T + bias for a weight [N, K] in the layout of Hugging Face.
 
-    Products of at least `packed_from` rows use a packed weight. On most CPUs one row is faster with a plain weight, so
-    both are kept.
+    Products of at least `packed_from` rows use a packed weight. Most CPUs multiply one row faster with a plain float32
+    weight, so both are kept.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
         """With `shared`, `weight` is kept as it is, because the caller needs it too and never changes it."""
-        self.bias, self.outputs = bias, len(weight)
+        self.bias = bias
         cpu = weight.device.type == "cpu"
         key = (*weight.shape, weight.dtype, shared, torch.get_num_threads())
         self.packed_from = packed_from(*key) if cpu else NEVER
         self.packed = _pack(weight) if self.packed_from < NEVER else None
-        self.weight: Tensor | None = None
-        if self.packed_from > 1:
-            self.weight = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
+        self.weight = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, K], residual [M, N] -> x @ weight.T + bias + residual [M, N]."""
-        if self.weight is not None and len(x) < self.packed_from:
+        if len(x) < self.packed_from:
             added = [term for term in (residual, self.bias) if term is not None]
             return torch.addmm(sum(added[1:], added[0]), x, self.weight) if added else torch.mm(x, self.weight)
         if residual is None:
