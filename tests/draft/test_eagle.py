@@ -101,8 +101,13 @@ def test_the_file_holds_the_published_names_and_shapes(model: Model, tmp_path: P
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.parametrize("listed", [11, 5])
 @pytest.mark.parametrize("kind", CLASSES)
-def test_what_was_saved_comes_back(model: Model, tmp_path: Path, kind: Kind) -> None:
+def test_what_was_saved_comes_back(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, listed: int
+) -> None:
+    """With a drafter of the whole vocabulary, and with one that proposes five tokens."""
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", listed)
     layer = make_layer(model.decoder, kind, 8).float()
     layer.agreement = 0.71
     save_drafter(layer, tmp_path / "new" / "folder")
@@ -112,6 +117,24 @@ def test_what_was_saved_comes_back(model: Model, tmp_path: Path, kind: Kind) -> 
     assert back.state_dict().keys() == layer.state_dict().keys()
     for name, tensor in layer.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor)
+    config = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
+    if listed == 11:  # as before there was a draft vocabulary
+        del config["tlt_drafter"]["draft_vocab_size"]
+        (tmp_path / "new" / "folder" / "config.json").write_text(json.dumps(config))
+        assert load_drafter(tmp_path / "new" / "folder", model.decoder.options).options == layer.options
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_a_draft_vocabulary_beyond_the_targets_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: int
+) -> None:
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
+    layer = make_layer(model.decoder, "eagle1", 8)
+    assert layer.vocabulary is not None
+    layer.vocabulary[2] = token
+    save_drafter(layer, tmp_path)
+    with pytest.raises(DrafterError, match="vocabulary beyond 11 tokens"):
+        load_drafter(tmp_path, model.decoder.options)
 
 
 # -- folders that are refused ------------------------------------------------------------------------------------------

@@ -38,6 +38,13 @@ def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict
     return json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
 
 
+def test_engines_draft_with_the_whole_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = written(tmp_path / "whole", "eagle3", "vllm")[1].keys()
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 3)
+    assert a_layer("eagle3").vocabulary is not None
+    assert written(tmp_path / "some", "eagle3", "vllm")[1].keys() == whole
+
+
 def shapes(kind: str, prefix: str) -> dict[str, tuple[int, ...]]:
     wide = 2 * D if kind == "eagle3" else D
     found: dict[str, tuple[int, ...]] = {

@@ -372,6 +372,35 @@ def test_new_weights_in_the_same_drafter(model: Model) -> None:
     check_as_fresh(model, life.run(requests(3)), TREE)
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    """Proposals are the twin's distributions over these tokens alone, under the head of the present version."""
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 6)
+    model, other, listed = make_model(seed=0), make_model(seed=1), torch.tensor([0, 2, 3, 6, 7, 10])
+    layer = make_layer(model.decoder, kind, 16)
+    assert layer.vocabulary is not None
+    layer.vocabulary.copy_(listed)
+    life = Life(model, layer, Fixed(CHAIN), max_rows=3)
+    life.run(requests(4))
+    life.log.clear()
+    model.decoder.load(other.hf.state_dict(), version=1)
+    log, twin = life.run(requests(4)), other.twin(layer)
+    for got in list(log.values())[::11]:
+        context = [*got.row.request.prompt.token_ids, *got.committed]
+        features = other.features(context, layer.options.taps)[:-1]
+        start = max(0, len(context) - 1 - 16)
+        entries = twin.true_entries(features[start:], context[start + 1 :], start)
+        for path, law in got.laws.items():
+            logits = twin.logits(twin.chain(entries, path)[-1])[listed] / (got.row.request.sampling.temperature or 1.0)
+            inside = law.isfinite()
+            want = torch.log_softmax(logits[inside], 0)
+            assert torch.allclose(law[inside], want, rtol=1e-7, atol=1e-7)
+        assert got.tree is not None
+        assert set(got.tree.tokens[1:]) <= set(listed.tolist())
+    plain = {r.request.seed: r.token_ids for r in Engine(model.decoder, EngineConfig()).generate(requests(4))}
+    assert {r.request.seed: r.token_ids for r in life.engine.generate(requests(4))} == plain
+
+
 # -- the edges ---------------------------------------------------------------------------------------------------------
 
 

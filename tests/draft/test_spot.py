@@ -373,6 +373,23 @@ def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Mode
     assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
 
 
+def test_the_draft_vocabulary_goes_with_the_state_and_is_published(
+    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
+    spot, other = make_spot(model, items), make_spot(model, items)
+    spot.train(0)
+    chosen = spot.trainer.layer.vocabulary
+    assert chosen is not None
+    assert chosen.tolist() != list(range(5))
+    state = state_of(spot)
+    other.load_state(state)
+    assert torch.equal(state_of(other)["mean.vocabulary"], chosen)
+    published = other.publish(state, 0.5).vocabulary
+    assert published is not None
+    assert torch.equal(published, chosen)
+
+
 def test_a_candidate_that_is_not_finite_never_passes_and_training_starts_again(
     model: Model, items: list[Harvest]
 ) -> None:

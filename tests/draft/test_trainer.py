@@ -247,7 +247,7 @@ def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the head had no other rows, in the loss and in a judgement."""
-    monkeypatch.setattr("tlt.draft.trainer._VOCABULARY", 5)
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
     items, config = mixed_items(), DrafterTrainConfig(unroll=2)
     made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
     made.prepare(items, from_scratch=False)
@@ -257,15 +257,15 @@ def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
             if item.start + i + 2 >= item.prompt_length:
                 mass += torch.softmax(model.decoder.head @ item.features[i, -16:], -1)
     likeliest = sorted(sorted(range(11), key=lambda token: -float(mass[token]))[:5])
-    assert isinstance(made.vocabulary, Tensor)
-    assert made.vocabulary.tolist() == likeliest
+    assert made.layer.vocabulary is not None
+    assert made.layer.vocabulary.tolist() == likeliest
 
     def results() -> tuple[float, list[float], object]:
         loss, overlaps = made.loss(pack(items, CPU))
         return loss.item(), overlaps, made.judge([made.layer], pack(items, CPU))
 
     found, head = results(), made.target.head
-    made.vocabulary = slice(None)
+    made.layer.vocabulary = None
     whole = results()
     monkeypatch.setattr(model.decoder, "head", head[likeliest])
     made.heads = {0: head[likeliest]}

@@ -33,6 +33,8 @@ from tlt.files import read_json, telling
 from tlt.models.families import DecoderOptions
 
 Kind = Literal["eagle1", "eagle3"]
+_DRAFT_VOCABULARY = 8192  # because the head's product takes most of a draft level, and most of a training step
+_VOCABULARY = "vocabulary"
 
 
 class DrafterError(ValueError):
@@ -54,6 +56,8 @@ class EagleOptions:
     """hidden_states indices of the target that are fused; () for eagle1"""
     window: int
     """number of last entries that attention reads"""
+    draft_vocab_size: int
+    """number of tokens that it can propose"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -75,11 +79,15 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
         max_positions=target.max_positions,
         taps=(min(2, L - 1), L // 2, max(0, L - 3)) if kind == "eagle3" else (),
         window=min(window, target.max_positions),  # no context is longer
+        draft_vocab_size=min(_DRAFT_VOCABULARY, target.vocab_size),
     )
 
 
 class EagleLayer(nn.Module):
     """The trainable tensors. `fuse`, `inputs` and `finish` differ between the two kinds."""
+
+    vocabulary: Tensor | None
+    """[draft_vocab_size] ids of the tokens that it can propose, ascending; None: all tokens"""
 
     def __init__(self, options: EagleOptions) -> None:
         super().__init__()
@@ -100,11 +108,17 @@ class EagleLayer(nn.Module):
             self.input_layernorm = nn.RMSNorm(D, o.rms_norm_eps)
             self.hidden_norm = nn.RMSNorm(D, o.rms_norm_eps)
             self.norm = nn.RMSNorm(D, o.rms_norm_eps)
+        is_reduced = o.draft_vocab_size < o.vocab_size
+        self.register_buffer(_VOCABULARY, torch.arange(o.draft_vocab_size) if is_reduced else None)
 
     @property
     def trained(self) -> bool:
         """Whether the measured acceptance rate of its first draft token is above 0."""
         return bool(self.agreement)
+
+    def head(self, target_head: Tensor) -> Tensor:
+        """Return the rows of the target's head [V, D] for the tokens that it can propose."""
+        return target_head if self.vocabulary is None else target_head[self.vocabulary]
 
     def fuse(self, features: Tensor) -> Tensor:
         """Map the target's hidden states [M, F], as the engine keeps them, to fused states [M, D]."""
@@ -133,7 +147,7 @@ class EagleLayer(nn.Module):
 
 def _checkpoint_name(name: str, kind: Kind) -> str:
     """Map a module name to its name in a checkpoint."""
-    if name.startswith(("fc.", "norm.")):
+    if name.startswith(("fc.", "norm.", _VOCABULARY)):
         return name
     layer = "midlayer." if kind == "eagle3" else "layers.0."
     part = name.split(".")[0]
@@ -167,6 +181,7 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
         if "tlt_drafter" not in config:
             raise ValueError("its config.json is of something else; those of a run are in drafter/ in its folder")
         raw, agreement = config["tlt_drafter"], config.get("agreement")
+        raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders have the whole vocabulary
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -194,6 +209,9 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     if odd := [name for name, shape in shapes.items() if tensors[name].shape != shape]:
         has, wants = list(tensors[odd[0]].shape), list(shapes[odd[0]])
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {odd[0]} is {has}, not {wants}")
+    vocabulary = tensors.get(_VOCABULARY, torch.zeros(1))
+    if vocabulary.min() < 0 or vocabulary.max() >= options.vocab_size:
+        raise DrafterError(f"{path / 'model.safetensors'} has a vocabulary beyond {options.vocab_size} tokens")
     layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
         raise DrafterError(f"{path / 'model.safetensors'} is not finite, see {odd[0]}: make one with tlt draft train")

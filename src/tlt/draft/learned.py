@@ -38,7 +38,7 @@ class EagleDrafter:
     def __init__(self, layer: EagleLayer, target: Decoder) -> None:
         self.options = layer.options
         self.agreement = layer.agreement
-        self.target = target  # its embedding and head are read at every use, because they change with its version
+        self.target = target  # its embedding is read at every use, because it changes with its version
         self.load(layer)
 
     @torch.no_grad()
@@ -65,6 +65,7 @@ class EagleDrafter:
             parts = torch.cat([fc, fc @ qkv], dim=1).split(o.hidden_size)
         gate_up = torch.cat([state["gate_proj.weight"], state["up_proj.weight"]]).t()
         matrices = (*parts, fc, state["o_proj.weight"].t(), normed("post_attention_layernorm", gate_up))
+        self.vocabulary = None if layer.vocabulary is None else layer.vocabulary.to(target.device)
         self.from_embedding, self.from_features, self.fc, self.out, self.gate_up, self.down = (
             Product(weight.t().to(target.dtype)) for weight in (*matrices, state["down_proj.weight"].t())
         )
@@ -80,6 +81,7 @@ class EagleDrafter:
         self.ready: list[int] = []  # entries below this one are in the cache
         small = o.vocab_size * self.from_embedding.weight.shape[1] <= _TABLE
         self.table = self._contribution(target.embedding) if small else None
+        self.to_logits = target.to_logits if self.vocabulary is None else Product(target.head[self.vocabulary])
 
     def open(self, request: Request, committed: Sequence[int]) -> None:
         self.ready.append(0)
@@ -99,11 +101,11 @@ class EagleDrafter:
     def predict(self, level: Level) -> Candidates:
         self.hidden = self._first(level.alive[:, 0]) if level.depth == 0 else self._deeper(level)  # [B * n, D]
         normed = self.norms["norm"](self.hidden) if "norm" in self.norms else self.hidden
-        logits = self.target.to_logits(normed).view(*level.tokens.shape, -1)
+        logits = self.to_logits(normed).view(*level.tokens.shape, -1)
         log_q = log_law(logits, level.law)[0]
         if level.depth == 0 and self.blind:  # rows without hidden states get no proposal
             log_q[self._tensor(np.array(self.blind))] = -torch.inf
-        return Candidates(None, log_q)
+        return Candidates(None if self.vocabulary is None else self.vocabulary.expand_as(log_q), log_q)
 
     # -- the roots, from the target's hidden states --------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
         except (DrafterError, OSError, SafetensorError) as error:
             log.warning("the drafter in %s is damaged, and passed over (%s)", path, error)
             continue
-        tensors = {MEAN + name: tensor.detach() for name, tensor in layer.named_parameters()}
+        tensors = {MEAN + name: tensor.detach() for name, tensor in layer.state_dict().items()}
         return Saved(int(path.name.removeprefix("drafter_")), layer, tensors | rest)
     if found:
         log.warning("no drafter in %s is whole: the one that the run began with is left", folder)

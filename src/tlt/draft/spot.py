@@ -163,24 +163,28 @@ class SpotTrainer:
     def state(self) -> TrainerState | None:
         """Return a copy of all that training changes, in host memory. If it is not finite, return None and restart
         training from the drafter in use."""
-        tensors = {MEAN + name: tensor for name, tensor in zip(self.names, self.mean, strict=True)}
+        tensors = {MEAN + name: tensor for name, tensor in self._weights().items()}
         tensors |= self.trainer.state()
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             self._restart()
             return None
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights to publish, by their names in `EagleLayer`."""
+        return dict(self.trainer.layer.named_buffers()) | dict(zip(self.names, self.mean, strict=True))
+
     def _restart(self) -> None:
         """Train the drafter in use, as if it had not been trained yet."""
         log.warning("the drafter in training is not finite; it is trained again from the one in use")
         trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
-        weights = {MEAN + name: parameter for name, parameter in self.in_use.named_parameters()}
+        weights = {MEAN + name: tensor for name, tensor in self.in_use.state_dict().items()}
         self.load_state(weights | trainer.state())
 
     @torch.no_grad()
     def load_state(self, state: TrainerState) -> None:
         """Continue from another trainer's state."""
-        for name, tensor in zip(self.names, self.mean, strict=True):
+        for name, tensor in self._weights().items():
             tensor.copy_(state[MEAN + name])
         self.trainer.load_state(state)
 
@@ -194,7 +198,7 @@ class SpotTrainer:
             self._restart()
             return Evaluation()
         began, done = time.perf_counter(), list[Evaluation]()
-        layers = [self.in_use, _put(dict(zip(self.names, self.mean, strict=True)), self.candidate)]
+        layers = [self.in_use, _put(self._weights(), self.candidate)]
         try:
             while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
                 if not self._recompute_one(stop, past=False):
@@ -223,6 +227,6 @@ class SpotTrainer:
 
 @torch.no_grad()
 def _put(weights: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
-    for name, parameter in layer.named_parameters():
-        parameter.copy_(weights[name])
+    for name, tensor in layer.state_dict().items():
+        tensor.copy_(weights[name])
     return layer

@@ -30,7 +30,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FC = "fc.weight"
 _EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
 _FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states, added to the loss (EAGLE: 10)
-_VOCABULARY = 8192  # most tokens of the vocabulary in training, because the head's product takes most of a step
 _COUNTED = 2048  # entries from which the vocabulary is chosen
 _LATELY = 10  # steps in the running mean `reach`
 
@@ -57,8 +56,6 @@ class DrafterTrainer:
         )
         self.rng = random.Random(seed)
         self.heads = {target.version: target.head}
-        self.vocabulary: Tensor | slice = slice(None)
-        """ids of the tokens on which distributions are compared, in training and in evaluations"""
         self.steps = 0.0
         """optimizer steps; not a whole number where replicas were averaged"""
         self.reach = float(config.unroll) if layer.trained else 0.0
@@ -69,7 +66,7 @@ class DrafterTrainer:
         self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
 
     def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
-        """Estimate the whitening of fc's inputs, and the vocabulary, from a sample of the training data. With
+        """Estimate the whitening of fc's inputs, and the draft vocabulary, from a sample of the training data. With
         `from_scratch`, also set the layer to the best linear map to the next hidden state. (eagle3 has no such start,
         because its fc does not read the embedding.) A sample that is not finite is ignored."""
         sample = list(sample)
@@ -77,7 +74,8 @@ class DrafterTrainer:
         if not moments.inputs.isfinite().all():
             return
         self.whitening = moments.whitening().to(self.dtype)
-        self.vocabulary = self._likeliest(sample)
+        if self.layer.vocabulary is not None:
+            self.layer.vocabulary.copy_(self._likeliest(sample, len(self.layer.vocabulary)))
         if from_scratch and self.layer.options.kind == "eagle1":
             with torch.no_grad():
                 self.layer.fc.weight.copy_(moments.next_hidden())
@@ -85,21 +83,19 @@ class DrafterTrainer:
                 self.layer.down_proj.weight.zero_()
 
     @torch.no_grad()
-    def _likeliest(self, sample: Sequence[Harvest]) -> Tensor | slice:
-        """Return the tokens with the largest probability under the target, over some entries of the sample,
-        ascending."""
-        if self.target.options.vocab_size <= _VOCABULARY:
-            return slice(None)
+    def _likeliest(self, sample: Sequence[Harvest], count: int) -> Tensor:
+        """Return this number of tokens, those with the largest probability under the target over some entries of the
+        sample, ascending."""
         mass = torch.zeros(self.target.options.vocab_size, dtype=self.dtype, device=self.target.device)
         for batch in islice(packs(sample, _COUNTED, self.target.device, random.Random(0)), 1):
             teacher = self._teacher(batch)[batch.counted][:_COUNTED]
             for rows in teacher.split(max(1, LOGITS // len(mass))):
                 mass += torch.softmax(F.linear(rows, self.heads[batch.version].to(self.dtype)), dim=-1).sum(0)
-        return mass.topk(_VOCABULARY).indices.sort().values
+        return mass.topk(count).indices.sort().values
 
     def _rows(self, head: Tensor) -> Tensor:
-        """Return the vocabulary's rows of a head [V, D]."""
-        return head[self.vocabulary].to(self.dtype)
+        """Return the rows of a head [V, D] on which distributions are compared."""
+        return self.layer.head(head).to(self.dtype)
 
     def target_moved(self, held: Collection[int]) -> None:
         """Note that the target has new weights: keep its head, and the heads of versions `held` in the training
