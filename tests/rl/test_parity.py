@@ -21,7 +21,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.parts import make_parts
-from tlt.rl.parity import check_parity, take_weights
+from tlt.rl.parity import check_parity, speculative_logits, take_weights
 from tlt.rl.policy import Policy
 from tlt.tokenizer import load_tokenizer
 
@@ -208,3 +208,40 @@ def test_a_run_of_two_models_ends_at_its_start_and_at_every_sync(
         sync()
     with pytest.raises(ModelError, match="not one model at version 0"):
         start(config)
+
+
+# -- decoding as the engine does ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_speculative_logits_are_those_of_transformers(tmp_path: Path, count: int) -> None:
+    folder = sound(tmp_path)
+    tokens = torch.arange(count) * 7 % VOCAB
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = model(tokens[None]).logits[0]
+    torch.testing.assert_close(speculative_logits(make_decoder(folder), tokens), wanted, atol=1e-5, rtol=0)
+
+
+class Positions(Decoder):
+    """A fault: a node's position is its number in the pass, as if every draft were a chain."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        chain = positions[:, :1] + torch.arange(positions.shape[1])
+        return super().forward(tokens, chain, *rest)
+
+
+class Recurrent(Decoder):
+    """A fault: the model has state beside keys and values, which wrong draft tokens change."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        hidden = super().forward(tokens, positions, *rest)
+        return hidden + 0.1 * torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+
+
+@pytest.mark.parametrize("faulty", [Positions, Recurrent])
+def test_a_decoder_that_fails_on_trees_alone_is_refused(tmp_path: Path, faulty: type[Decoder]) -> None:
+    folder = sound(tmp_path)
+    decoder = faulty(decoder_options(read_config(folder)), torch.float32, CPU)
+    with pytest.raises(ModelError, match="not one model"):
+        take_weights(decoder, make_policy(folder, torch.float32), version=0)

@@ -1,16 +1,18 @@
-"""The engine's target and the policy are two programs for one model: their laws are compared whenever the target takes
-weights, since nothing else would show that a run trains one model and decodes with another."""
+"""The engine's target and the policy are two programs for one model. Their distributions are compared whenever the
+target takes weights, because nothing else would show that a run trains one model and decodes with another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tlt.attention.backend import HeadShape
+from tlt.attention.choose import attention_for
 from tlt.engine.protocol import Target
-from tlt.models.causal import causal_hidden
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
 from tlt.vllm.target import VllmTarget
@@ -29,6 +31,7 @@ class Weighed(Protocol):
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
 """total variation that rounding may explain; transformers takes norms and angles in float32 even under float64"""
 _TOKENS = 16
+_DRAFT = 4  # tokens of the text in a pass that verifies a tree
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
@@ -65,7 +68,32 @@ def _logits(target: Target, tokens: Tensor) -> Tensor:
     if isinstance(target, VllmTarget):
         return target.text_logits(tokens)
     assert isinstance(target, Decoder), "a target that nobody knows how to ask"
-    return target.logits(causal_hidden(target, tokens[None].to(target.device)))[0]
+    return speculative_logits(target, tokens.to(target.device))
+
+
+def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
+    """Decode a text [N] as the engine does, and return the logits at each token [N, V]. The first half is prefilled.
+    Each further pass verifies a tree of the next tokens, with a wrong draft token beside each right one."""
+    o, device = target.options, target.device
+    store = attention_for(HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, device))
+    store.resize(1, 2 * len(tokens))
+    done, found = 0, list[Tensor]()
+    while done < len(tokens):
+        right = tokens[done:][: _DRAFT if done else max(1, len(tokens) // 2)]
+        depths = torch.arange(len(right), device=device)
+        nodes, visible, accepted = right, None, depths
+        if done:  # nodes: the root, then at each depth a wrong token and the right one
+            accepted = 2 * depths
+            nodes, depths = ((x.repeat_interleave(2)[1:]) for x in (right, depths))
+            nodes[1::2] = (nodes[1::2] + 1) % o.vocab_size
+            visible = torch.eye(len(nodes), dtype=torch.bool, device=device)
+            visible[:, accepted] |= depths[:, None] > depths[accepted]
+        plan = store.plan(0, [done], len(nodes), None if visible is None else visible[None], depths[None])
+        hidden = target.forward(nodes[None], done + depths[None], partial(store.attend, plan))
+        found.append(target.logits(hidden)[0, accepted])
+        store.move(torch.zeros_like(accepted), done + accepted, done + torch.arange(len(right), device=device))
+        done += len(right)
+    return torch.cat(found)
 
 
 def _law(logits: Tensor, whose: str, version: int) -> Tensor:
