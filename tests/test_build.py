@@ -55,6 +55,13 @@ def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Pa
     assert "leaves out" not in about_model(by_vllm(tmp_path, 2))
 
 
+def test_a_family_that_was_never_tried_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(tmp_path)
+    assert "not tried" not in about_model(config)
+    monkeypatch.setattr("tlt.about.TRIED", frozenset())
+    assert "(qwen3: not tried with tlt yet, compared at each sync)" in about_model(config)
+
+
 @pytest.mark.parametrize(("workers", "cores", "steps"), [(2, 2, 4), (3, 2, 0), (1, 1, 4)])
 def test_workers_that_share_cores_do_not_look_ahead(
     workers: int, cores: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tlt.build import share_cores, torch_device
 from tlt.config import Config
 from tlt.models.families import decoder_options, read_config
+from tlt.models.generic import TRIED
 from tlt.types import Prompt
 
 VLLM_STARTS = "vLLM starts, which takes a minute or two"
@@ -21,12 +22,14 @@ def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
 
 
 def about_model(config: Config) -> str:
-    o = decoder_options(read_config(config.model.path))
+    family = read_config(config.model.path)
+    o = decoder_options(family)
     model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
     device, workers = torch_device(config.model), config.cluster.workers
     many = f" by each of {workers} workers" if workers > 1 else ""
     start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
-    return f"model: {model}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
+    new = "" if family.model_type in TRIED else f" ({family.model_type}: not tried with tlt yet, compared at each sync)"
+    return f"model: {model}{new}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
 
 
 def _about_speculation(config: Config) -> str:

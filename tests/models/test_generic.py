@@ -18,7 +18,7 @@ import families
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
-from tlt.models.generic import GenericDecoder
+from tlt.models.generic import TRIED, GenericDecoder
 from tlt.rl.parity import take_weights
 
 CPU = torch.device("cpu")
@@ -119,3 +119,9 @@ def test_a_window_that_a_draft_may_leave_is_refused(tmp_path: Path) -> None:
     target = decoder_for(read_config(tmp_path), torch.float32, CPU)
     with pytest.raises(ModelError, match="window of 8 tokens"):
         target.load(folder_weights(tmp_path, torch.float32), 0)
+
+
+def test_the_families_that_were_tried_are_those_of_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    listed = page.split("among them:\n\n")[1].split(".\n\n")[0]
+    assert {name.strip() for name in listed.replace("\n", " ").split(",")} == TRIED
