@@ -463,8 +463,7 @@ def check_logprobs(responses: Sequence[Response], expected: Sequence[Reference],
 
 def cache_for(target: Decoder, bound_tokens: int) -> KVCache:
     """Empty, with slots for this decoder."""
-    o = target.options
-    shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
+    shape = HeadShape.of(target.options, target.dtype, target.device)
     return KVCache(SlotAttention(shape), bound_tokens)
 
 

@@ -137,6 +137,22 @@ def test_what_they_bring_reaches_no_row_of_this_step(seed: int) -> None:
         assert looking.parking.tokens <= looking.cache.bound_tokens
 
 
+def test_what_is_parked_takes_a_bounded_part_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = engine(AheadStore(10**6), PLAIN)
+    looking.look_ahead(requests())
+    rounds(looking, 3)
+    looking.look_ahead(())
+    size = looking.parking.bytes
+    assert size == sum(parked.keys_values.nbytes for parked in looking.parking._parked.values()) > 0
+    monkeypatch.setattr("tlt.engine.parking._MOST_BYTES", size // 2)
+    looking.look_ahead(requests())
+    rounds(looking, 3)
+    looking.look_ahead(())
+    assert 0 < looking.parking.bytes <= size // 2
+    looking.parking.keep_only([])
+    assert looking.parking.bytes == looking.parking.tokens == 0
+
+
 def test_what_is_parked_is_bounded() -> None:
     """By what the cache may hold. A row that had to go begins anew."""
     store, rng = AheadStore(10**6), random.Random(0)

@@ -37,6 +37,12 @@ class HeadShape:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, options: Any, dtype: torch.dtype, device: torch.device) -> HeadShape:
+        """Return the shape of a model with these `DecoderOptions`, which this package does not import."""
+        o = options
+        return cls(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, dtype, device)
+
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize

@@ -149,13 +149,21 @@ class EngineConfig(Section):
     """`tlt` is our own engine. `vllm` is vLLM with our noise, which gives the same tokens (docs/vllm.md)."""
     max_rows: int = Field(default=64, gt=0)
     """Number of requests decoded at once. The others wait."""
-    kv_memory_mb: int = Field(default=1024, gt=0)
-    """Size of the key-value cache in MiB. A request that does not fit waits. A request that outgrows the cache is
-    preempted and resumed."""
+    kv_memory_mb: int | Literal["auto"] = "auto"
+    """Largest size of the key-value cache in MiB. `auto` is 80 % of the CUDA memory, or a quarter of the host memory,
+    that is free when a rollout begins; with vLLM, which never gives it back, 1024. A request that does not fit waits. A
+    request that outgrows the cache is preempted and resumed."""
     prefill_tokens: int = Field(default=2048, gt=0)
     """Number of tokens in one prefill pass, padding included."""
     vllm: dict[str, JsonValue] = {}
     """Further arguments of vLLM, with its names, such as `tensor_parallel_size` or `enforce_eager`."""
+
+    @field_validator("kv_memory_mb", mode="before")
+    @classmethod
+    def _size(cls, size: object) -> object:
+        if size != "auto" and (type(size) is not int or size < 1):
+            raise ValueError(f'engine.kv_memory_mb: give a number of MiB above 0, or "auto" (got {size})')
+        return size
 
     @property
     def ours(self) -> EngineConfig:

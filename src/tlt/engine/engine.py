@@ -26,6 +26,7 @@ from tlt.engine.drafters import Drafters
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.laws import LawTable
+from tlt.engine.memory import cache_tokens
 from tlt.engine.noise import DraftNoise, NoiseWindow
 from tlt.engine.parking import Parking
 from tlt.engine.placing import seat
@@ -70,10 +71,9 @@ class Engine(Generates):
         self.layout, self.on_harvest = layout, on_harvest
         self.store = AheadStore(0) if store is None else store
         self.stops = Stops(detokenize)
-        o = target.options
-        shape = HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
-        bound = kv_tokens or config.kv_memory_mb * 2**20 // shape.bytes_per_token
-        self.cache = KVCache(attention_for(shape), bound)
+        shape = HeadShape.of(target.options, target.dtype, target.device)
+        self._bound = lambda: kv_tokens or cache_tokens(config.kv_memory_mb, shape)
+        self.cache = KVCache(attention_for(shape), self._bound())
         self.parking = Parking(self.cache)
         self.rollout = self._new_rollout()
         self._amid_round = False
@@ -81,6 +81,7 @@ class Engine(Generates):
     def _new_rollout(self) -> RolloutState:
         target, config, strategies = self.target, self.config, self.tuner.strategies
         self.cache.clear()
+        self.cache.bound_tokens = self._bound()
         laws = LawTable(target.device)
         depth = max(s.depth for s in strategies)
         noise = NoiseWindow(config.max_rows, target.options.vocab_size, depth, target.device)

@@ -16,6 +16,8 @@ from tlt.draft.features import FeatureWindow
 from tlt.engine.kv_cache import KVCache
 from tlt.types import Row
 
+_MOST_BYTES = 1 << 30
+
 
 class _Parked(NamedTuple):
     row: Row
@@ -26,11 +28,12 @@ class _Parked(NamedTuple):
 
 
 class Parking:
-    """Swapped-out rows by seed, up to as many tokens as the cache may hold. The oldest are dropped first."""
+    """Swapped-out rows by seed, up to as many tokens as the cache may hold, and 1 GiB. The oldest are dropped first."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.tokens = cache, 0
         self.window: FeatureWindow | None = None
+        self.bytes = 0
         self._parked: OrderedDict[int, _Parked] = OrderedDict()
 
     def begin(self, window: FeatureWindow | None) -> None:
@@ -49,8 +52,8 @@ class Parking:
             features = features[0].cpu(), features[1].cpu()
         keys_values = self.cache.read(place, row.kv_length)
         self._parked[row.request.seed] = _Parked(row, keys_values, first, features)
-        self.tokens += row.kv_length
-        while self.tokens > self.cache.bound_tokens:
+        self.tokens, self.bytes = self.tokens + row.kv_length, self.bytes + keys_values.nbytes
+        while self.tokens > self.cache.bound_tokens or self.bytes > _MOST_BYTES:
             self.forget([next(iter(self._parked))])
 
     def row(self, seed: int) -> Row | None:
@@ -72,3 +75,4 @@ class Parking:
         for seed in seeds:
             if parked := self._parked.pop(seed, None):
                 self.tokens -= parked.row.kv_length
+                self.bytes -= parked.keys_values.nbytes

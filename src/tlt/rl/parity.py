@@ -74,8 +74,8 @@ def _logits(target: Target, tokens: Tensor) -> Tensor:
 def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
     """Decode a text [N] as the engine does, and return the logits at each token [N, V]. The first half is prefilled.
     Each further pass verifies a tree of the next tokens, with a wrong draft token beside each right one."""
-    o, device = target.options, target.device
-    store = attention_for(HeadShape(o.num_layers, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, device))
+    device = target.device
+    store = attention_for(HeadShape.of(target.options, target.dtype, device))
     store.resize(1, 2 * len(tokens))
     done, found = 0, list[Tensor]()
     while done < len(tokens):
@@ -85,7 +85,7 @@ def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
         if done:  # nodes: the root, then at each depth a wrong token and the right one
             accepted = 2 * depths
             nodes, depths = ((x.repeat_interleave(2)[1:]) for x in (right, depths))
-            nodes[1::2] = (nodes[1::2] + 1) % o.vocab_size
+            nodes[1::2] = (nodes[1::2] + 1) % target.options.vocab_size
             visible = torch.eye(len(nodes), dtype=torch.bool, device=device)
             visible[:, accepted] |= depths[:, None] > depths[accepted]
         plan = store.plan(0, [done], len(nodes), None if visible is None else visible[None], depths[None])

@@ -17,6 +17,7 @@ EXTENSION = "tlt.vllm.worker.WorkerExtension"
 PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
 WIDEST = 16
 """tokens of a look-ahead that are verified in one pass; vLLM keeps room for so many in every request"""
+_CACHE_MB = 1024  # where engine.kv_memory_mb is "auto": vLLM never gives the memory back
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights are handed over as they lie in memory
     "VLLM_NO_USAGE_STATS": "1",
@@ -44,7 +45,7 @@ def engine_arguments(
         "max_model_len": longest,
         "max_num_seqs": engine.max_rows,
         "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # all rows in each pass
-        "kv_cache_memory_bytes": engine.kv_memory_mb * 2**20,
+        "kv_cache_memory_bytes": (_CACHE_MB if engine.kv_memory_mb == "auto" else engine.kv_memory_mb) * 2**20,
         "speculative_config": speculative,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,

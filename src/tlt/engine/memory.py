@@ -1,0 +1,43 @@
+"""Size of the key-value cache: a number of the recipe, or a share of the memory that is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from tlt.attention.backend import HeadShape
+
+_SHARES = {"cuda": 0.8, "cpu": 0.25}  # of free memory; on a CPU other workers and the update need some at the same time
+_GROUPS = {  # limit, use, and statistics with the reclaimable part of the use, by the version of Linux control groups
+    2: ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+}
+
+
+def cache_tokens(mib: int | Literal["auto"], shape: HeadShape) -> int:
+    """Return the number of tokens whose keys and values fit in this many MiB, or in a share of the free memory. The
+    cache must be empty."""
+    size = mib * 2**20 if mib != "auto" else _SHARES[shape.device.type] * free_bytes(shape.device)
+    return max(1, int(size) // shape.bytes_per_token)
+
+
+def free_bytes(device: torch.device, groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the free memory of a CUDA device, or of the host within the limit of this process's container."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own reserve
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min([psutil.virtual_memory().available, *_left_in_groups(groups)])
+
+
+def _left_in_groups(folder: Path) -> list[int]:
+    for *files, name in _GROUPS.values():
+        try:
+            limit, use, statistics = ((folder / file).read_text() for file in files)
+            reclaimable = dict(line.split() for line in statistics.splitlines())[name]
+            return [int(limit) - int(use) + int(reclaimable)]
+        except (OSError, ValueError, KeyError):  # no such version, or no limit ("max")
+            continue
+    return []

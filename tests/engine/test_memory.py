@@ -1,0 +1,79 @@
+"""The size of the key-value cache, on made-up hosts, containers and devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from twin import make_model
+
+from tlt.attention.backend import HeadShape
+from tlt.config import EngineConfig
+from tlt.engine import memory
+from tlt.engine.engine import Engine
+from tlt.engine.memory import cache_tokens, free_bytes
+from tlt.types import Prompt, Request, SamplingParams
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A host with 800 MiB available."""
+    found = SimpleNamespace(available=800 * MIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: found)
+    return found
+
+
+def group(folder: Path, limit: str, use: int, statistics: str, version: int = 2) -> Path:
+    names = memory._GROUPS[version][:3]
+    for name, text in zip(names, (limit, str(use), statistics), strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+def test_without_a_container_the_available_memory_counts(tmp_path: Path) -> None:
+    assert free_bytes(CPU, tmp_path) == 800 * MIB
+
+
+@pytest.mark.parametrize(("version", "name"), [(2, "inactive_file"), (1, "total_inactive_file")])
+def test_a_containers_limit_counts_and_its_file_cache_does_not(tmp_path: Path, version: int, name: str) -> None:
+    statistics = f"anon 5\n{name} {30 * MIB}\nslab 7"
+    folder = group(tmp_path, str(500 * MIB), 120 * MIB, statistics, version)
+    assert free_bytes(CPU, folder) == (500 - 120 + 30) * MIB
+
+
+@pytest.mark.parametrize("limit", ["max", str(2**62)])
+def test_a_container_without_a_limit_changes_nothing(tmp_path: Path, limit: str) -> None:
+    assert free_bytes(CPU, group(tmp_path, limit, 120 * MIB, "inactive_file 0")) == 800 * MIB
+
+
+def test_a_cuda_device_has_what_is_free_and_what_pytorch_keeps_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90)
+    assert free_bytes(CUDA) == 300 + 250 - 90
+
+
+def test_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = HeadShape(2, 4, 2, 8, torch.float32, CPU)  # 2 x 2 layers x 2 heads x 8 numbers x 4 bytes
+    assert cache_tokens(1, shape) == MIB // 256
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000)
+    assert cache_tokens("auto", shape) == 2500 // 256
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    assert cache_tokens("auto", shape) == 1
+
+
+def test_a_rollout_has_what_is_free_when_it_begins(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_left_in_groups", lambda folder: [])
+    engine = Engine(make_model().decoder, EngineConfig())
+    first = engine.cache.bound_tokens
+    asked = [Request(Prompt(0, "", (1, 2)), 0, 0, 5, SamplingParams(max_new_tokens=3))]
+    list(engine.generate(asked))
+    host.available //= 4
+    list(engine.generate(asked))
+    assert engine.cache.bound_tokens == first // 4
