@@ -157,16 +157,19 @@ def _checkpoint_name(name: str, kind: Kind) -> str:
 
 
 def checkpoint_tensors(layer: EagleLayer) -> dict[str, Tensor]:
-    """Return the layer's tensors in host memory, by their published names."""
-    state, kind = layer.state_dict(), layer.options.kind
-    return {_checkpoint_name(name, kind): tensor.detach().contiguous().cpu() for name, tensor in state.items()}
+    """Return the layer's weights in host memory, by their published names."""
+    kind = layer.options.kind
+    return {
+        _checkpoint_name(name, kind): weight.detach().contiguous().cpu() for name, weight in layer.named_parameters()
+    }
 
 
 def save_drafter(layer: EagleLayer, folder: str | Path) -> None:
     """Write model.safetensors, with the published names, and config.json. Raises OSError or SafetensorError."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    save_file(checkpoint_tensors(layer), path / "model.safetensors", metadata={"format": "pt"})
+    vocabulary = {} if layer.vocabulary is None else {_VOCABULARY: layer.vocabulary.cpu()}
+    save_file(checkpoint_tensors(layer) | vocabulary, path / "model.safetensors", metadata={"format": "pt"})
     config = {"tlt_drafter": asdict(layer.options), "agreement": layer.agreement}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

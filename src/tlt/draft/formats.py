@@ -73,7 +73,6 @@ def _refuse(options: EagleOptions, to: Format) -> None:
 
 def _tensors(layer: EagleLayer, to: Format, words: Words | None) -> dict[str, Tensor]:
     found = checkpoint_tensors(layer)
-    found.pop("vocabulary", None)  # engines draft with the target's whole head
     if layer.options.kind == "eagle1":
         # SGLang would leave a missing bias as it was initialised, at random; vLLM's fc has none
         return found | ({"fc.bias": torch.zeros_like(found["fc.weight"][:, 0])} if to == "sglang" else {})
