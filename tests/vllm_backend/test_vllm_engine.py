@@ -24,6 +24,7 @@ from tlt.engine.engine import Engine
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
+from tlt.sampling import gumbel_noise
 from tlt.types import Request, Response
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError
@@ -174,6 +175,21 @@ def test_prompts_and_responses_may_be_a_few_tokens(started: Any, tmp_path: Path)
     target.load(moved, 2)
     with pytest.raises(ModelError, match="not one model at version 2: after 14 tokens"):
         check_parity(target, policy)
+
+
+@pytest.mark.parametrize("fault", ["no noise", "noise of another position"])
+def test_a_vllm_that_draws_other_tokens_is_refused(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    config = by_vllm(tiny_config(tmp_path))
+    target = open_target(config, config.model.path)
+    policy = Policy(config.model.path, torch.float64, torch.device("cpu"), config.train, config.rollout)
+    take_weights(target, policy, 1)
+    shift = 0.0 if fault == "no noise" else 1.0
+    other = lambda seeds, positions, size: shift * gumbel_noise(seeds, positions + 1, size)  # noqa: E731
+    monkeypatch.setattr("tlt.vllm.noise.gumbel_noise", other)
+    with pytest.raises(VllmError, match=r"does not draw tokens with tlt's noise \(\[\d+\] instead of \d+\)"):
+        take_weights(target, policy, 2)
 
 
 def test_requests_go_on_elsewhere_with_what_they_have(started: Any, tmp_path: Path) -> None:

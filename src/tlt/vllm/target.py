@@ -19,9 +19,12 @@ from tlt.draft.eagle import EagleLayer, checkpoint_tensors, load_drafter
 from tlt.draft.formats import method, write_drafter
 from tlt.files import read_json
 from tlt.models.families import DecoderOptions
+from tlt.sampling import gumbel_noise
 from tlt.vllm.noise import Draw
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment, speculative_arguments
-from tlt.vllm.versions import VllmError, require_vllm
+from tlt.vllm.versions import TESTED, VllmError, require_vllm, vllm_version
+
+_NEAR_TIE = 1e-3  # two noisy scores that rounding may swap
 
 
 class VllmTarget:
@@ -77,13 +80,23 @@ class VllmTarget:
         self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
 
     def text_logits(self, tokens: Tensor) -> Tensor:
-        """[1, V] logits, up to a constant, of the token behind this text [n]; vLLM has no requests under way."""
-        text = tokens.tolist()
+        """[1, V] logits, up to a constant, of the token behind this text [n]; vLLM has no requests under way. Raises
+        VllmError if the token that vLLM draws there is not the one under the shared noise."""
+        text, drawn = tokens.tolist(), list[int]()
         self.add(text, Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, show_law=True), most_tokens=1)
         while self.llm.has_unfinished_requests():
-            self.llm.step()
+            for output in self.llm.step():
+                drawn += output.outputs[0].token_ids
         self.llm.collective_rpc("tlt_forget")
-        return self.llm.collective_rpc("tlt_law")[0][None]
+        logits = self.llm.collective_rpc("tlt_law")[0][None]
+        noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), logits.shape[-1])
+        noisy = logits.to("cpu", torch.float32).log_softmax(-1) + noise
+        if len(drawn) != 1 or noisy.max() - noisy[0, drawn[0]] > _NEAR_TIE:
+            raise VllmError(
+                f"vLLM {vllm_version()} does not draw tokens with tlt's noise ({drawn} instead of "
+                f"{noisy.argmax().item()}): install vLLM {' or '.join(TESTED)}, or leave engine.backend = 'tlt'"
+            )
+        return logits
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
