@@ -326,4 +326,5 @@ def install(monkeypatch: Any) -> list[LLM]:
     monkeypatch.setattr("tlt.vllm.target._start", start)
     for module in ("target", "runner_v1"):
         monkeypatch.setattr(f"tlt.vllm.{module}.require_vllm", lambda: None)
+    monkeypatch.setattr("tlt.vllm.target.vllm_version", lambda: "0.32.0")
     return started
