@@ -73,11 +73,11 @@ verl: .venv-verl/.installed
 test-verl: verl
 	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
 
-# Runs the tests that must notice each mutant of tests/mutants/table.py. ARGS="-k word -j 2": some mutants, two at a time.
 # Which families of transformers are decoded token for token: all take half an hour; ARGS="gemma3_text mixtral" for some.
 families: all
 	OMP_NUM_THREADS=1 $(BIN)/python bench/families.py $(ARGS)
 
+# Runs the tests that must notice each mutant of tests/mutants/table.py. ARGS="-k word -j 2": some mutants, two at a time.
 mutants: all
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
 
