@@ -42,7 +42,7 @@ LAYERS = (
     ("cluster", "workers_view", "sample_view", "keys", "display", "record"),
     ("parts",),
     ("run",),
-    ("generate", "export", "export_check", "fidelity", "drafting", "bench", "integrations"),
+    ("generate", "estimate", "export", "export_check", "fidelity", "drafting", "bench", "integrations"),
     ("options", "cli", "__main__"),
 )
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}

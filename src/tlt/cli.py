@@ -1,4 +1,4 @@
-"""tlt train | config | generate | verify | draft | bench: parse and validate first, import torch after."""
+"""tlt train | estimate | config | generate | verify | draft | bench: parse and validate first, import torch after."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
+from tlt.estimate import add_estimate
 from tlt.options import Parser, joined
 from tlt.progress import shown
 from tlt.report.command import add_report
@@ -94,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help="sample responses to prompts"))
     add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
     _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))
+
+    add_estimate(commands.add_parser("estimate", help="measure a few steps of a recipe", epilog=_OVERRIDES))
 
     verify = commands.add_parser("verify", help="prove that speculation changes no token", epilog=_OVERRIDES)
     verify.add_argument("recipe", help=_RECIPE)
