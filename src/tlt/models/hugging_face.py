@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tlt.files import read_json, telling
@@ -64,6 +65,15 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     generation.to_json_file(folder / _GENERATION)
     config = for_both_generations(read_json(folder / "config.json")) | {"tie_word_embeddings": is_tied(model)}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def as_in_files(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a model's tensors with the names and shapes that they have in checkpoints.
+
+    transformers 5 has others for some families. It holds the experts of a layer in one tensor, for example."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return revert_weight_conversion(model, dict(weights))
 
 
 def is_tied(model: Any) -> bool:

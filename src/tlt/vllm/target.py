@@ -18,7 +18,8 @@ from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, load_drafter
 from tlt.draft.formats import method, write_drafter
 from tlt.files import read_json
-from tlt.models.families import DecoderOptions
+from tlt.models.families import DecoderOptions, read_config
+from tlt.models.hugging_face import as_in_files
 from tlt.sampling import gumbel_noise
 from tlt.vllm.noise import Draw
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment, speculative_arguments
@@ -47,7 +48,7 @@ class VllmTarget:
         self.longest = min(longest, options.max_positions)
         self.looks_ahead = speculation.drafter == "adaptive"
         self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
-        self._keys = itertools.count()
+        self._keys, self._config = itertools.count(), read_config(model.path)
         self._sleeps, self._asleep = sleeps and device.type == "cuda", False
         self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # of the learned drafter, where there is one
 
@@ -65,7 +66,7 @@ class VllmTarget:
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take all weights by their Hugging Face names. What was kept of prompts is forgotten."""
-        given = {name: tensor.detach() for name, tensor in weights.items()}
+        given = dict(as_in_files(self._config, {name: tensor.detach() for name, tensor in weights.items()}))
         if self.options.tied:  # files hold it once; on a CPU vLLM's head is a copy, which would stay the old one
             given.setdefault("lm_head.weight", given["model.embed_tokens.weight"])
         if self.parallel:  # they go to other processes
