@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import decoder_options
+from transformers import CONFIG_MAPPING
 
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options
 from tlt.draft.formats import Words, write_drafter
+from tlt.models.families import decoder_options as families_options
 
 TARGET = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
     "tie_word_embeddings": True,
     "dtype": "float32",
@@ -36,6 +39,34 @@ def written(tmp_path: Path, kind: Any, to: Any, head: bool = True) -> tuple[dict
     words = Words(torch.zeros(V, D), torch.ones(V, D))
     write_drafter(a_layer(kind), TARGET, tmp_path, to, words if head else None)
     return json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        {"rope_theta": 7e5},
+        {},
+    ],
+)
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_rope_with_a_target_of_another_family_is_the_one_it_was_trained_with(
+    tmp_path: Path, rope: dict[str, Any], to: Any
+) -> None:
+    """In a version of transformers that reads rope_parameters, and in one that reads rope_theta."""
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8, head_dim=E) if not rope else None
+    target = config.to_dict() if config else {"model_type": "granite", **rope}
+    write_drafter(a_layer("eagle3"), target, tmp_path, to)
+    found = json.loads((tmp_path / "config.json").read_text())
+    theta = {"rope_theta": rope.get("rope_theta")} if "rope_theta" in rope else rope.get("rope_parameters", {})
+    wanted = theta.get("rope_theta", 1e4)
+    assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": wanted}
+    assert found["rope_theta"] == wanted
+    assert "rope_scaling" not in found
+    if config:
+        options = families_options(config)
+        assert torch.equal(options.inv_freq, wanted ** -(torch.arange(0, E, 2, dtype=torch.float32) / E))
 
 
 def test_engines_draft_with_the_whole_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

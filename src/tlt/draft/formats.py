@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.draft.eagle import DrafterError, EagleLayer, EagleOptions, checkpoint_tensors
+from tlt.models.families import FAMILIES, base_of
 from tlt.models.generations import for_both_generations
 
 Format = Literal["vllm", "sglang", "speculators"]
@@ -111,7 +112,6 @@ def _config(options: EagleOptions, target: Mapping[str, Any], to: Format) -> dic
 def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of config.json for one Llama layer. `tie_word_embeddings` must not be the target's, because
     SGLang would use the embedding as the head."""
-    rope = {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
     return {
         "model_type": "llama",
         "hidden_size": options.hidden_size,
@@ -127,8 +127,16 @@ def _llama(options: EagleOptions, target: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **for_both_generations(rope),
+        **for_both_generations(_rope(target)),
     }
+
+
+def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding of the drafter's layer: that of a target of the fused decoder. With another target it
+    has no scaling, as in `families.decoder_options`."""
+    if target.get("model_type") in FAMILIES:
+        return {name: target[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if target.get(name)}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base_of(target.get("rope_parameters") or target)}}
 
 
 def _window(options: EagleOptions) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,12 @@ def _check_family(path: Path, kind: Any) -> None:
         )
 
 
+def base_of(rope: Mapping[str, Any]) -> float:
+    """Return the base of a learned drafter's rotary embedding for a target that the fused decoder does not know, from
+    the target's rope_parameters. Some of these have one for each type of layer."""
+    return rope.get("rope_theta", 1e4)
+
+
 def is_fused(config: PreTrainedConfig) -> bool:
     """Return whether the fused decoder knows the family."""
     return config.model_type in FAMILIES
@@ -184,7 +191,7 @@ def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
     """The fields that only the fused decoder's layers read describe the learned drafter's layer, as do the defaults of
     fields that a family does not have."""
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 1e4)
+    theta = base_of(getattr(c, "rope_parameters", None) or {})
     return DecoderOptions(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
