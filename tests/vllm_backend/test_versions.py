@@ -10,20 +10,20 @@ from tlt.vllm.versions import VllmError, is_tested, require_vllm
 
 def test_a_missing_one_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: None)
-    with pytest.raises(VllmError, match=r"needs vLLM 0\.32: pip install 'tlt-rl\[vllm\]'"):
+    with pytest.raises(VllmError, match=r"needs vLLM 0\.31 or 0\.32: pip install 'tlt-rl\[vllm\]'"):
         require_vllm()
 
 
-@pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.320.1", "1.0", "unknown"])
+@pytest.mark.parametrize("found", ["0.30.0", "0.33.0", "0.320.1", "1.0", "unknown"])
 def test_another_version_is_logged(
     found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(versions, "vllm_version", lambda: found)
     require_vllm()
-    assert f"vLLM {found} was not tested with tlt, only 0.32 was" in caplog.text
+    assert f"vLLM {found} was not tested with tlt, only 0.31 or 0.32 was" in caplog.text
 
 
-@pytest.mark.parametrize("found", ["0.32", "0.32.0", "0.32.1+cpu"])
+@pytest.mark.parametrize("found", ["0.31.0", "0.32", "0.32.0", "0.32.1+cpu"])
 def test_tested_ones_pass(found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert is_tested(found)
     monkeypatch.setattr(versions, "vllm_version", lambda: found)

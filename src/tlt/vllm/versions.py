@@ -10,7 +10,7 @@ from tlt_rl import install_hint
 
 log = logging.getLogger(__name__)
 
-TESTED = ("0.32",)
+TESTED = ("0.31", "0.32")
 
 
 class VllmError(ValueError):
