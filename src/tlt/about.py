@@ -15,10 +15,9 @@ VLLM_STARTS = "vLLM starts, which takes a minute or two"
 
 def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
     tasks = ", ".join(dict.fromkeys(task.name for task in config.data.tasks))
-    rewards = " + ".join(term.name for term in config.reward.all_terms)
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     source = config.data.hub or config.data.path or tasks
-    return f"{len(prompts):,} prompts of {source}; {responses:,} responses a step; reward {rewards}"
+    return f"{len(prompts):,} prompts of {source}; {responses:,} responses a step; reward {config.reward.named}"
 
 
 def about_model(config: Config) -> str:

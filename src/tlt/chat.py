@@ -105,6 +105,18 @@ class ChatTemplate:
             self._tried.add(shape)
         return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
 
+    def around_reply(self) -> tuple[str, str]:
+        """Return the texts that the template writes before and after a user's message that follows an answer of the
+        model. Raises DataError if it writes no such message."""
+        turns = [("user", _mark(0)), ("assistant", _mark(1)), ("user", _mark(2))]
+        text = self._apply([{"role": role, "content": content} for role, content in turns])
+        before, found, after = text.rpartition(_mark(1))[2].partition(_mark(2))
+        if _mark(1) not in text or not found:
+            raise DataError(
+                "the tokenizer's chat template does not write a user's message behind an answer: take another"
+            )
+        return before, after
+
     def _joined(self, turn: dict[str, Any]) -> dict[str, Any]:
         texts = turn.get("content")
         if not isinstance(texts, list):

@@ -120,6 +120,24 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
     return encode
 
 
+def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
+    """Return a function of a text and the token before it, which returns the tokens of a reply to the model.
+
+    With a chat template, the reply is a user's message. Without a token before it, it is plain text. A special token's
+    name in it is text. Raises DataError."""
+    before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
+    begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
+
+    def encode(text: str, last: int | None) -> list[int]:
+        content = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if last is None:
+            return content
+        own = begins[:1] == [last]  # the end token, which the model wrote itself
+        return [*begins[own:], *content, *ends]
+
+    return encode
+
+
 def _refuse_end_token(tokenizer: Any) -> None:
     """Raise DataError if the tokenizer ends every text with the end token: the response would begin behind it."""
     if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:

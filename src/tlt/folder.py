@@ -21,6 +21,7 @@ FILES = {
     "metrics.jsonl": _STEP,
     "completions.jsonl": _STEP,
     "completions.old.jsonl": _STEP,
+    "replies.jsonl": _STEP,
     "summary.json": b'{\n  "steps": ',
     "trackers.json": b"{\n  ",
     "trace.json": b'{"traceEvents": [',

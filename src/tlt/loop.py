@@ -28,6 +28,7 @@ from tlt.measure import measure
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.alike import warn_if_alike
+from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rewards.unrewarded import Unrewarded
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
@@ -134,6 +135,7 @@ class Parts:
     tracer: MeteredTracer = field(default_factory=MeteredTracer)
     """of the driver's own phases"""
     unrewarded: Unrewarded = field(default_factory=Unrewarded)
+    turns: Turns = field(default_factory=SingleTurn)
 
 
 @dataclass

@@ -17,7 +17,7 @@ def model_card(config: Config, steps: int) -> str:
     parent = f"\nbase_model: {repository}" if repository else ""
     facts = {
         "prompts": config.data.hub or config.data.path or ", ".join(task.name for task in config.data.tasks),
-        "reward": ", ".join(term.name for term in config.reward.all_terms),
+        "reward": config.reward.named,
         "a step": f"{rollout.prompts_per_step} prompts, {rollout.group_size} responses each",
         "responses": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",
         "algorithm": f"advantage {train.advantage}, loss {train.loss}, learning rate {train.learning_rate:g}",

@@ -17,12 +17,14 @@ from tlt.build import (
 )
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
-from tlt.data import encoder, load_prompts, make_cursor
+from tlt.data import encoder, load_prompts, make_cursor, reply_encoder
 from tlt.draft.spot_worker import SpotWorker
 from tlt.energy import Meter, MeteredTracer
+from tlt.engine.spelling import Detokenizer
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
-from tlt.rewards import make_reward, refuse_special_tokens
+from tlt.rewards import make_reward, make_turns, refuse_special_tokens
+from tlt.rewards.turns import Turns
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
@@ -55,17 +57,18 @@ def make_parts(
     note(about_prompts(config, prompts))
     refuse_special_tokens(config, tokenizer)
     reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
+    turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), Path(config.run.folder))
     refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
     with working("start the policy and its workers"):
-        rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder)
+        rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder, turns)
     tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
-    return Parts(prompts, cursor, rollout, reward, policy, sampling, tracer=tracer), policy
+    return Parts(prompts, cursor, rollout, reward, policy, sampling, tracer=tracer, turns=turns), policy
 
 
-def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
+def _one_worker(config: Config, folder: str | Path, turns: Turns) -> tuple[Rollout, Lasting]:
     target = open_target(config, weights_folder(config, folder), trains=True)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
@@ -74,11 +77,11 @@ def _one_worker(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
     engine = open_engine(config, target, layer, worker.harvest if layer else None)
     take_weights(target, policy, version=0)
     training = OwnTraining(worker, config, target.options, layer)
-    return LocalRollout(engine, training, steps_ahead(config.speculation)), policy
+    return LocalRollout(engine, training, steps_ahead(config.speculation), turns), policy
 
 
-def _many_workers(config: Config, folder: str | Path) -> tuple[Rollout, Lasting]:
+def _many_workers(config: Config, folder: str | Path, turns: Turns) -> tuple[Rollout, Lasting]:
     from tlt.cluster.remote import join
     from tlt.cluster.workers import RayPool  # Ray is an extra
 
-    return join(RayPool(config, folder), config)
+    return join(RayPool(config, folder), config, turns)

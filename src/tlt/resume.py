@@ -91,7 +91,8 @@ def _differences(state: Mapping[str, Any], config: Config, contents: Contents) -
     user's is what its file holds as well."""
     old: dict[str, Any] = dict(_fields(renamed(state["config"])))
     new: dict[str, Any] = dict(_fields(config.model_dump(mode="json")))
-    functions = "reward.terms" if config.reward.terms else "reward.name"
+    reward = config.reward
+    functions = f"reward.{'environment' if reward.environment else 'terms' if reward.terms else 'name'}"
     for key in sorted(old.keys() | new.keys()):
         values: tuple[Any, Any] = (old.get(key), new.get(key))
         if key == "model.path":

@@ -115,6 +115,8 @@ def train(
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
+                if resume:
+                    run.parts.turns.take_up()
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
                 stop.acknowledge = run.display.stopping
@@ -171,6 +173,7 @@ def _prepare(
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
     ending.callback(parts.reward.close)
+    ending.callback(parts.turns.close)
     encode = encoder(tokenizer, config.data)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
     refuse_misfits(config, held_out, held_out=True)
@@ -277,6 +280,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
                 _save(run)
             record.close()
             raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
+    run.parts.turns.step = config.train.steps
     with run.parts.tracer.span("eval"):
         evaluation = _evaluate(run, config.train.steps)
     _trace(run)
@@ -287,6 +291,7 @@ def _steps(run: Run) -> Iterator[StepResult]:
     """From the first to the configured last one, each with the evaluation that is due before it."""
     config = run.config
     for step in range(run.standing.done, config.train.steps):
+        run.parts.turns.step = step
         seconds: dict[str, float] = {}
         evaluation: dict[str, float] = {}
         if config.eval.every and step % config.eval.every == 0:
@@ -366,6 +371,7 @@ def _save(run: Run) -> None:
     run.folder.forget_before()
     if run.journal:
         run.journal.clear()
+    parts.turns.saved()
 
 
 def _rescue(run: Run) -> str:

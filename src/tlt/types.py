@@ -103,6 +103,14 @@ class Passes:
             self.seen_ahead += accepted
 
 
+class Reply(NamedTuple):
+    """Tokens [start, end) of a response that its environment wrote."""
+
+    start: int
+    end: int
+    text: str
+
+
 @dataclass
 class Row:
     """A request and its tokens so far. The cache holds all of them but the last: that one is the root of the next
@@ -122,6 +130,13 @@ class Row:
     """how it came to these tokens"""
     proposed: str = ""
     """One letter a token: the source of the draft that it was accepted from. See `engine.state.source_of`."""
+    replies: list[Reply] = field(default_factory=list)
+    """What the environment of an episode has replied so far"""
+
+    @property
+    def turn(self) -> int:
+        """Position of the first token of the present turn."""
+        return self.replies[-1].end if self.replies else 0
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -152,7 +167,7 @@ class Response:
     full_logprobs: list[float]
     """under softmax(logits / temperature) over the whole vocabulary: comparable with the trainer's"""
     finish_reason: str
-    """`stop` or `length`"""
+    """`stop` or `length`; of an episode also `turns` or `reply`, see `tlt.rewards.episodes`"""
     text: str = ""
     """the prompt's prefill and what was decoded"""
     reward: float | None = None
@@ -171,6 +186,26 @@ class Response:
     """the trainer's, of the policy that decoded it, where it is kept for the next step"""
     answer: str = ""
     """what the rewards take for the answer in `text`"""
+    replies: list[Reply] = field(default_factory=list)
+    """What the environment of an episode replied; these tokens have log-probs of 0 and are not trained on"""
+
+    @property
+    def turn(self) -> int:
+        """Position of the first token of the last turn."""
+        return self.replies[-1].end if self.replies else 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the model sampled."""
+        return sum(self.mask)
+
+    @property
+    def mask(self) -> list[bool]:
+        """For each token, whether the model sampled it."""
+        mask = [True] * len(self.token_ids)
+        for start, end, _ in self.replies:
+            mask[start:end] = [False] * (end - start)
+        return mask
 
 
 @dataclass
@@ -245,10 +280,21 @@ class TrainBatch:
     """of the responses that were decoded a step before: those of the policy that did it"""
     masked: set[int] = field(default_factory=set)
     """responses that are compared with the others of their group, and no token of which is trained on"""
+    masks: dict[int, list[bool]] = field(default_factory=dict)
+    """Of responses with replies of an environment: for each token, whether the model sampled it. Log-probs are of these
+    tokens alone"""
 
     def lengths(self, members: Sequence[int]) -> list[int]:
         """Tokens of these sequences, their prompts among them."""
         return [len(self.prompt_ids[i]) + len(self.response_ids[i]) for i in members]
+
+    def num_sampled(self, i: int) -> int:
+        """Number of tokens of a response that the model sampled."""
+        return sum(self.mask(i))
+
+    def mask(self, i: int) -> list[bool]:
+        """For each token of a response, whether the model sampled it."""
+        return self.masks.get(i, [True] * len(self.response_ids[i]))
 
 
 class WorkerNow(NamedTuple):

@@ -23,6 +23,7 @@ from tlt.cluster.worker import Slice, Work
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.models.families import decoder_options, read_config
+from tlt.rewards.turns import SingleTurn, Turns
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
@@ -30,12 +31,13 @@ _ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
 _AHEAD = 2  # slices that a worker decodes ahead before it gets a new list of requests
 _LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
 _HANGS = 30.0  # timeout in seconds for the end of idle work; a worker that exceeds it is replaced
+_REPLY = 0.02  # seconds between two looks for replies of environments
 _ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
 class Coordinator:
-    def __init__(self, crew: Crew, config: Config) -> None:
-        self.crew, self.config = crew, config
+    def __init__(self, crew: Crew, config: Config, turns: Turns | None = None) -> None:
+        self.crew, self.config, self.turns = crew, config, turns or SingleTurn()
         self.slots = config.engine.max_rows
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
@@ -81,8 +83,9 @@ class Coordinator:
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
         self._begin(len(requests))
-        self.ahead.begin(requests, coming if self.looks_ahead else ())
-        self.queue = self.ahead.deal([Row(request) for request in requests], len(self.crew.present))
+        rows = self.turns.begin(requests)
+        self.ahead.begin(requests, coming if self.looks_ahead and not self.turns.opens else ())
+        self.queue = self.ahead.deal(rows, len(self.crew.present))
         responses = self._decode(on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
@@ -105,7 +108,7 @@ class Coordinator:
         try:
             self._enter(COMPARE)
             self._begin(len(requests))
-            self.queue = deque(by_prompt([Row(request) for request in requests]))
+            self.queue = deque(by_prompt(self.turns.begin(requests)))
             return self._decode(on_response)
         finally:
             self._plain = False
@@ -135,15 +138,27 @@ class Coordinator:
             for index in self.crew.free():
                 self._next(index)
             self.now = self._look()
-            for done in self.crew.done():
+            ended: list[Response] = []
+            for done in self._next_done():
                 if done.lost:
                     self._reclaim(done.worker)
                 elif done.method == "decode":
-                    for response in self._took(done.worker, done.result):
-                        responses.append(response)
-                        on_response(response)
+                    ended += self._took(done.worker, done.result)
                 self._heard(done)
+            finished, rows = self.turns.take(ended, 0.0 if self.crew.calls else _REPLY)
+            if rows:
+                self._requeue(rows)
+            self.missing -= len(finished)
+            for response in finished:
+                responses.append(response)
+                on_response(response)
         return responses
+
+    def _next_done(self) -> list[Done]:
+        """Return the calls that returned. If replies are awaited, there may be none."""
+        if not self.turns.awaits:
+            return self.crew.done()
+        return self.crew.done(_REPLY) if self.crew.calls else []
 
     def hear(self) -> None:
         """Handle the calls that returned while another call was waited for."""
@@ -246,7 +261,6 @@ class Coordinator:
         for response in done.responses:
             del share.rows[response.request.seed]
             self.forecast.lengths.append(len(response.token_ids))
-        self.missing -= len(done.responses)
         if not share.asked:  # so this slice has answered the request to move rows, if there was one
             for row in done.released:
                 del share.rows[row.request.seed]
@@ -297,7 +311,7 @@ class Coordinator:
         stats.agreement = {n: fmean(one.agreement[n] for one in found if n in one.agreement) for n in sorted(names)}
         stats.alarms = {name: now for one in found for name, now in one.alarms.items()}
         stats.spot = self.training.report()
-        stats.tokens = sum(len(response.token_ids) for response in responses)
+        stats.tokens = sum(response.num_sampled for response in responses)
         for name in vars(Passes()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
         stats.drafter_tokens = self.training.take_tokens()

@@ -97,10 +97,15 @@ class Crew:
         """Return the methods of the worker's calls that have not returned, in order of submission."""
         return [method for i, method in self._calls.values() if i == index]
 
-    def done(self) -> list[Done]:
-        """Return calls that have returned, at least one. Raises what a method raised, and ClusterError if no sound
-        worker is left."""
-        return self.kept() or self._collect()
+    def done(self, timeout: float = math.inf) -> list[Done]:
+        """Return calls that have returned: at least one, unless the timeout in seconds is over. Raises what a method
+        raised, and ClusterError if no sound worker is left."""
+        return self.kept() or self._collect(timeout)
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that have not returned."""
+        return len(self._calls)
 
     def kept(self) -> list[Done]:
         """Return the calls that returned while other calls were waited for."""

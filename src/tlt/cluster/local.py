@@ -18,12 +18,13 @@ from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
 from tlt.models.families import DecoderOptions
+from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
-from tlt.types import Request, Response, RolloutStats, WorkerNow
+from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
 
-_SLICE = 0.5  # seconds of one training call
+_SLICE = 0.5  # seconds of one training call, or of one wait for replies
 
 
 class OneWorker:
@@ -67,10 +68,17 @@ class OwnTraining(DrafterTraining):
 
 
 class LocalRollout:
-    def __init__(self, engine: RolloutEngine, training: OwnTraining | None = None, look_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        training: OwnTraining | None = None,
+        look_ahead: int = 0,
+        turns: Turns | None = None,
+    ) -> None:
         """`look_ahead`: number of coming steps whose requests are decoded in rounds of the long tail, if more rows cost
         little time there."""
         self.engine, self.training, self.look_ahead = engine, training, look_ahead
+        self.turns = turns or SingleTurn()
         self.plain = engine.plain_beside()
         self.tracer = engine.tracer or Tracer()
         self.tracer.enter(IDLE)
@@ -89,25 +97,37 @@ class LocalRollout:
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
     ) -> tuple[list[Response], RolloutStats]:
-        responses = []
         self.tracer.enter(ROLLOUT)
-        self.engine.start(requests)
-        if self.engine.tuner.free_rows(1) > 1:
+        self.engine.start(())
+        rows = self.turns.begin(requests)
+        if self.engine.tuner.free_rows(1) > 1 and not self.turns.opens:
             steps = islice(coming, self.look_ahead)
             left = [r for step in steps for r in step if not self.engine.store.has_ended(r)]
             self.engine.look_ahead(in_order(left, self.engine.store))
-        while self.engine.busy:
-            finished = self.engine.round()
-            self._live = tuple(len(row.tokens) for row in self.engine.rows if not row.ahead)
-            for response in finished:
-                responses.append(response)
-                on_response(response)
+        responses = self._decode(self.engine, rows, on_response)
         self.engine.look_ahead(())
         if self.training and self.training.is_on:
             self._train_longer(self.training)
         self.engine.store.forget(request.seed for request in requests)
         self.tracer.enter(IDLE)
         return responses, self.engine.stats
+
+    def _decode(
+        self, engine: RolloutEngine, rows: Sequence[Row], on_response: Callable[[Response], None]
+    ) -> list[Response]:
+        """Decode these rows, turn after turn. While only replies are awaited, decode ahead."""
+        responses = []
+        engine.submit((), rows)
+        while engine.busy or self.turns.awaits:
+            decodes = engine.busy or engine.looks_ahead
+            ended = engine.round() if decodes else []
+            self._live = tuple(len(row.tokens) for row in engine.rows if not row.ahead)
+            finished, rows = self.turns.take(ended, 0.0 if decodes else _SLICE)
+            engine.submit((), rows)
+            for response in finished:
+                responses.append(response)
+                on_response(response)
+        return responses
 
     def _train_longer(self, training: OwnTraining) -> None:
         """Train the drafter for the share `speculation.training.extra` of the rollout's time. Add the results to the
@@ -125,10 +145,8 @@ class LocalRollout:
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         self.tracer.enter(COMPARE)
         self.engine.release()
-        responses = []
-        for response in self.plain.generate(requests):
-            responses.append(response)
-            on_response(response)
+        self.plain.start(())
+        responses = self._decode(self.plain, self.turns.begin(requests), on_response)
         self.plain.release()
         self.tracer.enter(IDLE)
         return responses

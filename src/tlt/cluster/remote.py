@@ -14,6 +14,7 @@ from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
+from tlt.rewards.turns import Turns
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
@@ -114,13 +115,13 @@ class ClusterPolicy:
         return digests[0]
 
 
-def join(pool: Pool, config: Config) -> tuple[ClusterRollout, ClusterPolicy]:
+def join(pool: Pool, config: Config, turns: Turns | None = None) -> tuple[ClusterRollout, ClusterPolicy]:
     """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. Raises
     ClusterError."""
     try:
         cluster = config.cluster
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
-        coordinator = Coordinator(crew, config)
+        coordinator = Coordinator(crew, config, turns)
         policy = ClusterPolicy(coordinator)
         policy.sha256()  # waits until all have started, because a rendezvous has a short timeout
         if config.train.shard:

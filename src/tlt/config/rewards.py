@@ -52,12 +52,18 @@ class RewardTerm(Section):
 class RewardConfig(RewardTerm):
     terms: list[RewardTerm] = []
     """Several reward terms that are summed. Give either these or `name`."""
+    environment: str | None = Field(default=None, pattern=r"^\w[\w.]*:\w+$")
+    """Environment of episodes with several turns, your own `module:Class`. It replies to the model's turns and gives
+    the reward, so that no `name` or `terms` are needed (docs/environments.md)."""
+    turns: int | None = Field(default=None, gt=0)
+    """Largest number of turns of the model in an episode (default: as many as rollout.max_new_tokens allows)."""
     answer_marker: str = ""
     """The answer is the text after the last occurrence of this in a response (default: the whole response)."""
     answer_end: str = ""
     """The answer ends before the next occurrence of this, such as `</answer>` (default: the end of the response)."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
-    """Timeout of a reward in seconds. A response whose reward takes longer has no reward."""
+    """Timeout in seconds of a reward, or of a reply of the environment. A response whose reward takes longer has no
+    reward."""
     workers: int | None = Field(default=None, gt=0)
     """Number of processes that compute rewards at once (default: half the number of cores). Processes that only wait,
     for example for a network, are not counted."""
@@ -72,8 +78,18 @@ class RewardConfig(RewardTerm):
     def _one_or_several(self) -> RewardConfig:
         if self.terms and self.name != "reasoning_gym":
             raise ValueError("give either reward.name or [[reward.terms]], each with a name and a weight")
+        if self.environment and (self.terms or self.name != "reasoning_gym"):
+            raise ValueError("reward.environment gives the reward: leave out reward.name and [[reward.terms]]")
+        if self.turns and not self.environment:
+            raise ValueError("reward.turns goes with reward.environment: leave it out")
         return self
 
     @property
     def all_terms(self) -> list[RewardTerm]:
-        return self.terms or [self]
+        """The terms that are summed; none if an environment gives the reward."""
+        return [] if self.environment else self.terms or [self]
+
+    @property
+    def named(self) -> str:
+        """Where rewards come from."""
+        return self.environment or " + ".join(term.name for term in self.all_terms)

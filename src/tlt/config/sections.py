@@ -347,6 +347,8 @@ class Config(Section):
 
 
 def _for_vllm(config: Config) -> None:
+    if config.reward.environment:
+        raise ValueError("engine.backend = 'vllm' has no episodes (reward.environment): set it to 'tlt'")
     if config.model.dtype == "float64":
         raise ValueError("engine.backend = 'vllm' has no float64: set model.dtype = 'float32' or 'bfloat16'")
     if ":" in config.model.device:

@@ -356,8 +356,9 @@ class Engine(Generates):
         return [self._response(row, reason) for row, reason in left if not self._was_ahead(row)]
 
     def _response(self, row: Row, reason: str) -> Response:
-        known = {"text": text_of(row, self.detokenize), "decoded": row.decoded, "proposed": row.proposed}
-        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, **known)
+        known = {"decoded": row.decoded, "proposed": row.proposed, "replies": row.replies}
+        text = text_of(row, self.detokenize)
+        return Response(row.request, row.tokens, row.logprobs, row.full_logprobs, reason, text, **known)
 
     def _was_ahead(self, row: Row) -> bool:
         """Store a finished row of a coming step. Return whether the row is one."""

@@ -39,11 +39,12 @@ class Stops:
 
     def _ends_in_stop_string(self, row: Row) -> bool:
         """Return whether the last token completes a stop string. Special tokens count as their names, so `<|im_end|>`
-        can be a stop string. A stop string does not extend over a special token that it does not name."""
+        can be a stop string. A stop string does not extend over a special token that it does not name, or over the
+        beginning of a turn."""
         assert self.detokenize is not None, "stop strings need a tokenizer"
         stops, longest = _as_bytes(row.request.sampling.stop_strings)
         # a token spells at least one byte, so this tail holds the whole of a stop string that the last token completes
-        tail = b"".join(map(self.detokenize.spell, row.tokens[-longest:]))
+        tail = b"".join(map(self.detokenize.spell, row.tokens[row.turn :][-longest:]))
         return any(stop in tail for stop in stops)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,17 @@ from typing import Any, Protocol
 from tlt.config import Config
 from tlt.config.registry import REWARDS
 from tlt.rewards.answers import Answer, RewardError, extract_answer
+from tlt.rewards.environments import open_environments
+from tlt.rewards.episodes import Episodes
 from tlt.rewards.golds import is_blank, right_answers
-from tlt.rewards.isolated import IsolatedScore, Verdict, score
+from tlt.rewards.isolated import IsolatedScore, score
 from tlt.rewards.mathematics import is_mathematics
 from tlt.rewards.pool import ScorePool
+from tlt.rewards.replies import NAME, ReplyRecord
 from tlt.rewards.scores import Term, make_terms, sources_sha256
+from tlt.rewards.turns import SingleTurn, Turns
+from tlt.rewards.unrewarded import FaultLog
+from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Response
 
 __all__ = ["Reward", "RewardError", "make_reward", "refuse_special_tokens", "refuse_unanswered", "sources_sha256"]
@@ -40,17 +46,37 @@ class Reward(Protocol):
         ...
 
 
-def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Scored:
+def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Reward:
     """By the recipe's reward section, for these prompts; what it prints goes to the file `log`. Raises RewardError."""
     reward = config.reward
+    if reward.environment:
+        return Earned()
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
     warn_of_marker(config, prompts)
     if all(name in REWARDS and REWARDS[name].quick for name in names):  # no process of their own
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
-    computing = reward.workers or max(1, (os.cpu_count() or 1) // 2)
     start = partial(IsolatedScore, config, log, columns_of(prompts))
-    return Scored(ScorePool(start, computing), reward.answer_marker, reward.answer_end)
+    return Scored(_pool(config, start), reward.answer_marker, reward.answer_end)
+
+
+def make_turns(
+    config: Config,
+    encode: Callable[[str, int | None], Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    folder: Path,
+) -> Turns:
+    """Return the turns of responses by the recipe's environment, if it has one. `encode` and `decode` are those of
+    `Episodes`. What environments print and reply goes to files in the run's `folder`. Raises RewardError."""
+    if not config.reward.environment:
+        return SingleTurn()
+    start = partial(IsolatedScore, config, folder / "reward.log", (), open_environments)
+    record = ReplyRecord(folder / NAME if config.run.save_every else None)
+    return Episodes(_pool(config, start), encode, decode, config.reward.turns, record)
+
+
+def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:
+    return ScorePool(start, config.reward.workers or max(1, (os.cpu_count() or 1) // 2))
 
 
 def columns_of(prompts: Sequence[Prompt]) -> list[str]:
@@ -111,6 +137,16 @@ def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
                 _log.warning(said, pattern, token)
 
 
+class Earned:
+    """Rewards of episodes, which their environments gave turn by turn."""
+
+    def submit(self, response: Response) -> None: ...
+
+    def __call__(self, responses: Sequence[Response]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Scorer(Protocol):
     """Who says what an answer is worth."""
 
@@ -145,7 +181,7 @@ class Scored:
 
     def __init__(self, scorer: Scorer, marker: str, end: str = "") -> None:
         self.scorer, self.marker, self.end = scorer, marker, end
-        self._told: set[str] = set()
+        self._faults = FaultLog()
         self._begun: dict[int, tuple[Response, Future[Verdict]]] = {}  # by id
 
     def submit(self, response: Response) -> None:
@@ -169,10 +205,6 @@ class Scored:
         return Answer(response.text, answer, len(ids), ids, response.finish_reason)
 
     def _set(self, response: Response, verdict: Verdict) -> None:
-        response.reward, response.outcome, detail, scores = verdict
+        response.reward, response.outcome, detail, scores, _ = verdict
         response.scores, response.answer = dict(scores), self._answer(response).answer
-        if response.outcome and response.outcome not in self._told:
-            self._told.add(response.outcome)
-            which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
-            said = f"{' '.join(detail.split())[:200]}; {which}"
-            _log.warning("a response has no reward (%s: %s); more of these are counted only", response.outcome, said)
+        self._faults.log(response, detail)

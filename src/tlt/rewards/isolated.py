@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import multiprocessing
 import os
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.output import Output
 from tlt.rewards.processes import descendants, memory, processor_seconds
 from tlt.rewards.scores import Term, make_terms
+from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
 START_SECONDS = 120.0  # to import the user's module
 _GRACE_SECONDS = 1.0
-_LARGEST = 3.4e38  # of float32: with what is beyond, means and deviations overflow
 _LOOK_SECONDS = 1.0  # between two looks at its memory
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
-
-
-class Verdict(NamedTuple):
-    reward: float | None
-    outcome: str = ""
-    """why there is no reward: timeout, error, not a number, does not apply, crash"""
-    detail: str = ""
-    """for a person: what was raised or returned"""
-    scores: Mapping[str, float] = {}
-    """of each term, before its weight; none where there is no reward"""
-
-
-DIED = Verdict(None, "crash", "its process ended")
 
 
 def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
@@ -64,7 +51,7 @@ def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
     for term, value in zip(terms, values, strict=True):
         if value is None:
             continue
-        score, fault = _number(value)
+        score, fault = number(value)
         if fault and term.if_fails == "response":
             return fault
         if fault:
@@ -74,50 +61,40 @@ def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
         reward += term.weight * score
     if not scores:
         return failed or Verdict(None, "does not apply", "each term gave None")
-    if not abs(reward) <= _LARGEST:
+    if not abs(reward) <= LARGEST:
         return Verdict(None, "not a number", f"the sum of its terms is {reward}")
     return Verdict(reward, scores=scores)
 
 
-def _number(value: Any) -> tuple[float, Verdict | None]:
-    if isinstance(value, TimeoutError):
-        return math.nan, Verdict(None, "timeout", _text(str, value))
-    if isinstance(value, Exception):
-        return math.nan, Verdict(None, "error", f"{type(value).__name__}: {_text(str, value)}")
-    try:
-        score = float(value)
-    except Exception:  # of a user's own class it may raise anything
-        score = math.nan
-    if abs(score) <= _LARGEST:
-        return score, None
-    beyond = ", which float32 cannot hold" if math.isfinite(score) else ""
-    return score, Verdict(None, "not a number", f"it gave {_text(repr, value)[:200]}{beyond}")
+Answering = Callable[[Sequence[tuple[Prompt, Any]]], list[Verdict]]
+Open = Callable[[Config, Collection[str]], tuple[Answering, bool]]
+"""called in the process: returns what answers there, and whether it is asked about several at once"""
 
 
-def _text(form: Callable[[object], str], thing: object) -> str:
-    """Of a user's own class that may raise anything too."""
-    try:
-        return form(thing)
-    except Exception:
-        return f"a {type(thing).__name__} that cannot be printed"
+def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
+    """Return the rewards of the recipe. Raises RewardError."""
+    terms = make_terms(config, columns)
+    return partial(score_all, terms), all(term.many for term in terms)
 
 
 class IsolatedScore:
-    """`make_terms(config)` in a process of its own, kept between calls, killed and replaced where it does not answer.
+    """Code of others in a process of its own, kept between calls, killed and replaced where it does not answer.
 
     Spawned, never forked: torch's threads do not survive a fork. Raises RewardError if the process cannot start.
     """
 
-    def __init__(self, config: Config, log: Path | None = None, columns: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: Config, log: Path | None = None, columns: Collection[str] = (), opens: Open = open_terms
+    ) -> None:
         """What it prints goes to the file `log`. `columns` are those of the data."""
-        self.config, self.log, self.columns = config, log, columns
+        self.config, self.log, self.columns, self.opens = config, log, columns, opens
         self.at_once = 1
         """responses that it takes together"""
         self._look_at = 0.0
         self._process: BaseProcess | None = None
         self._start()
 
-    def score_all(self, asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
+    def score_all(self, asked: Sequence[tuple[Prompt, Any]]) -> list[Verdict]:
         """None, of several, where the process did not come back."""
         if self._process is None:
             self._start()
@@ -161,7 +138,7 @@ class IsolatedScore:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self.config, self.log, self.columns))
+        process = context.Process(target=_serve, args=(theirs, self.config, self.log, self.columns, self.opens))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_US)  # until it can ignore them itself
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -179,8 +156,8 @@ class IsolatedScore:
         self._starting_seconds = processor_seconds(process.pid)
         if fault:
             self.close()
-            names = ", ".join(term.name for term in self.config.reward.all_terms)
-            raise RewardError(fault if "reward.name" in fault else f"reward {names} cannot start: {fault}")
+            told = "reward.name" in fault or "reward.environment" in fault
+            raise RewardError(fault if told else f"reward {self.config.reward.named} cannot start: {fault}")
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:
@@ -196,33 +173,33 @@ def _end(process: BaseProcess, connection: Connection) -> None:
     process.join()
 
 
-def _serve(connection: Connection, config: Config, log: Path | None, columns: Collection[str]) -> None:
+def _serve(connection: Connection, config: Config, log: Path | None, columns: Collection[str], opens: Open) -> None:
     os.setsid()
     _adopt_orphans()
-    for number in _NOT_FOR_US:
-        signal.signal(number, signal.SIG_IGN)
+    for each in _NOT_FOR_US:
+        signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_US)
     threading.Thread(target=_die_with_the_run, daemon=True).start()
     if limit := config.reward.memory_mb * 2**20:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     output = Output() if log else None
     try:
-        terms = make_terms(config, columns)
+        answers, many = opens(config, columns)
     except BaseException as error:
         if output:
             output.onto_the_screen()
         connection.send((str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", False))
         return
-    connection.send(("", all(term.many for term in terms)))
-    for number, asked in enumerate(_received(connection)):
-        if log and output and number == 0:
+    connection.send(("", many))
+    for count, asked in enumerate(_received(connection)):
+        if log and output and count == 0:
             output.into(log)
         if output:
             output.bound()
-        connection.send([tuple(verdict) for verdict in score_all(terms, asked)])
+        connection.send([tuple(verdict) for verdict in answers(asked)])
 
 
-def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Answer]]]:
+def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:
     while True:
         try:
             yield connection.recv()

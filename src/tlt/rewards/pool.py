@@ -6,11 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
 
-from tlt.rewards.answers import Answer
-from tlt.rewards.isolated import DIED, IsolatedScore, Verdict
+from tlt.rewards.isolated import IsolatedScore
+from tlt.rewards.verdicts import DIED, Verdict
 from tlt.types import Prompt
 
 _MOST = 64  # processes in all
@@ -19,8 +19,11 @@ _LOOK_SECONDS = 0.1  # between two looks at whether there are enough
 
 class Waiting(NamedTuple):
     prompt: Prompt
-    answer: Answer
+    asked: Any
+    """an answer, or a turn of an episode"""
     verdict: Future[Verdict]
+    key: int | None = None
+    """what one key stands for is asked about in one process"""
     alone: bool = False
     """it was given to a process together with others, and none of them came back"""
     again: bool = False
@@ -38,6 +41,7 @@ class ScorePool:
         self._queue: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._servers: list[_Server] = []
+        self._homes: dict[int, _Server] = {}  # by key
         self._starting, self._closed = 0, False
         self._broken: BaseException | None = None
         began = time.monotonic()
@@ -45,23 +49,35 @@ class ScorePool:
         self._start_seconds = time.monotonic() - began
         self._serve(first)
 
-    def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]:
+    def submit(self, prompt: Prompt, asked: Any, key: int | None = None) -> Future[Verdict]:
+        """Queue a question. Those with one `key` go to one process, as long as it lives."""
         verdict: Future[Verdict] = Future()
         with self._changed:
-            self._queue.append(Waiting(prompt, answer, verdict))
-            self._changed.notify()
+            self._queue.append(Waiting(prompt, asked, verdict, key))
+            self._changed.notify_all()
         self._grow()
         return verdict
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
         """Raises RewardError where no process is left and none can be started."""
-        while True:
-            try:
-                return verdict.result(_LOOK_SECONDS)
-            except TimeoutError:
-                self._grow()
-                if self._broken:
-                    raise self._broken from None
+        while not self.ready([verdict], _LOOK_SECONDS):
+            pass
+        return verdict.result()
+
+    def ready(self, verdicts: Iterable[Future[Verdict]], seconds: float) -> set[Future[Verdict]]:
+        """Return those that are there, after at most this many seconds if none is. Raises RewardError, as `result`
+        does."""
+        found = wait(verdicts, seconds, FIRST_COMPLETED).done
+        if not found:
+            self._grow()
+            if self._broken:
+                raise self._broken
+        return found
+
+    def forget_keys(self) -> None:
+        """Forget the keys so far, because no further question has one of them."""
+        with self._changed:
+            self._homes = {}
 
     def close(self) -> None:
         with self._changed:
@@ -109,27 +125,41 @@ class ScorePool:
     # -- one of them ---------------------------------------------------------------------------------------------------
 
     def _work(self, server: _Server) -> None:
-        while taken := self._take(server.scorer.at_once):
+        while taken := self._take(server):
             server.begin(len(taken))
             try:
-                verdicts = server.scorer.score_all([(one.prompt, one.answer) for one in taken])
+                verdicts = server.scorer.score_all([(one.prompt, one.asked) for one in taken])
             except BaseException as error:  # its process cannot be started again
                 self._lose(server, taken, error)
                 return
             server.end()
             self._give(taken, verdicts)
 
-    def _take(self, most: int) -> list[Waiting]:
+    def _take(self, server: _Server) -> list[Waiting]:
         """Empty once the pool is closed."""
         with self._changed:
-            while not self._queue and not self._closed:
+            while not (places := self._places(server)) and not self._closed:
                 self._changed.wait()
             if self._closed:
                 return []
-            taken = [self._queue.popleft()]
-            while self._queue and len(taken) < most and not (taken[0].alone or self._queue[0].alone):
-                taken.append(self._queue.popleft())
+            taken = [self._queue[place] for place in places]
+            for place in reversed(places):
+                del self._queue[place]
+            self._homes |= {one.key: server for one in taken if one.key is not None}
             return taken
+
+    def _places(self, server: _Server) -> list[int]:
+        """Return the places in the queue of what this process takes next."""
+        found: list[int] = []
+        for place, one in enumerate(self._queue):
+            if len(found) == server.scorer.at_once or (found and (one.alone or self._queue[found[0]].alone)):
+                break
+            if self._is_for(one, server):
+                found.append(place)
+        return found
+
+    def _is_for(self, one: Waiting, server: _Server) -> bool:
+        return one.key is None or self._homes.get(one.key, server) is server
 
     def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
         """What a process did not come back from is asked for again, one by one, to see who it was; and once more where
@@ -151,6 +181,7 @@ class ScorePool:
     def _lose(self, server: _Server, taken: Sequence[Waiting], error: BaseException) -> None:
         with self._changed:
             self._servers.remove(server)
+            self._homes = {key: home for key, home in self._homes.items() if home is not server}
             self._queue.extendleft(reversed(taken))
             self._changed.notify_all()
             if not self._servers and not self._starting:

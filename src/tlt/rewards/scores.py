@@ -171,7 +171,7 @@ def _users(
 ) -> tuple[Callable[[Asked], list[Any]], bool]:
     """Return the scores by the user's function, or with `batched` by one of lists, and whether it is asked about many
     at once. `columns` are those of the data."""
-    function = _imported(term.name, config.folder)
+    function = imported(term.name, config.folder, "reward.name", "module:function")
     filled = fills(function, term.name, columns, term.batched)
     late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if late and not term.batched:
@@ -212,14 +212,14 @@ def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[
 def sources_sha256(config: RewardConfig) -> str:
     """Of the files that the user's own functions are in; what these import is not among them."""
     digest = hashlib.sha256()
-    for term in config.all_terms:
-        if ":" in term.name and (source := _source(term.name.partition(":")[0], config.folder)):
+    for name in [config.environment] if config.environment else [term.name for term in config.all_terms]:
+        if ":" in name and (source := _source(name.partition(":")[0], config.folder)):
             digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def _source(module: str, folder: str) -> Path | None:
-    """The file that `_imported` would find, without running it."""
+    """The file that `imported` would find, without running it."""
     places = [os.path.abspath(folder), os.path.abspath("."), *sys.path]
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):
@@ -230,7 +230,8 @@ def _source(module: str, folder: str) -> Path | None:
     return Path(found.origin) if found and found.origin else None
 
 
-def _imported(path: str, folder: str) -> Callable[..., Any]:
+def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any]:
+    """Return what a `field` of the recipe names in the `form`. Raises RewardError."""
     module, _, name = path.partition(":")
     for place in map(os.path.abspath, (".", folder)):  # a console script has not even the working directory
         if place not in sys.path:
@@ -238,8 +239,8 @@ def _imported(path: str, folder: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:
-        said = f"reward.name = {path!r} cannot be imported ({type(error).__name__}: {error})"
-        raise RewardError(f"{said}: write 'module:function'") from error
+        said = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
+        raise RewardError(f"{said}: write {form!r}") from error
     if not callable(found):
-        raise RewardError(f"reward.name = {path!r} is not a function: write 'module:function'")
+        raise RewardError(f"{field} = {path!r} is not a {form.partition(':')[2].lower()}: write {form!r}")
     return found

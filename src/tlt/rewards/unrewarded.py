@@ -7,9 +7,23 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tlt.rewards.answers import RewardError
-from tlt.types import Group
+from tlt.types import Group, Response
 
 log = logging.getLogger(__name__)
+
+
+class FaultLog:
+    """Logs the first response without a reward of each outcome."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def log(self, response: Response, detail: str) -> None:
+        if response.outcome and response.outcome not in self._told:
+            self._told.add(response.outcome)
+            which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
+            said = f"{' '.join(detail.split())[:200]}; {which}"
+            log.warning("a response has no reward (%s: %s); more of these are counted only", response.outcome, said)
 
 
 class Unrewarded:

@@ -35,12 +35,14 @@ class MicroBatch(NamedTuple):
     position_ids: Tensor  # [R, L] from 0 in each sequence
     mask: Tensor | None  # [R, 1, L, L] bool: causal, within one sequence; None where a row is one: causal says it all
     predicts: Tensor | None  # [R, L] bool: the next token is a response token of the same sequence; None if shared
-    targets: Tensor  # [T] those next tokens, in row-major order of `predicts`
+    targets: Tensor  # [T] those next tokens that the model sampled, in row-major order of `predicts`
     shared: SharedRow | None = None  # prompts and responses of a single row, where responses share a prompt
+    sampled: Tensor | None = None  # which of the next tokens the model sampled; None: all
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Select the hidden states that predict the targets: [R, L, D] -> [T, D]."""
-        return self.shared.predicting(hidden) if self.shared else hidden[self.predicts]
+        found = self.shared.predicting(hidden) if self.shared else hidden[self.predicts]
+        return found if self.sampled is None else found[self.sampled]
 
 
 def by_prompt(members: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:

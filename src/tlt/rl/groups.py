@@ -6,12 +6,13 @@ Nothing here knows the order of arrival: groups come in the order of their promp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from tlt.config import Config, TrainConfig
 from tlt.rewards.scores import length_penalty
 from tlt.rl.advantages import ADVANTAGES, Rewards
-from tlt.types import Group, Passes, Prompt, Request, Response, SamplingParams, TrainBatch
+from tlt.types import Group, Passes, Prompt, Reply, Request, Response, SamplingParams, TrainBatch
 
 
 def rewards_of(group: Group) -> list[float]:
@@ -45,10 +46,12 @@ def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
             batch.response_ids.append(response.token_ids)
             batch.advantages.append(advantage)
             response.advantage = advantage
-            batch.rollout_logprobs.append(response.full_logprobs)
+            batch.rollout_logprobs.append(list(compress(response.full_logprobs, response.mask)))
+            if response.replies:
+                batch.masks[number] = response.mask
             if response.old_logprobs is not None:
                 batch.old_logprobs[number] = response.old_logprobs
-            if config.train.mask_truncated and response.finish_reason == "length":
+            if config.train.mask_truncated and response.finish_reason != "stop":
                 batch.masked.add(number)
     return batch
 
@@ -87,7 +90,8 @@ def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampl
 
     def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
         request = Request(prompt, **fields["request"], sampling=sampling)
-        return Response(**fields | {"request": request, "decoded": Passes(**fields["decoded"])})
+        replies = [Reply(*reply) for reply in fields.get("replies", ())]  # an older checkpoint has none
+        return Response(**fields | {"request": request, "decoded": Passes(**fields["decoded"]), "replies": replies})
 
     return [
         Group(prompts[group["row"]], [response(prompts[group["row"]], fields) for fields in group["responses"]])

@@ -86,7 +86,7 @@ def in_chunks(law: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[T
 
 def old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:
     """Those of the present policy where no others are known."""
-    present = logprobs.detach().split([len(batch.response_ids[i]) for i in micro.sequences])
+    present = logprobs.detach().split([batch.num_sampled(i) for i in micro.sequences])
     return torch.cat([known.get(i, now) for i, now in zip(micro.sequences, present, strict=True)])
 
 

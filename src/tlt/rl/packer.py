@@ -42,7 +42,11 @@ class Packer:
 
     def pack(self, batch: TrainBatch, layout: Layout) -> MicroBatch:
         lay_out = pack_shared if layout.shared else pack
-        return lay_out(layout.rows, batch.prompt_ids, batch.response_ids, self.device)
+        micro = lay_out(layout.rows, batch.prompt_ids, batch.response_ids, self.device)
+        if batch.masks.keys().isdisjoint(micro.sequences):
+            return micro
+        sampled = torch.tensor([own for i in micro.sequences for own in batch.mask(i)], device=self.device)
+        return micro._replace(targets=micro.targets[sampled], sampled=sampled)
 
     def _groups(self, batch: TrainBatch, members: Sequence[int]) -> list[list[int]]:
         return by_prompt(members, batch.prompt_ids) if self.shares else [[i] for i in members]

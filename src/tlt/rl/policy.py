@@ -154,7 +154,7 @@ class Policy:
         apart = iter(sums.tolist())
         rewards = [[r - self.config.kl_weight * next(apart) for r in alike] for alike in batch.rewards]
         advantages = [a for alike in advantages_of(rewards, self.config) for a in alike]
-        tokens = sum(map(len, batch.response_ids))
+        tokens = sum(map(batch.num_sampled, everyone))
         return replace(batch, rewards=rewards, advantages=advantages), float(sums.sum()) / max(1, tokens)
 
     def _fixed(self, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup) -> Fixed:
@@ -187,7 +187,7 @@ class Policy:
         step: int,
         group: ProcessGroup,
     ) -> dict[str, float]:
-        lengths = [0 if i in batch.masked else len(batch.response_ids[i]) for i in members]
+        lengths = [0 if i in batch.masked else batch.num_sampled(i) for i in members]
         shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
         earlier: list[list[Tensor]] = []  # gradients of shards
         totals: list[dict[str, float]] = []
@@ -280,7 +280,7 @@ class Policy:
         old: Mapping[int, Tensor],
         shares: dict[int, float],
     ) -> LossInputs:
-        lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+        lengths = [batch.num_sampled(i) for i in micro.sequences]
         before = old_logprobs(batch, micro, logprobs, old)
         repeats = torch.tensor(lengths, device=self.device)
 
@@ -302,7 +302,7 @@ class Policy:
         for shard in shards:  # which are never mixed: what is computed together rounds together
             for micro in self._micro_batches(model, batch, shard, group):
                 logprobs, _ = self._logprobs(model, micro)
-                lengths = [len(batch.response_ids[i]) for i in micro.sequences]
+                lengths = [batch.num_sampled(i) for i in micro.sequences]
                 found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
         return found
 
@@ -329,7 +329,7 @@ class Policy:
         nothing. A sample, as to compute all of them would make the update longer by up to a third."""
         untaught = [i for i in range(len(batch.response_ids)) if not self._teaches(batch, i)]
         sample = untaught[::_ONE_IN]
-        count, drawn = (sum(len(batch.response_ids[i]) for i in some) for some in (untaught, sample))
+        count, drawn = (sum(map(batch.num_sampled, some)) for some in (untaught, sample))
         shards = self.packer.shards(batch, sample, group)
         carried = self._carried(batch, shards)
         for shard in shards:

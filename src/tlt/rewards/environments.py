@@ -1,0 +1,108 @@
+"""Environments, in a process of their own: the user's class that answers the turns of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from tlt.config import Config
+from tlt.files import is_text
+from tlt.rewards.answers import RewardError
+from tlt.rewards.scores import imported
+from tlt.rewards.verdicts import Verdict, failed, number
+from tlt.types import Prompt
+
+
+class Turn(NamedTuple):
+    """A question to the environment of an episode."""
+
+    rollout: int
+    """Number of the rollout; environments of earlier ones are not needed any more"""
+    seed: int
+    """Seed of the request, which names the episode"""
+    said: tuple[str, ...]
+    """What the model said in each turn so far; empty before the first one"""
+
+
+class Environments:
+    """The environments of a process, one for each episode."""
+
+    def __init__(self, make: Callable[[], Any], timeout: float) -> None:
+        self.make, self.timeout = make, timeout
+        self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # by seed: the instance, and what it was told
+        self._rollout = 0
+        self._loop = asyncio.new_event_loop()
+
+    def answer_all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
+        if (rollout := asked[0][1].rollout) != self._rollout:
+            self._live, self._rollout = {}, rollout
+        return self._loop.run_until_complete(self._all(asked))
+
+    async def _all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
+        return await asyncio.gather(*(self._answer(prompt, turn) for prompt, turn in asked))
+
+    async def _answer(self, prompt: Prompt, turn: Turn) -> Verdict:
+        known = self._live.pop(turn.seed, None)
+        try:
+            instance, verdict = await asyncio.wait_for(self._step(prompt, turn, known), self.timeout)
+        except TimeoutError:
+            return Verdict(None, "timeout", f"no answer in {self.timeout:g} s")
+        except Exception as error:
+            return failed(error)
+        if verdict.reply is not None:
+            self._live[turn.seed] = instance, turn.said
+        return verdict
+
+    async def _step(self, prompt: Prompt, turn: Turn, known: tuple[Any, tuple[str, ...]] | None) -> tuple[Any, Verdict]:
+        """Ask the episode's instance. If it is not here, because its process ended, make it again and tell it what the
+        model said before."""
+        if known and turn.said and known[1] == turn.said[:-1]:
+            instance = known[0]
+        else:
+            instance = self.make()
+            opening = await _result(instance.reset(prompt))
+            if not turn.said:
+                return instance, _opened(opening)
+            for text in turn.said[:-1]:
+                await _result(instance.step(text))
+        return instance, _stepped(await _result(instance.step(turn.said[-1])))
+
+
+def open_environments(config: Config, columns: Sequence[str]) -> tuple[Callable[..., list[Verdict]], bool]:
+    """Return a function that answers turns, and whether it is asked about several at once. Raises RewardError."""
+    name = config.reward.environment
+    assert name, "the recipe has an environment"
+    make = imported(name, config.reward.folder, "reward.environment", "module:Class")
+    for method in ("reset", "step"):
+        if not callable(getattr(make, method, None)):
+            raise RewardError(f"reward.environment = {name!r} has no method {method}: see docs/environments.md")
+    several = inspect.iscoroutinefunction(make.step)
+    return Environments(make, config.reward.timeout_seconds).answer_all, several
+
+
+async def _result(value: Any) -> Any:
+    return await value if isinstance(value, Awaitable) else value
+
+
+def _opened(opening: Any) -> Verdict:
+    """Return the verdict of `reset`, which gives the first text of the episode, or None."""
+    return Verdict(0.0, reply=_reply(opening, "reset")) if opening is not None else Verdict(0.0, reply="")
+
+
+def _stepped(found: Any) -> Verdict:
+    """Return the verdict of `step`, which gives (reply, done, reward). Raises TypeError or ValueError."""
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        raise TypeError(f"step returned {found!r:.100}: it must return (reply, done, reward)")
+    reply, done, reward = found
+    value, fault = number(reward)
+    return fault or Verdict(value, reply=None if done else _reply(reply, "step"))
+
+
+def _reply(reply: Any, method: str) -> str:
+    if not isinstance(reply, str):
+        raise TypeError(f"{method} returned the reply {reply!r:.100}: a reply must be text")
+    if not is_text(reply):
+        raise ValueError(f"{method} returned a reply with half of a surrogate pair, which is no text: {reply!a:.100}")
+    return reply

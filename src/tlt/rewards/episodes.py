@@ -1,0 +1,175 @@
+"""Episodes: responses of several turns. When a turn of the model ends, its environment replies, and the model goes on.
+
+An episode ends with one of these finish reasons, and with the sum of the rewards of its turns:
+- `stop`: the environment ended it;
+- `length`: the model reached rollout.max_new_tokens. The environment does not see the unfinished turn;
+- `turns`: the model had reward.turns turns;
+- `reply`: a reply left no room for another token.
+
+If an environment fails, the episode has no reward, and its outcome says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tlt.rewards.environments import Turn
+from tlt.rewards.pool import ScorePool
+from tlt.rewards.replies import ReplyRecord
+from tlt.rewards.unrewarded import FaultLog
+from tlt.rewards.verdicts import LARGEST, Verdict
+from tlt.types import Reply, Request, Response, Row
+
+REPLY = "_"
+"""letter of a reply's token in `Response.proposed`"""
+_CHARACTERS = 200  # of a token at most; a longer reply is not even encoded
+
+
+@dataclass
+class _Episode:
+    said: tuple[str, ...] = ()
+    """What the model said in each turn"""
+    reward: float = 0.0
+    """Sum over the turns"""
+
+
+class Episodes:
+    def __init__(
+        self,
+        pool: ScorePool,
+        encode: Callable[[str, int | None], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+        most_turns: int | None,
+        record: ReplyRecord,
+    ) -> None:
+        """`encode` returns the tokens of a reply, given the token that it follows. `decode` returns a text."""
+        self.pool, self.encode, self.decode, self.most_turns, self.record = pool, encode, decode, most_turns, record
+        self.step, self.opens = 0, False
+        self._rollout = 0  # number of the rollout
+        self._episodes: dict[int, _Episode] = {}  # those under way, by seed
+        self._asked: dict[Future[Verdict], Response] = {}  # those that wait for a reply
+        self._faults = FaultLog()
+
+    @property
+    def awaits(self) -> bool:
+        return bool(self._asked)
+
+    def begin(self, requests: Sequence[Request]) -> list[Row]:
+        """Begin the episodes of a rollout, and wait for the first texts of all."""
+        self._rollout += 1
+        self.record.forget_before(self.step)
+        self.pool.forget_keys()
+        self._asked = {}
+        self._episodes = {request.seed: _Episode() for request in requests}
+        verdicts = [self._ask(request, ()) for request in requests]
+        return [self._opened(request, self.pool.result(v)) for request, v in zip(requests, verdicts, strict=True)]
+
+    def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
+        finished: list[Response] = []
+        rows: list[Row] = []
+        for response in ended:
+            if response.finish_reason == "stop":
+                self._turn_ended(response)
+            else:
+                finished.append(self._finished(response))
+        for verdict in self.pool.ready(self._asked, seconds) if self._asked else ():
+            response = self._asked.pop(verdict)
+            row = self._continued(response, verdict.result())
+            if row:
+                rows.append(row)
+            else:
+                finished.append(self._finished(response))
+        return finished, rows
+
+    def take_up(self) -> None:
+        self.record.take_up()
+
+    def saved(self) -> None:
+        self.record.clear()
+
+    def close(self) -> None:
+        self.pool.close()
+
+    # -- a turn --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, said: tuple[str, ...]) -> Future[Verdict]:
+        """Ask the environment, unless its reply is on record."""
+        if known := self.record.find(self.step, request.seed, said):
+            verdict: Future[Verdict] = Future()
+            verdict.set_result(known)
+            return verdict
+        return self.pool.submit(request.prompt, Turn(self._rollout, request.seed, said), key=request.seed)
+
+    def _opened(self, request: Request, verdict: Verdict) -> Row:
+        """Return the row of an episode that begins. If its environment failed, it fails again after the first turn."""
+        self.record.add(self.step, request.seed, (), verdict)
+        row = Row(request)
+        if verdict.reply:
+            self.opens = True
+            tokens = self.encode(verdict.reply, None)[: request.sampling.max_new_tokens - 1]
+            _append(row, tokens, verdict.reply)
+        return row
+
+    def _turn_ended(self, response: Response) -> None:
+        request, episode = response.request, self._episodes[response.request.seed]
+        prefill = "" if episode.said else request.prompt.prefill
+        episode.said = (*episode.said, prefill + self.decode(response.token_ids[response.turn :]))
+        self._asked[self._ask(request, episode.said)] = response
+
+    def _continued(self, response: Response, verdict: Verdict) -> Row | None:
+        """Return the row with which the episode goes on; None if it is finished."""
+        request, episode = response.request, self._episodes[response.request.seed]
+        self.record.add(self.step, request.seed, episode.said, verdict)
+        if verdict.outcome or verdict.reward is None:
+            response.outcome = verdict.outcome
+            self._faults.log(response, verdict.detail)
+            return None
+        episode.reward += verdict.reward
+        if verdict.reply is None:
+            return None
+        if len(episode.said) == self.most_turns:
+            response.finish_reason = "turns"
+            return None
+        room = request.sampling.max_new_tokens - len(response.token_ids)
+        fits = len(verdict.reply) < _CHARACTERS * room
+        tokens = self.encode(verdict.reply, response.token_ids[-1]) if fits else ()
+        if not fits or len(tokens) >= room:
+            response.finish_reason = "reply"
+            return None
+        row = _row_of(response)
+        _append(row, tokens, verdict.reply)
+        return row
+
+    def _finished(self, response: Response) -> Response:
+        episode = self._episodes.pop(response.request.seed)
+        if not response.outcome and not abs(episode.reward) <= LARGEST:
+            response.outcome = "not a number"
+            self._faults.log(response, f"the sum of its rewards is {episode.reward}")
+        response.reward = None if response.outcome else episode.reward
+        return response
+
+
+def _row_of(response: Response) -> Row:
+    """Return the row that a response is the end of."""
+    return Row(
+        response.request,
+        list(response.token_ids),
+        list(response.logprobs),
+        list(response.full_logprobs),
+        decoded=response.decoded,
+        proposed=response.proposed,
+        replies=list(response.replies),
+    )
+
+
+def _append(row: Row, tokens: Sequence[int], text: str) -> None:
+    """Append a reply. Its tokens are certain, and no training data of the drafter."""
+    start = len(row.tokens)
+    row.tokens += tokens
+    row.logprobs += [0.0] * len(tokens)
+    row.full_logprobs += [0.0] * len(tokens)
+    row.proposed += REPLY * len(tokens)
+    row.replies.append(Reply(start, len(row.tokens), text))
+    row.harvested = row.kv_length

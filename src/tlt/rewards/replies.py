@@ -1,0 +1,67 @@
+"""The replies of environments since the last checkpoint, in a file of the run.
+
+A resumed run repeats the steps since then. It takes the replies from here and does not ask the environments again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from tlt.rewards.verdicts import Verdict
+
+log = logging.getLogger(__name__)
+NAME = "replies.jsonl"
+Key = tuple[int, int, int]
+"""step, seed of the request, number of the turn: 0 is the beginning"""
+
+
+class ReplyRecord:
+    def __init__(self, path: Path | None) -> None:
+        """Without a path, replies are kept in memory alone."""
+        self.path = path
+        self._known: dict[Key, tuple[str, Verdict]] = {}  # what the model said in the turn, and the reply
+
+    def find(self, step: int, seed: int, said: tuple[str, ...]) -> Verdict | None:
+        """Return the reply to these turns, if there was one."""
+        last, verdict = self._known.get((step, seed, len(said)), ("", None))
+        return verdict if last == _last(said) else None
+
+    def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict) -> None:
+        known = _last(said), verdict
+        if self._known.get((step, seed, len(said))) == known:
+            return
+        self._known[step, seed, len(said)] = known
+        line = {"step": step, "seed": seed, "turn": len(said), "said": known[0], **verdict._asdict()}
+        self._write(json.dumps(line) + "\n", "a")
+
+    def forget_before(self, step: int) -> None:
+        """Forget the replies of earlier steps, which are not needed in memory any more."""
+        self._known = {key: known for key, known in self._known.items() if key[0] >= step}
+
+    def clear(self) -> None:
+        """Empty the file, because a checkpoint holds all that it was kept for."""
+        self._write("", "w")
+
+    def take_up(self) -> None:
+        """Read the replies of a run that is resumed. A line that was cut off is dropped."""
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path and self.path.is_file() else []
+        self._write("".join(f"{line.decode()}\n" for line in lines), "w")
+        for line in map(json.loads, lines):
+            key = line.pop("step"), line.pop("seed"), line.pop("turn")
+            self._known[key] = line.pop("said"), Verdict(**line)
+
+    def _write(self, text: str, mode: str) -> None:
+        if not self.path:
+            return
+        try:
+            with self.path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); a resumed run asks again", self.path, error.strerror)
+            self.path = None
+
+
+def _last(said: tuple[str, ...]) -> str:
+    return said[-1] if said else ""

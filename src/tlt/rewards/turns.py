@@ -1,0 +1,61 @@
+"""What follows when the model's turn has ended: by default the response is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tlt.types import Request, Response, Row
+
+
+class Turns(Protocol):
+    """Continues the responses of a rollout whose turns have ended. The driver of the rollout calls it."""
+
+    step: int
+    """Number of steps that the policy was updated in"""
+    opens: bool
+    """Whether environments write the first tokens of responses, which cannot be decoded ahead then"""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether replies are awaited."""
+        ...
+
+    def begin(self, requests: Sequence[Request]) -> list[Row]:
+        """Return the rows with which these requests begin."""
+        ...
+
+    def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
+        """Take responses whose turn has ended. Return the finished ones, and rows that continue. If no reply is there,
+        wait for one for at most this many seconds."""
+        ...
+
+    def take_up(self) -> None:
+        """Read what a run that is resumed had received since its last checkpoint."""
+        ...
+
+    def saved(self) -> None:
+        """Note that a checkpoint was saved."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that were started."""
+        ...
+
+
+class SingleTurn:
+    """Responses that are finished when their only turn is."""
+
+    step, opens, awaits = 0, False, False
+
+    def begin(self, requests: Sequence[Request]) -> list[Row]:
+        return [Row(request) for request in requests]
+
+    def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
+        return list(ended), []
+
+    def take_up(self) -> None: ...
+
+    def saved(self) -> None: ...
+
+    def close(self) -> None: ...
