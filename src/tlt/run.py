@@ -173,7 +173,6 @@ def _prepare(
     parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
     ending.callback(parts.rollout.close)
     ending.callback(parts.reward.close)
-    ending.callback(parts.turns.close)
     encode = encoder(tokenizer, config.data)
     held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
     refuse_misfits(config, held_out, held_out=True)

@@ -176,4 +176,4 @@ class LocalRollout:
         return {}
 
     def close(self) -> None:
-        """Do nothing, because nothing outlives the process."""
+        self.turns.close()

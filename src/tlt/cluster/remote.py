@@ -64,6 +64,7 @@ class ClusterRollout:
 
     def close(self) -> None:
         self.coordinator.training.close()
+        self.coordinator.turns.close()
         self.crew.pool.close()
 
 

@@ -1,0 +1,132 @@
+"""Environments that hang, raise, return nonsense or end their process: each a named outcome, and the next turn goes
+on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tlt.config import Config, ConfigError, parse_config
+from tlt.rewards import RewardError
+from tlt.rewards.environments import Turn, open_environments
+from tlt.rewards.isolated import IsolatedScore
+from tlt.rewards.pool import ScorePool
+from tlt.rewards.verdicts import Verdict
+from tlt.types import Prompt
+
+PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
+
+
+def config(name: str = "tiny_environments:Trouble", **reward: Any) -> Config:
+    section = {"environment": name, "timeout_seconds": 20.0} | reward
+    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": section})
+
+
+def asked(isolated: IsolatedScore, *said: str, prompt: Prompt = PROMPT, seed: int = 1) -> Verdict:
+    return isolated.score_all([(prompt, Turn(1, seed, said))])[0]
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[IsolatedScore]:
+    isolated = IsolatedScore(config(memory_mb=2048), opens=open_environments)
+    yield isolated
+    isolated.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "detail"),
+    [
+        ("raise", "error", "KeyError: 'bonus'"),
+        ("die", "crash", "its process ended"),
+        ("nothing", "error", "step returned None: it must return (reply, done, reward)"),
+        ("two", "error", "it must return (reply, done, reward)"),
+        ("number", "error", "a reply must be text"),
+        ("half", "error", "half of a surrogate pair"),
+        ("nan", "not a number", "nan"),
+        ("allocate", "error", "MemoryError"),
+    ],
+)
+def test_what_fails_has_a_name_and_the_next_episode_goes_on(
+    isolated: IsolatedScore, text: str, outcome: str, detail: str
+) -> None:
+    found = asked(isolated, text)
+    assert (found.reward, found.outcome, found.reply) == (None, outcome, None)
+    assert detail in found.detail
+    assert asked(isolated, "hello", seed=2) == Verdict(0.5, reply="turn 1")
+
+
+def test_one_that_fails_at_once_has_a_name_too(isolated: IsolatedScore) -> None:
+    prompt = Prompt(6, "raises at once", (1,))
+    for said in [(), ("hello",)]:
+        found = asked(isolated, *said, prompt=prompt)
+        assert (found.outcome, found.detail) == ("error", "KeyError: 'bonus'")
+
+
+def test_one_that_hangs_is_ended() -> None:
+    isolated = IsolatedScore(config(timeout_seconds=0.5), opens=open_environments)
+    assert asked(isolated, "hang").outcome == "timeout"
+    assert asked(isolated, "hello").reply == "turn 1"
+    isolated.close()
+
+
+def test_an_episode_has_an_instance_of_its_own_which_can_be_made_again(isolated: IsolatedScore) -> None:
+    assert asked(isolated, seed=1) == asked(isolated, seed=2) == Verdict(0.0, reply="")
+    assert asked(isolated, "a", seed=1).reply == "turn 1"
+    assert asked(isolated, "a", "b", seed=1).reply == "turn 2"
+    assert asked(isolated, "a", seed=2).reply == "turn 1"
+    assert asked(isolated, "die", seed=3).outcome == "crash"
+    assert asked(isolated, "a", "b", "c", seed=1).reply == "turn 3", "told again what was said before"
+    assert asked(isolated, "a", "another", seed=2).reply == "turn 2"
+
+
+def test_async_environments_are_asked_together() -> None:
+    isolated = IsolatedScore(config("tiny_environments:AsyncEcho"), opens=open_environments)
+    assert isolated.at_once == 16
+    found = isolated.score_all([(PROMPT, Turn(1, seed, ("abc",))) for seed in range(16)])
+    assert found == [Verdict(1.0, reply="uvw")] * 16
+    isolated.close()
+
+
+def test_the_turns_of_an_episode_go_to_one_process() -> None:
+    """Two processes, each busy for a moment: a third turn is asked where the first two were."""
+    isolated: list[IsolatedScore] = []
+
+    def start() -> IsolatedScore:
+        isolated.append(IsolatedScore(config("tiny_environments:Slow"), opens=open_environments))
+        return isolated[-1]
+
+    pool = ScorePool(start, 2)
+    pool._serve(start())
+    told: list[tuple[IsolatedScore, int]] = []
+    for one in isolated:
+        whole = partial(type(one).score_all, one)
+        one.score_all = lambda asked, one=one, whole=whole: (told.append((one, asked[0][1].seed)), whole(asked))[1]  # type: ignore[method-assign]
+    for said in [("a",), ("a", "b"), ("a", "b", "c")]:
+        verdicts = [pool.submit(PROMPT, Turn(1, seed, said), key=seed) for seed in range(6)]
+        assert [pool.result(verdict).reply is None for verdict in verdicts] == [len(said) == 3] * 6
+    assert len(set(told)) == 6, "each episode in one process"
+    assert len({one for one, _ in told}) == 2
+    pool.close()
+
+
+def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
+    for name, why in [("NoStep", "has no method step"), ("missing", "cannot be imported")]:
+        with pytest.raises(RewardError, match=f"reward.environment = 'tiny_environments:{name}' {why}"):
+            IsolatedScore(config(f"tiny_environments:{name}"), opens=open_environments)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"reward": {"environment": "a:B", "name": "exact"}}, "leave out reward.name"),
+        ({"reward": {"turns": 3, "name": "exact"}}, "reward.turns goes with reward.environment"),
+        ({"reward": {"environment": "verifiers"}}, "environment"),
+        ({"reward": {"environment": "a:B"}, "engine": {"backend": "vllm"}}, "has no episodes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(sections: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_config({"model": {"path": "-"}, "data": {"path": "-"}} | sections)

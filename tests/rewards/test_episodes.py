@@ -1,0 +1,189 @@
+"""Episodes against a slow reference: full passes by transformers' own model, one token at a time, and no engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import small
+from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_law
+
+from tlt.cluster.local import LocalRollout
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.rewards.environments import Environments, Turn
+from tlt.rewards.episodes import Episodes
+from tlt.rewards.replies import ReplyRecord
+from tlt.rewards.verdicts import Verdict
+from tlt.types import Prompt, Reply, Request, Response, SamplingParams
+
+STOP, MOST, TURNS = 4, 48, 3
+PARAMS = SamplingParams(max_new_tokens=MOST, stop_token_ids=(STOP,))
+
+
+def encode(text: str, last: int | None) -> list[int]:
+    """Letters a to e are the tokens."""
+    return [ord(letter) - 97 for letter in text]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(chr(97 + token) for token in tokens)
+
+
+class Game:
+    """Says what the model said, backwards. A turn of one token ends the game; it begins with a word for one prompt."""
+
+    def reset(self, prompt: Prompt) -> str | None:
+        return "bad" if prompt.prompt_id else None
+
+    def step(self, text: str) -> tuple[str, bool, float]:
+        return text[::-1][:6], len(text) == 1, float(len(text))
+
+
+class AtOnce:
+    """In the place of a pool. It counts what it is asked; replies come `late` looks after they were asked for."""
+
+    def __init__(self, environment: Callable[[], Any], late: int = 0) -> None:
+        self.environments, self.late, self.asked = Environments(environment, 60.0), late, 0
+        self._looks: dict[Future[Verdict], int] = {}
+
+    def submit(self, prompt: Prompt, turn: Turn, key: int) -> Future[Verdict]:
+        self.asked += 1
+        verdict: Future[Verdict] = Future()
+        verdict.set_result(self.environments.answer_all([(prompt, turn)])[0])
+        return verdict
+
+    def result(self, verdict: Future[Verdict]) -> Verdict:
+        return verdict.result()
+
+    def ready(self, verdicts: Sequence[Future[Verdict]], seconds: float) -> set[Future[Verdict]]:
+        for verdict in verdicts:
+            self._looks[verdict] = self._looks.get(verdict, 0) + 1
+        return {verdict for verdict in verdicts if self._looks[verdict] > self.late}
+
+    def forget_keys(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def episodes(pool: AtOnce, record: ReplyRecord | None = None, turns: int | None = TURNS) -> Episodes:
+    return Episodes(pool, encode, decode, turns, record or ReplyRecord(None))  # type: ignore[arg-type]
+
+
+def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], float]:
+    """What the episode must come out as: argmax of log p + g at the model's positions, the environment's text at the
+    others."""
+    game, noise = Game(), small._noise_of(request)
+    tokens, logprobs, replies, reward, begin, turns = [], [], [], 0.0, 0, 0
+
+    def reply(text: str) -> None:
+        replies.append(Reply(len(tokens), len(tokens) + len(text), text))
+        tokens.extend(encode(text, None))
+        logprobs.extend([0.0] * len(text))
+
+    def ended(reason: str) -> tuple[Reference, list[Reply], float]:
+        return Reference(tokens, logprobs, logprobs, reason), replies, reward
+
+    if opening := game.reset(request.prompt):
+        reply(opening)
+        begin = len(tokens)
+    while True:
+        law = plain_law(target.logits([request.prompt.token_ids + tuple(tokens)])[0], request.sampling)
+        scores = [small._log(p) + g for p, g in zip(law, noise[len(tokens)], strict=True)]
+        token = max(range(VOCAB), key=scores.__getitem__)
+        tokens.append(token)
+        logprobs.append(math.log(law[token]))
+        if token != STOP:
+            if len(tokens) == MOST:
+                return ended("length")
+            continue
+        text, done, earned = game.step(decode(tokens[begin:]))
+        reward, turns = reward + earned, turns + 1
+        if done or turns == TURNS:
+            return ended("stop" if done else "turns")
+        if len(tokens) + len(text) >= MOST:
+            return ended("reply")
+        reply(text)
+        begin = len(tokens)
+
+
+TARGET = Target()
+REQUESTS = small.make_requests(PROMPTS, [PARAMS], group=12)
+TREE = Strategy("", 3, 2, 8)
+
+
+def check(responses: Sequence[Response]) -> None:
+    by_seed = {response.request.seed: response for response in responses}
+    assert len(by_seed) == len(REQUESTS)
+    for request in REQUESTS:
+        response, (reference, replies, reward) = by_seed[request.seed], expected(TARGET, request)
+        assert response.token_ids == reference.token_ids
+        assert response.finish_reason == reference.finish_reason
+        assert response.replies == replies
+        assert response.reward == pytest.approx(reward)
+        assert response.logprobs == pytest.approx(reference.logprobs, abs=1e-9)
+        assert len(response.proposed) == len(response.token_ids)
+        written = [i for start, end, _ in replies for i in range(start, end)]
+        assert [i for i, own in enumerate(response.mask) if not own] == written
+        assert response.num_sampled == len(response.token_ids) - len(written)
+
+
+def rollout(engine: Engine, turns: Episodes) -> list[Response]:
+    return LocalRollout(engine, turns=turns).generate(REQUESTS, lambda response: None)[0]
+
+
+def test_the_reference_sees_every_end() -> None:
+    found = [expected(TARGET, request) for request in REQUESTS]
+    assert {reference.finish_reason for reference, _, _ in found} == {"stop", "length", "turns", "reply"}
+    assert max(len(replies) for _, replies, _ in found) > 2
+
+
+@pytest.mark.parametrize(("memory", "late"), [(None, 0), (150, 3)])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "oracle"])
+def test_tokens_are_those_of_the_reference(
+    drafter: str, memory: int | None, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if little memory preempts rows in the middle of a turn, and if replies come late."""
+    monkeypatch.setattr("tlt.engine.scheduler._HEADROOM", 4)
+    made = {"none": lambda: None, "suffix": lambda: SuffixDrafter(10_000), "oracle": lambda: oracle(TARGET)}[drafter]()
+    engine = build(TARGET, made, TREE, max_rows=8, bound_tokens=memory)
+    responses = rollout(engine, episodes(AtOnce(Game, late)))
+    check(responses)
+    assert engine.stats.tokens == sum(response.num_sampled for response in responses)
+    assert engine.stats.preemptions > 0 or memory is None
+
+
+def test_a_look_ahead_draft_holds_across_turns_as_long_as_replies_agree() -> None:
+    first = rollout(build(TARGET), episodes(AtOnce(Game)))
+    engine = build(TARGET, tuner=Fixed(PLAIN._replace(ahead=16)))
+    engine.store = AheadStore(10_000)
+    engine.rollout = engine._new_rollout()
+    engine.store.put(Ahead.of(response, 0, ended=True) for response in first)
+    check(rollout(engine, episodes(AtOnce(Game))))
+    turns = sum(len(response.replies) + 1 for response in first)
+    assert engine.stats.seen_ahead > 0.9 * engine.stats.tokens - turns
+    assert engine.stats.row_passes < 1.5 * turns, "most turns are one pass"
+
+
+def test_recorded_replies_are_not_asked_for_again() -> None:
+    record, pools = ReplyRecord(None), [AtOnce(Game), AtOnce(Game)]
+    for pool in pools:
+        check(rollout(build(TARGET), episodes(pool, record)))
+    assert pools[0].asked > 2 * len(REQUESTS)
+    assert pools[1].asked == 0
+
+
+def test_a_comparison_with_plain_decoding_asks_once() -> None:
+    pool = AtOnce(Game)
+    turns = episodes(pool)
+    one = LocalRollout(build(TARGET, SuffixDrafter(10_000), TREE), turns=turns)
+    check(one.plainly(REQUESTS, lambda response: None))
+    asked = pool.asked
+    check(one.generate(REQUESTS, lambda response: None)[0])
+    assert pool.asked == asked

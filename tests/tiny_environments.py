@@ -1,0 +1,88 @@
+"""Environments for tests, in a module that imports nothing heavy: their process starts in a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Echo:
+    """Replies with the letters of the turn, each one further in the alphabet; an episode has up to three turns."""
+
+    def reset(self, prompt: Any) -> str | None:
+        self.turns, self.opens = 0, prompt.text.startswith("a")
+        return "Go: " if self.opens else None
+
+    def step(self, text: str) -> tuple[str, bool, float]:
+        self.turns += 1
+        low = sum(char < "m" for char in text) / max(1, len(text))
+        return "".join(chr(97 + (ord(char) + 1) % 26) for char in text[-5:]), self.turns == 3, low
+
+
+class Unsure(Echo):
+    """Echo, with a reply that differs each time. It writes down what it was asked."""
+
+    calls = Path(os.environ.get("TLT_TEST_CALLS", os.devnull))
+
+    def step(self, text: str) -> tuple[str, bool, float]:
+        with self.calls.open("a", encoding="utf-8") as file:
+            file.write(f"{text!r}\n")
+        reply, done, reward = super().step(text)
+        return f"{reply}{os.urandom(2).hex()}", done, reward
+
+
+class AsyncEcho(Echo):
+    async def step(self, text: str) -> tuple[str, bool, float]:  # type: ignore[override]
+        await asyncio.sleep(0.2)
+        return super().step(text)
+
+
+class Slow(Echo):
+    def step(self, text: str) -> tuple[str, bool, float]:
+        time.sleep(0.05)
+        return super().step(text)
+
+
+class Trouble:
+    """The turn says what happens. `again` counts the turns."""
+
+    def reset(self, prompt: Any) -> None:
+        self.turns = 0
+        if prompt.text == "raises at once":
+            raise KeyError("bonus")
+
+    def step(self, text: str) -> Any:
+        self.turns += 1
+        match text:
+            case "raise":
+                raise KeyError("bonus")
+            case "hang":
+                time.sleep(3600)
+            case "die":
+                os._exit(1)
+            case "nothing":
+                return None
+            case "two":
+                return "reply", True
+            case "number":
+                return 7, False, 0.0
+            case "half":
+                return "\ud800", False, 0.0
+            case "nan":
+                return "", False, float("nan")
+            case "huge":
+                return "", True, 3e38
+            case "megabyte":
+                return "x" * 2**20, False, 0.5
+            case "special":
+                return "<eos>", False, 0.5
+            case "allocate":
+                return "x" * 2**33, False, 0.0
+        return f"turn {self.turns}", False, 0.5
+
+
+class NoStep:
+    def reset(self, prompt: Any) -> None: ...
