@@ -59,6 +59,7 @@ def record(response: Response) -> dict[str, Any]:
         "advantage": response.advantage,
         "length": len(response.token_ids),
         "finish_reason": response.finish_reason,
+        "replies": [reply.text for reply in response.replies],
         "decoded": vars(response.decoded),
         "proposed": runs_of(response.proposed),
     }

@@ -92,6 +92,7 @@ def _schema(pyarrow: Any) -> Any:
             "advantage": real,
             "length": whole,
             "finish_reason": text,
+            "replies": pyarrow.list_(text),
             "decoded": pyarrow.struct([(field.name, whole) for field in fields(Passes)]),
             "proposed": text,
         }

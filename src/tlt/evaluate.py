@@ -49,7 +49,7 @@ def summary_of(groups: Sequence[Sequence[Response]], samples: int, solved: float
     for k in _powers_of_two(samples):
         values[f"pass@{k}"] = [pass_at(n, right, k) for n, right in counts if n >= k]
     found = {name: fmean(mine) for name, mine in values.items() if mine}
-    truncated = [r.finish_reason == "length" for group in groups for r in group]
+    truncated = [r.finish_reason != "stop" for group in groups for r in group]
     lengths_found = {"length_mean": fmean(lengths), "length_max": max(lengths), "truncated": fmean(truncated)}
     return {**found, **lengths_found, "without_reward": len(lengths) - len(everything)}
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
+from typing import Any
 
 from tlt.rl.groups import has_spread, is_comparable
-from tlt.types import Group, RolloutStats, StepMetrics
+from tlt.types import Group, Response, RolloutStats, StepMetrics
 
 
 def measure(
@@ -36,7 +37,7 @@ def measure(
             "median": lengths[len(lengths) // 2],
             "p99": lengths[min(len(lengths) - 1, int(0.99 * len(lengths)))],
             "max": lengths[-1],
-            "truncated": sum(response.finish_reason == "length" for response in responses) / len(responses),
+            "truncated": sum(response.finish_reason != "stop" for response in responses) / len(responses),
         },
         accept_length=stats.accept_length,
         responses=len(responses),
@@ -47,6 +48,7 @@ def measure(
         rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
         batch=fate | faults_of(groups),
         outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
+        episodes=episodes_of(responses),
         prompts=[(group.prompt.prompt_id, group.responses[0].request.epoch) for group in groups],
     )
 
@@ -62,6 +64,17 @@ def faults_of(groups: Sequence[Group]) -> dict[str, float]:
         "too_few": len(groups) - len(comparable),
         "without_spread": without_spread,
         "without_spread_share": without_spread / max(1, len(comparable)),
+    }
+
+
+def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:
+    """Return means over episodes, and the number that ended in each way; nothing if there were no episodes."""
+    if not any(response.replies for response in responses):
+        return {}
+    return {
+        "turns": fmean(1 + sum(reply.start > 0 for reply in response.replies) for response in responses),
+        "reply_tokens": fmean(len(response.token_ids) - response.num_sampled for response in responses),
+        "ended": dict(Counter(response.finish_reason for response in responses if not response.outcome)),
     }
 
 

@@ -28,7 +28,7 @@ def picture(response: Response, which: str, width: int) -> Text:
     """At most eight lines."""
     reward = response.reward if response.reward is not None else float("nan")
     terms = ", ".join(f"{name} {score:.3g}" for name, score in response.scores.items())
-    cut_off = ", cut off" if response.finish_reason == "length" else ""
+    cut_off = ", cut off" if response.finish_reason != "stop" else ""
     facts = f"  reward {reward:.3g}{f' ({terms})' if len(response.scores) > 1 else ''}"
     head = Text.assemble((which, "bold"), f"{facts}  {len(response.token_ids)} tokens{cut_off}", no_wrap=True)
     head.append("   keys: b best, w worst, s sample", "dim")

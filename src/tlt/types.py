@@ -332,6 +332,8 @@ class StepMetrics:
     """what became of the groups decoded: waves, groups trained on, dropped or kept for the next step, and why"""
     outcomes: dict[str, int] = field(default_factory=dict)
     """responses without a reward, by why"""
+    episodes: dict[str, Any] = field(default_factory=dict)
+    """Turns, tokens of replies, and how episodes ended; empty without an environment"""
     eval: dict[str, float] = field(default_factory=dict)
     """of the policy before this step, on held-out prompts; empty where it was not evaluated"""
     prompts: list[tuple[int, int]] = field(default_factory=list)

@@ -74,10 +74,10 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
     """Return the policy's sha256, the driver of the drafter's training, and the pool. `changed`: constants."""
     found: list[Any] = []
 
-    def many_workers(config: Config, folder: str | Path) -> Any:
-        turns = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
-        pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(turns), loses)
-        rollout, policy = join(pool, config)
+    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+        order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
+        pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(order), loses)
+        rollout, policy = join(pool, config, turns)
         assert isinstance(rollout, ClusterRollout)
         found.extend([rollout.coordinator.training, pool])
         return rollout, policy

@@ -238,9 +238,9 @@ def in_this_process(config: Config) -> str:
     """The sha256 of the same run by two workers whose sums no process border is crossed for."""
     from pools import TestPool, ThreadWorker
 
-    def many_workers(config: Config, folder: str | Path) -> Any:
+    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
         pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
-        return remote.join(pool, config)
+        return remote.join(pool, config, turns)
 
     with patch("tlt.parts._many_workers", many_workers):
         return run_module.train(config, False, quiet())["policy_sha256"]

@@ -434,6 +434,67 @@ def test_no_token_of_a_masked_response_is_trained_on(folder: Path, loss: str) ->
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
+def with_replies(batch: TrainBatch, seed: int = 0) -> TrainBatch:
+    """The batch with tokens of an environment in most responses; two responses share their prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    batch.prompt_ids[1] = batch.prompt_ids[0] = (3, 1, 4, 1, 5, 9)
+    for i in range(5):
+        mask = (torch.rand(len(batch.response_ids[i]), generator=generator) < 0.6).tolist()
+        batch.masks[i] = [*mask[:-1], True]
+        batch.rollout_logprobs[i] = [-1.0] * sum(batch.masks[i])
+    return batch
+
+
+def plain_masked(model: Any, batch: TrainBatch) -> list[Tensor]:
+    """Log-probs of the tokens that the model sampled, of each sequence alone."""
+    pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
+    return [plain_logprobs(model, p, r, 1.0)[torch.tensor(batch.mask(i))] for i, (p, r) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16, 1000])
+@pytest.mark.parametrize("loss", ["ppo", "grpo", "dr_grpo", "gspo"])
+def test_tokens_of_an_environment_are_context_and_nothing_else(
+    folder: Path, tmp_path: Path, loss: str, micro_batch_tokens: int
+) -> None:
+    """Loss, divergence, entropy and lengths of two optimizer steps, against each sequence alone."""
+    batch, model = with_replies(random_batch(VOCAB)), plain_model(folder)
+    start = save_weights(tmp_path, VOCAB, seed=1, scale=0.3)
+    settings = {"loss": loss, "micro_batch_tokens": micro_batch_tokens, "clip_low": 0.2, "clip_high": 0.2}
+    policy = make_policy(folder, kl_weight=0.5, kl_unbiased=False, reference=start, **settings)
+    with torch.no_grad():
+        old, reference = (plain_masked(m, batch) for m in (model, plain_model(start)))
+    for i in (0, 2):
+        old[i] = old[i] - torch.linspace(-0.1, 0.15, len(old[i]), dtype=torch.float64)
+        batch.old_logprobs[i] = old[i].tolist()
+    lengths = [len(one) for one in old]
+    assert lengths == [batch.num_sampled(i) for i in range(6)] != [len(r) for r in batch.response_ids]
+    shares = LOSSES[loss].share(lengths, LONGEST)
+
+    def plain(m: Any) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, now in enumerate(plain_masked(m, batch)):
+            ratio, advantage = torch.exp(now - old[i]), batch.advantages[i]
+            if loss == "gspo":
+                ratio = torch.exp((now - old[i]).mean()).expand_as(now)
+            apart = reference[i] - now
+            terms = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total + shares[i] * (terms + 0.5 * (torch.exp(apart) - apart - 1)).sum()
+        return total
+
+    expected = gradient_of(model, plain)
+    assert_close(gradient_of_update(policy, batch), expected, 1e-8)
+    again = make_policy(folder, **settings)
+    logits = [
+        model(torch.tensor([[*p, *r]])).logits[0, len(p) - 1 : -1].detach()
+        for p, r in zip(batch.prompt_ids, batch.response_ids, strict=True)
+    ]
+    entropies = [
+        torch.distributions.Categorical(logits=one).entropy()[torch.tensor(batch.mask(i))]
+        for i, one in enumerate(logits)
+    ]
+    assert again.update(batch, 0)["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), abs=1e-9)
+
+
 def test_norms_do_not_decay(folder: Path) -> None:
     policy = make_policy(folder, weight_decay=0.5)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}

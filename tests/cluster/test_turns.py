@@ -1,0 +1,143 @@
+"""Runs of episodes: one sha256 with any drafter and workers, lost workers, and runs that are killed and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from pools import Loses, TestPool, ThreadWorker
+from rich.console import Console
+from tiny import tiny_tree
+
+from tlt import run as run_module
+from tlt.cluster.remote import join
+from tlt.completions import read_completions
+from tlt.config import Config, parse_config
+from tlt.display import Display
+from tlt.loop import StepResult
+from tlt.metrics import read_metrics
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File that has a line for each call of `Unsure`, in whatever process."""
+    monkeypatch.setenv("TLT_TEST_CALLS", str(tmp_path / "calls"))
+    return tmp_path / "calls"
+
+
+def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any]) -> Config:
+    folder = str(Path(__file__).parent.parent)
+    sections = {
+        "reward": {"environment": f"tiny_environments:{environment}", "folder": folder},
+        "rollout": {"stop_strings": list("abcdefgh "), "max_new_tokens": 64},
+        "cluster": {"slice_seconds": 1e-9},
+        "train": {"steps": 2, "learning_rate": 1e-3, "micro_batch_tokens": 128},
+    } | sections
+    sections["run"] = {"folder": str(home / "run"), "overwrite": True, "seed": 1, **sections.get("run", {})}
+    tree = tiny_tree(home, **sections)
+    tree["reward"].pop("name", None)
+    return parse_config(tree)
+
+
+def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, display: Display | None = None) -> Any:
+    """sha256, and what was said in each response."""
+
+    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+        size = config.cluster.workers
+        return join(TestPool(size, lambda i: ThreadWorker(config, i, folder), lambda n: 0, loses), config, turns)
+
+    with patch("tlt.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
+        summary = run_module.train(config, resume, display or Display(QUIET))
+    return summary["policy_sha256"], said_in(config)
+
+
+def said_in(config: Config) -> list[Any]:
+    lines = read_completions(Path(config.run.folder))
+    return [(line["step"], line["response"], line["replies"], line["reward"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """Two workers, plain decoding."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    found = train(config_of(home, cluster={"workers": 2, "slice_seconds": 1e-9}, speculation={"drafter": "off"}))
+    turns = [len(line["replies"]) for line in read_completions(home / "run")]
+    assert max(turns) > 1, "episodes of several turns"
+    return found
+
+
+def two(home: Path, **sections: dict[str, Any]) -> Config:
+    return config_of(home, cluster={"workers": 2, "slice_seconds": 1e-9}, **sections)
+
+
+def test_the_tokens_are_those_of_one_worker(tmp_path: Path, undisturbed: tuple[str, Any]) -> None:
+    assert train(config_of(tmp_path))[1] == undisturbed[1]
+
+
+@pytest.mark.parametrize("method", ["", "decode"])
+def test_no_drafter_and_no_lost_worker_leaves_a_trace(
+    tmp_path: Path, undisturbed: tuple[str, Any], method: str
+) -> None:
+    calls = iter(range(100))
+    lost = train(two(tmp_path), lambda i, m: "after" if i and m == method and next(calls) == 2 else "")
+    assert lost == undisturbed
+    assert next(calls) > 2 or not method
+
+
+class Stops(Display):
+    """Ends the run as it is about to show a step, or the given response of it."""
+
+    def __init__(self, step: int, response: int | None = None) -> None:
+        super().__init__(QUIET)
+        self.stops_at, self.left, self.shown = step, response, 0
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        super().phase(step, name, total)
+        self.at = step
+
+    def response(self, response: Any) -> None:
+        super().response(response)
+        if self.at == self.stops_at and self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+    def step(self, result: StepResult) -> None:
+        super().step(result)
+        if result.metrics.step == self.stops_at:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_is_killed_and_resumed_leaves_no_trace(tmp_path: Path, undisturbed: tuple[str, Any]) -> None:
+    config = two(tmp_path, run={"save_every": 1})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=Stops(1, response=2))
+    assert train(config, resume=True) == undisturbed
+
+
+def test_a_resumed_run_takes_recorded_replies_and_asks_no_environment_again(tmp_path: Path, calls: Path) -> None:
+    config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, display=Stops(2))
+    before, said = calls.read_text(encoding="utf-8"), said_in(config)
+    assert before.count("\n") > len(said) / 2
+    assert (tmp_path / "run" / "replies.jsonl").stat().st_size
+    with pytest.raises(KeyboardInterrupt):
+        train(config, resume=True, display=Stops(2))
+    assert said_in(config) == said
+    assert calls.read_text(encoding="utf-8") == before
+    train(config, resume=True)
+    assert not (tmp_path / "run" / "replies.jsonl").stat().st_size, "the last checkpoint has all"
+
+
+def test_what_episodes_took_is_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "Trouble", train={"steps": 1, "learning_rate": 1e-3})
+    train(config)
+    (line,) = read_metrics(Path(config.run.folder))
+    assert sum(line["episodes"]["ended"].values()) == 6
+    assert line["episodes"]["turns"] >= 1
+    assert line["episodes"]["reply_tokens"] > 0
