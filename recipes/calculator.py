@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 _CALL = re.compile(r"(-?)\(?(-?\d+) ([+-]) (\d+)\)?:\s*$")
+_ANSWER = re.compile(r"Answer: (-?\d+)$")
 
 
 class Calculator:
@@ -22,9 +23,9 @@ class Calculator:
     def step(self, text: str) -> tuple[str, bool, float]:
         """Return the calculator's result, whether the model has answered, and the reward."""
         self.text += text
-        if text.rstrip().endswith(":"):
-            return calculated(text), False, 0.0
-        return "", True, float(self.text.rpartition("Answer: ")[2].strip() == self.answer)
+        if answer := _ANSWER.search(self.text):
+            return "", True, float(answer[1] == self.answer)
+        return calculated(text), ":" not in text, 0.0
 
 
 def calculated(text: str) -> str:

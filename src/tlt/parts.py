@@ -56,8 +56,9 @@ def make_parts(
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     note(about_prompts(config, prompts))
     refuse_special_tokens(config, tokenizer)
-    reward = make_reward(config, prompts, Path(config.run.folder) / "reward.log")
-    turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), Path(config.run.folder))
+    log = Path(config.run.folder) / "reward.log"
+    reward = make_reward(config, prompts, log)
+    turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), log)
     refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)

@@ -115,8 +115,7 @@ def train(
                 run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
                 if resume and run.journal:
                     run.parts.rollout.remember(run.journal.take_up())
-                if resume:
-                    run.parts.turns.take_up()
+                run.parts.turns.keep(folder.path, resume)
                 run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
                 stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
                 stop.acknowledge = run.display.stopping

@@ -36,6 +36,7 @@ from tlt.fidelity.look_ahead import OlderTarget, spoiled
 from tlt.fidelity.modes import modes
 from tlt.fidelity.verify import verify
 from tlt.models.weights import read_safetensors
+from tlt.rewards.turns import SingleTurn
 from tlt.sampling import TopK, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
 
@@ -420,7 +421,7 @@ def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(
 def test_several_workers_decode_plainly_too(home: Path) -> None:
     config = small(home)
     place = open_workplace(config)
-    several = modes(config, place.target, place.tokenizer)["several workers"]
+    several = modes(config, place.target, place.tokenizer, SingleTurn())["several workers"]
     asked = [Request(prompt, 0, 0, seed, place.sampling) for seed, prompt in enumerate(place.prompts)]
     seen: list[Response] = []
     said = several.plainly(asked, seen.append)

@@ -73,7 +73,9 @@ class AtOnce:
 
 
 def episodes(pool: AtOnce, record: ReplyRecord | None = None, turns: int | None = TURNS) -> Episodes:
-    return Episodes(pool, encode, decode, turns, record or ReplyRecord(None))  # type: ignore[arg-type]
+    made = Episodes(pool, encode, decode, turns)  # type: ignore[arg-type]
+    made.record = record or made.record
+    return made
 
 
 def expected(target: Target, request: Request) -> tuple[Reference, list[Reply], float]:
@@ -172,7 +174,7 @@ def test_a_look_ahead_draft_holds_across_turns_as_long_as_replies_agree() -> Non
 
 
 def test_recorded_replies_are_not_asked_for_again() -> None:
-    record, pools = ReplyRecord(None), [AtOnce(Game), AtOnce(Game)]
+    record, pools = ReplyRecord(), [AtOnce(Game), AtOnce(Game)]
     for pool in pools:
         check(rollout(build(TARGET), episodes(pool, record)))
     assert pools[0].asked > 2 * len(REQUESTS)

@@ -17,6 +17,7 @@ from tlt.engine.protocol import RolloutEngine
 from tlt.engine.spelling import Detokenizer
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
+from tlt.rewards.turns import Turns
 from tlt.types import Request, Response, RolloutStats
 
 MOST_TOKENS = 2**22  # of a store: more than a step decodes
@@ -66,9 +67,13 @@ class LookAheadRollout(LocalRollout):
     """Before it decodes, its store takes what the older target said; `spoil` puts something else in its place."""
 
     def __init__(
-        self, engine: RolloutEngine, older: OlderTarget, spoil: Callable[[Sequence[Ahead]], list[Ahead]] = list
+        self,
+        engine: RolloutEngine,
+        older: OlderTarget,
+        turns: Turns | None = None,
+        spoil: Callable[[Sequence[Ahead]], list[Ahead]] = list,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, turns=turns)
         self.older, self.spoil = older, spoil
 
     def sync(self, policy: Trainable, version: int) -> None:

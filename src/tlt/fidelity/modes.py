@@ -24,12 +24,13 @@ from tlt.fidelity.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget, 
 from tlt.fidelity.several import SeveralWorkers
 from tlt.loop import Rollout
 from tlt.models.decoder import Decoder
+from tlt.rewards.turns import Turns
 
 _WIDE = (3, 4, 12)  # depth, branching, tokens to verify
 _AHEAD = 16
 
 
-def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
+def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
     """Name -> a rollout by engines on the same target. The recipe's own drafter if it names one, else a random one of
     its kind."""
     speculation, vocab_size = config.speculation, target.options.vocab_size
@@ -65,10 +66,11 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
     store, spoiled_store = AheadStore(MOST_TOKENS), AheadStore(MOST_TOKENS)
     mishaps = Fixed(chain._replace(ahead=_AHEAD))
     looking: dict[str, Rollout] = {
-        "look-ahead": LookAheadRollout(engine(everything(), adaptive, store), older),
+        "look-ahead": LookAheadRollout(engine(everything(), adaptive, store), older, turns),
         "look-ahead, spoiled": LookAheadRollout(
             engine([EagleDrafter(layer, target)], mishaps, spoiled_store),
             older,
+            turns,
             lambda entries: spoiled(entries, vocab_size, random.Random(target.version)),
         ),
     }
@@ -80,14 +82,15 @@ def modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]
         lambda store, kv_tokens: engine(everything(), InTurn([chain, *changing, *ahead]), store, kv_tokens),
         target,
         lambda other: other.swap(EagleDrafter(next(weights), target)),
+        turns,
     )
     # plain comes last, so that its state is what the next step starts from
     last = {"swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
-    return {"several workers": several, **_alone(one), **looking, **_alone(last)}
+    return {"several workers": several, **_alone(one, turns), **looking, **_alone(last, turns)}
 
 
-def _alone(engines: Mapping[str, Engine]) -> dict[str, Rollout]:
-    return {name: LocalRollout(engine) for name, engine in engines.items()}
+def _alone(engines: Mapping[str, Engine], turns: Turns) -> dict[str, Rollout]:
+    return {name: LocalRollout(engine, turns=turns) for name, engine in engines.items()}
 
 
 def _layer(config: Config, target: Decoder) -> EagleLayer:

@@ -17,6 +17,7 @@ from tlt.engine.engine import Engine
 from tlt.fidelity.look_ahead import MOST_TOKENS
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
+from tlt.rewards.turns import Turns
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import Span
@@ -32,9 +33,13 @@ class SeveralWorkers:
     `swap` puts another drafter into an engine."""
 
     def __init__(
-        self, make: Callable[[AheadStore, int], Engine], target: Decoder, swap: Callable[[Engine], None]
+        self,
+        make: Callable[[AheadStore, int], Engine],
+        target: Decoder,
+        swap: Callable[[Engine], None],
+        turns: Turns,
     ) -> None:
-        self.make, self.target, self.swap = make, target, swap
+        self.make, self.target, self.swap, self.turns = make, target, swap, turns
 
     def sync(self, policy: Trainable, version: int) -> None:
         assert isinstance(policy, Policy), "the one in this process"
@@ -50,14 +55,14 @@ class SeveralWorkers:
         shared = AheadStore(MOST_TOKENS)
         stores = [shared] * (_WORKERS - 1) + [AheadStore(MOST_TOKENS)]
         engines = [self.make(store, 2 * longest + _SPARE) for store in stores]
-        rng, line, responses = random.Random(self.target.version), list(requests), list[Response]()
+        rng, line, responses = random.Random(self.target.version), self.turns.begin(requests), list[Response]()
         rng.shuffle(line)
-        while line or any(engine.busy for engine in engines):
+        while line or self.turns.awaits or any(engine.busy for engine in engines):
             engine = rng.choice(engines)
             event = rng.random()
             if line and event < 0.2:
                 some = rng.randint(1, 6)
-                _submit(engine, line[:some])
+                _submit(engine, (), line[:some])
                 del line[:some]
             elif event < 0.25:
                 self._hand_over(engine, rng.choice(engines), rng)
@@ -67,13 +72,15 @@ class SeveralWorkers:
                 engine.release()
             elif event < 0.45:
                 others = [row.request for other in engines if other is not engine for row in _own(other)]
-                elsewhere = [*line, *others]
+                elsewhere = [*(row.request for row in line), *others]
                 engine.look_ahead(rng.sample(elsewhere, rng.randint(0, min(_AHEAD, len(elsewhere)))))
             elif event < 0.5:
                 engine.look_ahead(())
             for _ in range(rng.randint(1, 12)):
-                if engine.busy or engine.looks_ahead:
-                    responses += engine.round()
+                ended = engine.round() if engine.busy or engine.looks_ahead else ()
+                finished, rows = self.turns.take(ended)
+                responses += finished
+                line += rows
         for response in responses:
             on_response(response)
         return responses, sum((engine.stats for engine in engines), RolloutStats())

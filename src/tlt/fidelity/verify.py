@@ -33,6 +33,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.parts import make_parts
 from tlt.progress import Work, working
+from tlt.rewards.turns import Turns
 from tlt.rl.policy import Policy
 from tlt.tokenizer import load_tokenizer
 from tlt.types import Response
@@ -68,7 +69,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     assert isinstance(policy, Policy)
     target = parts.rollout.engine.target  # one copy of the weights serves every mode
     assert isinstance(target, Decoder)
-    rollouts = _modes(config, target, tokenizer)
+    rollouts = _modes(config, target, tokenizer, parts.turns)
     runs = {name: ModeRun(name) for name in rollouts}
     forks: list[Fork] = []
     tokens = 0
@@ -119,9 +120,10 @@ def _by_our_engine(config: Config) -> Config:
     return config.model_copy(update={"engine": config.engine.ours})
 
 
-def _modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
+def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
+    """If there is an environment, the first mode of a step asks it, and the others get the recorded replies."""
     if config.engine.backend == "tlt":
-        return modes(config, target, tokenizer)
+        return modes(config, target, tokenizer, turns)
     from tlt.fidelity.vllm_modes import vllm_modes  # vLLM is an extra
 
     return vllm_modes(config, target, tokenizer)
@@ -154,6 +156,7 @@ def _verify_step(
     before = _Snapshot.take(policy)
     start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}
+    parts.turns.step = step
     for name, rollout in rollouts.items():
         work.note = f"step {step + 1}: {name}"
         before.restore(policy)

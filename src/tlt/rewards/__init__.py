@@ -20,7 +20,6 @@ from tlt.rewards.golds import is_blank, right_answers
 from tlt.rewards.isolated import IsolatedScore, score
 from tlt.rewards.mathematics import is_mathematics
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.replies import NAME, ReplyRecord
 from tlt.rewards.scores import Term, make_terms, sources_sha256
 from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rewards.unrewarded import FaultLog
@@ -64,15 +63,14 @@ def make_turns(
     config: Config,
     encode: Callable[[str, int | None], Sequence[int]],
     decode: Callable[[Sequence[int]], str],
-    folder: Path,
+    log: Path,
 ) -> Turns:
     """Return the turns of responses by the recipe's environment, if it has one. `encode` and `decode` are those of
-    `Episodes`. What environments print and reply goes to files in the run's `folder`. Raises RewardError."""
+    `Episodes`. What environments print goes to the file `log`. Raises RewardError."""
     if not config.reward.environment:
         return SingleTurn()
-    start = partial(IsolatedScore, config, folder / "reward.log", (), open_environments)
-    record = ReplyRecord(folder / NAME if config.run.save_every else None)
-    return Episodes(_pool(config, start), encode, decode, config.reward.turns, record)
+    start = partial(IsolatedScore, config, log, (), open_environments)
+    return Episodes(_pool(config, start), encode, decode, config.reward.turns)
 
 
 def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:

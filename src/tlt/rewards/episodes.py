@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from tlt.rewards.environments import Turn
 from tlt.rewards.pool import ScorePool
-from tlt.rewards.replies import ReplyRecord
+from tlt.rewards.replies import NAME, ReplyRecord
 from tlt.rewards.unrewarded import FaultLog
 from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
@@ -42,10 +43,10 @@ class Episodes:
         encode: Callable[[str, int | None], Sequence[int]],
         decode: Callable[[Sequence[int]], str],
         most_turns: int | None,
-        record: ReplyRecord,
     ) -> None:
         """`encode` returns the tokens of a reply, given the token that it follows. `decode` returns a text."""
-        self.pool, self.encode, self.decode, self.most_turns, self.record = pool, encode, decode, most_turns, record
+        self.pool, self.encode, self.decode, self.most_turns = pool, encode, decode, most_turns
+        self.record = ReplyRecord()
         self.step, self.opens = 0, False
         self._rollout = 0  # number of the rollout
         self._episodes: dict[int, _Episode] = {}  # those under way, by seed
@@ -83,8 +84,8 @@ class Episodes:
                 finished.append(self._finished(response))
         return finished, rows
 
-    def take_up(self) -> None:
-        self.record.take_up()
+    def keep(self, folder: Path, resume: bool) -> None:
+        self.record.keep(folder / NAME, resume)
 
     def saved(self) -> None:
         self.record.clear()

@@ -18,9 +18,10 @@ Key = tuple[int, int, int]
 
 
 class ReplyRecord:
-    def __init__(self, path: Path | None) -> None:
-        """Without a path, replies are kept in memory alone."""
-        self.path = path
+    """Replies by step, request and turn: in memory, and if `keep` was called in a file too."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
         self._known: dict[Key, tuple[str, Verdict]] = {}  # what the model said in the turn, and the reply
 
     def find(self, step: int, seed: int, said: tuple[str, ...]) -> Verdict | None:
@@ -44,10 +45,13 @@ class ReplyRecord:
         """Empty the file, because a checkpoint holds all that it was kept for."""
         self._write("", "w")
 
-    def take_up(self) -> None:
-        """Read the replies of a run that is resumed. A line that was cut off is dropped."""
-        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path and self.path.is_file() else []
-        self._write("".join(f"{line.decode()}\n" for line in lines), "w")
+    def keep(self, path: Path, resume: bool) -> None:
+        """Keep replies in this file from now on. If a run is resumed, first read it. A line that was cut off is
+        dropped."""
+        self.path = path
+        lines = path.read_bytes().split(b"\n")[:-1] if resume and path.is_file() else []
+        if resume:
+            self._write("".join(f"{line.decode()}\n" for line in lines), "w")
         for line in map(json.loads, lines):
             key = line.pop("step"), line.pop("seed"), line.pop("turn")
             self._known[key] = line.pop("said"), Verdict(**line)

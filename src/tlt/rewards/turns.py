@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from tlt.types import Request, Response, Row
@@ -30,8 +31,8 @@ class Turns(Protocol):
         wait for one for at most this many seconds."""
         ...
 
-    def take_up(self) -> None:
-        """Read what a run that is resumed had received since its last checkpoint."""
+    def keep(self, folder: Path, resume: bool) -> None:
+        """Keep replies in this folder of a run. If it is resumed, take up those since its last checkpoint."""
         ...
 
     def saved(self) -> None:
@@ -54,7 +55,7 @@ class SingleTurn:
     def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
         return list(ended), []
 
-    def take_up(self) -> None: ...
+    def keep(self, folder: Path, resume: bool) -> None: ...
 
     def saved(self) -> None: ...
 
