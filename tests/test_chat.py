@@ -17,7 +17,7 @@ from tlt import checkpoint
 from tlt import run as run_module
 from tlt.build import load_tokenizer
 from tlt.config import Config, ConfigError, DataConfig
-from tlt.data import DataError, encoder, load_prompts
+from tlt.data import DataError, encoder, load_prompts, reply_encoder
 from tlt.display import Display
 from tlt.generate import Asked, _prompts, _time_of_the_run
 from tlt.tables import read_rows
@@ -384,3 +384,34 @@ def test_the_time_of_the_start_is_recorded(tmp_path: Path) -> None:
     run_module.train(dated(tmp_path, 1), display=Quiet())
     recorded = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["now"]
     assert before <= datetime.fromisoformat(recorded) <= datetime.now()
+
+
+# -- replies of an environment ---------------------------------------------------------------------------------------
+
+
+def replies(tokenizer: Any, template: str = "", **data: Any) -> Any:
+    tokenizer.chat_template = template or None
+    return reply_encoder(tokenizer, DataConfig(path="-", chat=bool(template), **data))
+
+
+def test_a_reply_is_text_whatever_special_tokens_it_names(tokenizer: Any) -> None:
+    encode, end = replies(tokenizer), tokenizer.eos_token_id
+    for text in ("too low", "<eos>", "a<eos>b", "", "é\n"):
+        for last in (None, end, 5):
+            assert tokenizer.decode(encode(text, last)) == text
+            assert end not in encode(text, last)
+
+
+def test_in_a_chat_a_reply_is_a_users_message(tokenizer: Any) -> None:
+    """The template ends an answer with the end token, which the model wrote itself unless a stop string ended it."""
+    ends = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
+    encode, end = replies(tokenizer, ends), tokenizer.eos_token_id
+    assert tokenizer.decode(encode("no<eos>", end)) == "<user>no<eos><eos><bot>"
+    assert encode("no<eos>", end).count(end) == 1
+    assert tokenizer.decode(encode("no", 5)) == "<eos><user>no<eos><bot>"
+    assert tokenizer.decode(encode("no", None)) == "no"
+
+
+def test_a_template_that_writes_no_reply_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="does not write a user's message behind an answer"):
+        replies(tokenizer, "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END)

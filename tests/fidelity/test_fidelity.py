@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny import tiny_config
+from tiny import tiny_config, tiny_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tlt import run
 from tlt.build import make_target, open_workplace
-from tlt.config import Config
+from tlt.config import Config, parse_config
 from tlt.display import Display
 from tlt.draft.ahead import Ahead, LookAhead
 from tlt.draft.tree import DraftTree
@@ -129,6 +129,15 @@ def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[s
     config = small(home, rollout={"max_new_tokens": 48}, train={"steps": 2})
     summary = run.train(config, False, Display(Console(quiet=True)))
     assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]
+
+
+def test_it_holds_for_episodes_whose_replies_differ_each_time(home: Path, tmp_path: Path) -> None:
+    """The first mode asks, and all others get what it was told."""
+    tree = tiny_tree(home, rollout={"group_size": 2, "max_new_tokens": 40, "stop_strings": list("abcdefgh ")})
+    reward = {"environment": "tiny_environments:Unsure", "folder": str(Path(__file__).parent.parent)}
+    agree, result = check(parse_config(tree | {"reward": reward}), tmp_path)
+    assert agree
+    assert len({run["policy_sha256"] for run in result["runs"]}) == 1
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,3 +190,85 @@ def test_a_comparison_with_plain_decoding_asks_once() -> None:
     asked = pool.asked
     check(one.generate(REQUESTS, lambda response: None)[0])
     assert pool.asked == asked
+
+
+# -- one episode, turn by turn ----------------------------------------------------------------------------------------
+
+
+class Says:
+    """Answers each turn with the next verdict."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = iter([Verdict(0.0, reply=""), *verdicts])
+
+    def answer_all(self, asked: Sequence[tuple[Prompt, Turn]]) -> list[Verdict]:
+        return [next(self.verdicts)]
+
+
+def ended(*verdicts: Verdict, turns: int | None = TURNS, reason: str = "stop") -> Response:
+    """The finished episode, in which each turn of the model is one token and its end."""
+    pool = AtOnce(Game)
+    pool.environments = Says(*verdicts)  # type: ignore[assignment]
+    found = episodes(pool, turns=turns)
+    (row,) = found.begin(REQUESTS[:1])
+    finished: list[Response] = []
+    while not finished:
+        tokens = [*row.tokens, 1, STOP]
+        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), reason)
+        response.replies = row.replies
+        finished, rows = found.take([response])
+        row = rows[0] if rows else row
+    assert not found.awaits
+    return finished[0]
+
+
+def test_the_reward_is_the_sum_over_turns() -> None:
+    assert ended(Verdict(0.5, reply="a"), Verdict(0.25)).reward == 0.75
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "reason", "reward"),
+    [
+        ([Verdict(0.5, reply="a")] * TURNS, "turns", 0.5 * TURNS),
+        ([Verdict(0.5, reply="x" * 2**20)], "reply", 0.5),
+        ([Verdict(0.5, reply="a" * (MOST - 2))], "reply", 0.5),
+        ([Verdict(0.5, reply="a" * (MOST - 5)), Verdict(0.0)], "stop", 0.5),
+    ],
+)
+def test_bounds_end_an_episode_with_what_it_has(verdicts: list[Verdict], reason: str, reward: float) -> None:
+    found = ended(*verdicts)
+    assert (found.finish_reason, found.reward, found.outcome) == (reason, reward, "")
+    assert len(found.token_ids) <= MOST
+
+
+def test_a_turn_that_never_ends_is_not_shown_to_the_environment() -> None:
+    found = ended(reason="length")
+    assert (found.finish_reason, found.reward) == ("length", 0.0)
+
+
+def test_a_failed_environment_leaves_no_reward_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    found = ended(Verdict(1.0, reply="a"), Verdict(None, "error", "KeyError: 'bonus'"))
+    assert (found.reward, found.outcome) == (None, "error")
+    assert "KeyError: 'bonus'" in caplog.text
+
+
+def test_a_sum_that_float32_cannot_hold_is_no_number() -> None:
+    assert ended(Verdict(3e38, reply="a"), Verdict(3e38)).outcome == "not a number"
+
+
+def test_the_record_comes_back_and_a_torn_end_is_passed_over(tmp_path: Path) -> None:
+    verdicts = [Verdict(0.0, reply="é\n"), Verdict(0.5, reply=""), Verdict(None, "crash", "why")]
+    turns = [(), ("a",), ("a", "b")]
+    record, path = ReplyRecord(), tmp_path / "replies.jsonl"
+    record.keep(path, resume=False)
+    for said, verdict in zip(turns, verdicts, strict=True):
+        record.add(3, 2**64 - 1, said, verdict)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "se')
+    again = ReplyRecord()
+    again.keep(path, resume=True)
+    assert [again.find(3, 2**64 - 1, said) for said in turns] == verdicts
+    assert again.find(3, 2**64 - 1, ("another",)) is None, "the model said something else"
+    assert again.find(4, 2**64 - 1, ("a",)) is None, "another step"
+    again.forget_before(4)
+    assert again.find(3, 2**64 - 1, ("a",)) is None
