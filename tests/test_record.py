@@ -89,12 +89,13 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
 
 
 def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
-    """But for what only trouble, an idle worker or a device brings."""
+    """But for what only trouble, an environment, an idle worker or a device brings."""
     found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
     rare = {
         "outcomes/<outcome>",
         "memory/<process>/cuda",
         *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules", "estimated_cpu_joules", "cost")),
+        *(f"episodes/{name}" for name in ("turns", "reply_tokens", "ended/<reason>")),
         "rollout/alarms/<drafter>",
         "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
