@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,6 +62,7 @@ def make_parts(
     turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), log)
     refuse_misfits(config, prompts)
     sampling = sampling_params(config.rollout, config.model.path, tokenizer)
+    sampling = replace(sampling, continues=config.reward.environment is not None)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
     with working("start the policy and its workers"):

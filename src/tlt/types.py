@@ -21,6 +21,8 @@ class SamplingParams:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    continues: bool = False
+    """Whether an environment may continue a response that has ended, so that its keys and values are kept"""
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:

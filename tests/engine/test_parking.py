@@ -99,7 +99,7 @@ def test_after_an_update_nothing_is_computed_again() -> None:
     looking.start(())
     prefilled: list[Sequence[int]] = []
     plain = looking.rollout.runner.prefill
-    looking.rollout.runner.prefill = lambda first, contexts: prefilled.extend(contexts) or plain(first, contexts)  # type: ignore
+    looking.rollout.runner.prefill = lambda first, contexts, known: prefilled.extend(contexts) or plain(first, contexts)  # type: ignore
     looking.look_ahead(requests()[2:3])
     rounds(looking, 1)
     assert prefilled == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Reply, Request, Response, SamplingParams
 
 STOP, MOST, TURNS = 4, 48, 3
-PARAMS = SamplingParams(max_new_tokens=MOST, stop_token_ids=(STOP,))
+PARAMS = SamplingParams(max_new_tokens=MOST, stop_token_ids=(STOP,), continues=True)
 
 
 def encode(text: str, last: int | None) -> list[int]:
@@ -160,6 +161,25 @@ def test_tokens_are_those_of_the_reference(
     check(responses)
     assert engine.stats.tokens == sum(response.num_sampled for response in responses)
     assert engine.stats.preemptions > 0 or memory is None
+
+
+@pytest.mark.parametrize("drafter", ["none", "learned"])
+def test_keys_and_values_of_earlier_turns_are_not_computed_again(drafter: str) -> None:
+    """Only replies are prefilled, and each prompt with its first text."""
+    found = {}
+    for continues in (True, False):
+        engine = build(TARGET, small.learned(TARGET) if drafter == "learned" else None, TREE)
+        requests = [replace(request, sampling=replace(PARAMS, continues=continues)) for request in REQUESTS]
+        turns = episodes(AtOnce(Game))
+        responses, stats = LocalRollout(engine, turns=turns).generate(requests, lambda response: None)
+        check(responses)
+        found[continues] = stats.prefill_tokens
+    replies = [reply for response in responses for reply in response.replies if reply.start]
+    begun = [r for r in responses if r.replies and not r.replies[0].start]
+    opened = sum(len(r.request.prompt.token_ids) + len(r.replies[0].text) - 1 for r in begun)
+    prompts = {r.request.prompt.token_ids for r in responses if r not in begun}
+    assert found[True] == opened + sum(len(p) - 1 for p in prompts) + sum(len(reply.text) for reply in replies)
+    assert found[False] > 2 * found[True]
 
 
 def test_a_look_ahead_draft_holds_across_turns_as_long_as_replies_agree() -> None:

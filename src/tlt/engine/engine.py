@@ -35,9 +35,10 @@ from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.state import Clock, RolloutState, Round, count_row, guesses_of
+from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_row, guesses_of
 from tlt.engine.stops import Stops, text_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
+from tlt.engine.turns import TurnStore
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
 from tlt.trace import Tracer
@@ -90,7 +91,8 @@ class Engine(Generates):
             window = FeatureWindow(self.layout, target.options.hidden_size, target.dtype, target.device)
             view, harvester = FeatureView(window), Harvester(window, target.version, self.on_harvest)
         ahead = LookAhead(self.store, target.options.vocab_size)
-        rows = RowTable([self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
+        turns = TurnStore(self.cache, window)
+        rows = RowTable([turns, self.cache, laws, noise, *([window] if window else []), ahead, self.drafters])
         widest = max(s.nodes for s in strategies)
         self.drafters.begin(view)
         self.parking.begin(window)
@@ -103,6 +105,7 @@ class Engine(Generates):
             view=view,
             harvester=harvester,
             ahead=ahead,
+            turns=turns,
             runner=Runner(target, self.cache, window, config.prefill_tokens),
             stats=RolloutStats(seconds={"prefill": 0.0, "draft": 0.0, "verify": 0.0, "commit": 0.0, "ahead": 0.0}),
             version=target.version,
@@ -229,7 +232,7 @@ class Engine(Generates):
         committed, proposed = [n for n, _ in told], [ahead for _, ahead in told]
         self.tuner.record(RoundResult(strategy, took, committed, scored, proposed))
         if scored:
-            self._compare_with_plain(now, took, tokens, context)
+            compare_with_plain(self.stats, self.tuner.plain_seconds, now, took, tokens, context)
         self._trace("plain" if strategy == PLAIN else "speculative", began, rounds=1, tokens=sum(tokens))
         self._count(strategy, clock)
         self._amid_round = False
@@ -380,15 +383,6 @@ class Engine(Generates):
         stats.drafter_failures = self.drafters.failures
         stats.agreement = {name: seen.now for name, seen in watched.items() if seen.last}
         stats.alarms = {name: seen.now for name, seen in watched.items() if seen.alarming}
-
-    def _compare_with_plain(self, now: Round, seconds: float, tokens: Sequence[int], context: float) -> None:
-        """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens."""
-        own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
-        plain = self.tuner.plain_seconds(len(own), context) if own else None
-        if plain is not None:
-            known = self.stats.against_plain
-            known["seconds"] = known.get("seconds", 0.0) + seconds
-            known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * sum(own) / len(own)
 
     def _trace(self, name: str, began: float, **facts: float) -> None:
         if self.tracer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,14 @@ from tlt.types import Row
 _GRAIN = 64  # capacity grows in steps of this many tokens
 AUDIT = "TLT_AUDIT"
 """environment variable; if it is 1, a ledger checks the contents of all slots after every round"""
+
+
+class Saved(NamedTuple):
+    """A copy of a slot in host memory."""
+
+    values: Tensor
+    booked: Tensor | None
+    """what the ledger, if there is one, says of them"""
 
 
 class KVCache:
@@ -110,6 +118,17 @@ class KVCache:
         """Write what `read` returned, possibly of an older target. Only for a row of a coming step."""
         assert self._rows[slot].ahead, "no token of this step may rest on an older target's keys and values"
         self.store.write(slot, values)
+
+    def save(self, slot: int, length: int) -> Saved:
+        """Return a copy for `restore`."""
+        booked = self.ledger.booked[slot, :length].clone() if self.ledger else None
+        return Saved(self.store.read(slot, length), booked)
+
+    def restore(self, slot: int, saved: Saved) -> None:
+        """Write a copy of the present target's keys and values."""
+        self.store.write(slot, saved.values)
+        if self.ledger and saved.booked is not None:
+            self.ledger.booked[slot, : len(saved.booked)] = saved.booked
 
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
         self.store.move(slots, sources, targets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tlt.engine.kv_cache import KVCache
@@ -34,22 +34,37 @@ def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache, parking
     kept, fresh, copies = place_new_rows([row for row in admitted if id(row) not in live], rows, cache)
     for row in kept:
         rows.append(row, kept=row.kv_length)
+    known = {id(row): rollout.turns.known(row) for row in fresh}
+    computed = 0
+    for some in ([row for row in fresh if known[id(row)]], [row for row in fresh if not known[id(row)]]):
+        computed += _prefill(some, known, rollout, cache)
     first = len(rows)
-    for row in (*fresh, *copies):
+    for row in copies:
         rows.append(row)
-    finite = rollout.runner.prefill(first, [row.context for row in fresh])
-    for place, (row, good) in enumerate(zip(fresh, finite, strict=True), start=first):
-        if not good:
-            row.finite = False
-            cache.wipe(place, row.kv_length)  # a prefill pads shorter rows
     origin = {row.request.prompt.token_ids: place for place, row in reversed(list(enumerate(rows)))}
-    for place, row in enumerate(copies, start=first + len(fresh)):
+    for place, row in enumerate(copies, start=first):
         source = origin[row.request.prompt.token_ids]
         row.finite &= rows[source].finite
         cache.copy(source, place, row.kv_length)
         if window:
             window.copy(source, place, row.kv_length)
-    return sum(row.kv_length for row in fresh if not row.ahead)
+    return computed
+
+
+def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutState, cache: KVCache) -> int:
+    """Place rows, and fill their keys and values but for the first `known` ones, by id, which are kept from their last
+    turn. Return the number of prefilled tokens."""
+    first = len(rollout.rows)
+    for place, row in enumerate(fresh, start=first):
+        rollout.rows.append(row)
+        if known[id(row)]:
+            rollout.turns.restore(place, row)
+    finite = rollout.runner.prefill(first, [row.context for row in fresh], [known[id(row)] for row in fresh])
+    for place, (row, good) in enumerate(zip(fresh, finite, strict=True), start=first):
+        if not good:
+            row.finite = False
+            cache.wipe(place, row.kv_length)  # a prefill pads shorter rows
+    return sum(row.kv_length - known[id(row)] for row in fresh if not row.ahead)
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:

@@ -46,51 +46,60 @@ class Runner:
     def __init__(self, target: Decoder, cache: KVCache, window: FeatureWindow | None, prefill_tokens: int) -> None:
         self.target, self.cache, self.window, self.prefill_tokens = target, cache, window, prefill_tokens
 
-    def prefill(self, first: int, contexts: Sequence[Sequence[int]]) -> list[bool]:
+    def prefill(self, first: int, contexts: Sequence[Sequence[int]], known: Sequence[int] | None = None) -> list[bool]:
         """Fill slots first.. with the keys and values of each context without its last token, which is the root of the
-        first round. Return whether they are finite."""
+        first round. The slots have the first `known` ones already (default: none). Return whether they are finite."""
+        known = known or [0] * len(contexts)
+        new = [len(context) - have for context, have in zip(contexts, known, strict=True)]
         start, finite = 0, []
         while start < len(contexts):
-            stop, longest = start + 1, len(contexts[start])
-            while (
-                stop < len(contexts) and (stop + 1 - start) * max(longest, len(contexts[stop])) <= self.prefill_tokens
-            ):
-                longest = max(longest, len(contexts[stop]))
+            stop, longest = start + 1, new[start]
+            while stop < len(contexts) and (stop + 1 - start) * max(longest, new[stop]) <= self.prefill_tokens:
+                longest = max(longest, new[stop])
                 stop += 1
-            finite += self._prefill_rows(first + start, contexts[start:stop])
+            finite += self._prefill_rows(first + start, contexts[start:stop], longest - 1)
             start = stop
         return finite
 
-    def _prefill_rows(self, first: int, contexts: Sequence[Sequence[int]]) -> list[bool]:
-        longest = max(len(c) for c in contexts) - 1
+    def _prefill_rows(self, first: int, contexts: Sequence[Sequence[int]], longest: int) -> list[bool]:
+        """Compute the last `longest` keys and values of each context. Shorter contexts are padded at their end."""
+        starts = [max(0, len(c) - 1 - longest) for c in contexts]
         chunk = max(1, self.prefill_tokens // len(contexts))
         total = torch.zeros(len(contexts), device=self.target.device)
         for lo in range(0, longest, chunk):
             width = min(chunk, longest - lo)
-            part = [list(c[lo : min(lo + width, len(c) - 1)]) for c in contexts]
+            lows = [start + lo for start in starts]
+            part = [list(c[low : min(low + width, len(c) - 1)]) for c, low in zip(contexts, lows, strict=True)]
             tokens = self._tensor([p + [0] * (width - len(p)) for p in part])
             depths = torch.arange(width, device=tokens.device).expand_as(tokens)
-            hidden, features = self._pass(first, TreeBatch(tokens, depths, None), [lo] * len(contexts))
+            hidden, features = self._pass(first, TreeBatch(tokens, depths, None), lows)
             total = total + hidden.sum((1, 2))  # finite if all terms are finite
             if self.window is not None and features is not None:
-                self._keep(self.window, features, first, lo, contexts)
+                self._keep(self.window, features, first, lows, contexts)
         return np.isfinite(to_host(total)[0]).tolist()
 
     def _keep(
-        self, window: FeatureWindow, features: Tensor, first: int, low: int, contexts: Sequence[Sequence[int]]
+        self,
+        window: FeatureWindow,
+        features: Tensor,
+        first: int,
+        lows: Sequence[int],
+        contexts: Sequence[Sequence[int]],
     ) -> None:
         """Keep the hidden states of a prefilled chunk [rows, width, F] that are among each row's last `window`
         entries."""
         places = [
             (row, p)
             for row, context in enumerate(contexts)
-            for p in range(max(low, len(context) - 1 - window.window), min(low + features.shape[1], len(context) - 1))
+            for p in range(
+                max(lows[row], len(context) - 1 - window.window), min(lows[row] + features.shape[1], len(context) - 1)
+            )
         ]
         for row, context in enumerate(contexts):
-            window.first[first + row] = max(0, len(context) - 1 - window.window)
+            window.first[first + row] = max(window.first[first + row], len(context) - 1 - window.window)
         if places:
             rows, positions = zip(*places, strict=True)
-            row, offset = self._tensor([rows, [p - low for p in positions]])
+            row, offset = self._tensor([rows, [p - lows[r] for r, p in places]])
             following = [contexts[r][p + 1] for r, p in places]
             window.write([first + r for r in rows], positions, features[row, offset], following)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from tlt.engine.noise import NoiseWindow
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner
 from tlt.engine.scheduler import Scheduler
+from tlt.engine.turns import TurnStore
 from tlt.types import RolloutStats, Row
 
 
@@ -34,6 +35,7 @@ class RolloutState:
     view: FeatureView | None
     harvester: Harvester | None
     ahead: LookAhead
+    turns: TurnStore
     runner: Runner
     stats: RolloutStats
     version: int
@@ -99,3 +101,20 @@ def guesses_of(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
     if 0 < taken <= proposed and tree.tokens[taken] == row.tokens[-1]:
         return taken + 1, taken
     return taken, proposed
+
+
+def compare_with_plain(
+    stats: RolloutStats,
+    plain_seconds: Callable[[int, float], float | None],
+    now: Round,
+    seconds: float,
+    tokens: Sequence[int],
+    context: float,
+) -> None:
+    """Add the seconds of a round, and the estimated seconds of plain decoding for this rollout's tokens."""
+    own = [count for row, count in zip(now.rows, tokens, strict=True) if not row.ahead]
+    plain = plain_seconds(len(own), context) if own else None
+    if plain is not None:
+        known = stats.against_plain
+        known["seconds"] = known.get("seconds", 0.0) + seconds
+        known["plain_seconds"] = known.get("plain_seconds", 0.0) + plain * sum(own) / len(own)

@@ -1,0 +1,73 @@
+"""Keys and values of rows that left, for the next turn of their episode."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tlt.draft.features import FeatureWindow
+from tlt.engine.kv_cache import KVCache, Saved
+from tlt.types import Row
+
+_MOST_BYTES = 1 << 30
+
+
+class _Kept(NamedTuple):
+    context: tuple[int, ...]
+    """Tokens whose keys and values are kept"""
+    saved: Saved
+    first: int
+    """First entry of the row in its feature window"""
+    features: tuple[Tensor, Tensor] | None
+
+
+class TurnStore:
+    """Per-row store. It copies keys and values of a row that leaves to host memory if its episode may go on, up to
+    1 GiB. The oldest are dropped first. It lives as long as a rollout, so they are of the present target."""
+
+    def __init__(self, cache: KVCache, window: FeatureWindow | None) -> None:
+        self.cache, self.window, self.bytes = cache, window, 0
+        self._rows: list[Row] = []
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # by seed
+
+    def append(self, row: Row, kept: int) -> None:
+        self._rows.append(row)
+
+    def remove(self, place: int, last: int) -> None:
+        """This store is asked first, so the row is still at its place."""
+        row = self._rows[place]
+        if row.request.sampling.continues and row.finite and row.tokens and not row.ahead:
+            self._keep(place, row)
+        self._rows[place] = self._rows[last]
+        self._rows.pop()
+
+    def _keep(self, place: int, row: Row) -> None:
+        first, features = 0, None
+        if self.window:
+            first = self.window.start(place)
+            features = self.window.read(place, first, self.window.length[place])
+            features = features[0].cpu(), features[1].cpu()
+        kept = _Kept(row.context[:-1], self.cache.save(place, row.kv_length), first, features)
+        self._kept[row.request.seed] = kept
+        self.bytes += kept.saved.values.nbytes
+        while self.bytes > _MOST_BYTES:
+            self._drop(next(iter(self._kept)))
+
+    def known(self, row: Row) -> int:
+        """Return the number of the row's first tokens whose keys and values are kept."""
+        kept = self._kept.get(row.request.seed)
+        return len(kept.context) if kept and row.context[: len(kept.context)] == kept.context else 0
+
+    def restore(self, place: int, row: Row) -> None:
+        """Copy them to the row's new place."""
+        kept = self._drop(row.request.seed)
+        self.cache.restore(place, kept.saved)
+        if self.window and kept.features:
+            self.window.restore(place, kept.first, *kept.features)
+
+    def _drop(self, seed: int) -> _Kept:
+        kept = self._kept.pop(seed)
+        self.bytes -= kept.saved.values.nbytes
+        return kept
