@@ -25,7 +25,8 @@ SURFACE = {
     "Request": "(prompt, index, epoch, seed, sampling)",
     "Response": "(request, token_ids, logprobs, full_logprobs, finish_reason, text='', reward=None, outcome='', "
     "scores, advantage=None, decoded, proposed='', old_logprobs=None, answer='', replies)",
-    "SamplingParams": "(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=512, stop_token_ids=(), stop_strings=())",
+    "SamplingParams": "(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=512, stop_token_ids=(), stop_strings=(), "
+    "continues=False)",
     "TrainBatch": "(prompt_ids, response_ids, advantages, rollout_logprobs, rewards, old_logprobs, masked, masks)",
     "load_config": "(recipe, overrides=())",
     "load_engine": "(model, speculation=None, engine=None, longest=None)",

@@ -148,7 +148,7 @@ class Earned:
 class Scorer(Protocol):
     """Who says what an answer is worth."""
 
-    def submit(self, prompt: Prompt, answer: Answer) -> Future[Verdict]: ...
+    def submit(self, prompt: Prompt, answer: Answer, /) -> Future[Verdict]: ...
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
         """Of what was submitted, once it is there. Raises RewardError where it will never be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from tlt.config import Config
@@ -70,11 +70,11 @@ class Environments:
         return instance, _stepped(await _result(instance.step(turn.said[-1])))
 
 
-def open_environments(config: Config, columns: Sequence[str]) -> tuple[Callable[..., list[Verdict]], bool]:
+def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
     """Return a function that answers turns, and whether it is asked about several at once. Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
-    make = imported(name, config.reward.folder, "reward.environment", "module:Class")
+    make: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
     for method in ("reset", "step"):
         if not callable(getattr(make, method, None)):
             raise RewardError(f"reward.environment = {name!r} has no method {method}: see docs/environments.md")
