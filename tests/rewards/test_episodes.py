@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
+from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed
 from tlt.rewards.environments import Environments, Turn
 from tlt.rewards.episodes import Episodes
 from tlt.rewards.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
-from tlt.types import Prompt, Reply, Request, Response, SamplingParams
+from tlt.types import Prompt, Reply, Request, Response, Row, SamplingParams
 
 STOP, MOST, TURNS = 4, 48, 3
 PARAMS = SamplingParams(max_new_tokens=MOST, stop_token_ids=(STOP,), continues=True)
@@ -210,6 +212,16 @@ def test_a_comparison_with_plain_decoding_asks_once() -> None:
     asked = pool.asked
     check(one.generate(REQUESTS, lambda response: None)[0])
     assert pool.asked == asked
+
+
+def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:
+    spelled: Any = SimpleNamespace(spell=lambda token: bytes([token]))
+    stops = Stops(spelled)
+    request = replace(REQUESTS[0], sampling=SamplingParams(stop_strings=("ab", "c")))
+    row = Row(request, list(b"xabca"), replies=[Reply(1, 5, "abca")])
+    for letter, reason in ((b"b", None), (b"a", None), (b"b", "stop")):
+        row.tokens += letter
+        assert stops.reason(row) == reason
 
 
 # -- one episode, turn by turn ----------------------------------------------------------------------------------------
