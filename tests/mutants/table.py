@@ -60,7 +60,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.placing", "engine/test_rows.py"): [
         ("place_new_rows", "operand", 1, "A prompt is reused only from the slot that holds it."),
         ("place_new_rows", "operand", 3, "A row that was begun is not replaced by its sibling's prompt."),
-        ("seat", "drop", 21, "A sibling gets a copy of its prompt's keys and values."),
+        ("seat", "drop", 20, "A sibling gets a copy of its prompt's keys and values."),
     ],
     ("engine.parking", "engine/test_parking.py"): [
         ("Parking.park", "drop", 11, "Swapped-out rows use a bounded amount of memory."),
@@ -80,7 +80,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("LawTable.append", "drop", 1, "A new row's sampling parameters apply from its first round."),
     ],
     ("engine.runner", "draft/test_features.py"): [
-        ("Runner._keep", "operand", 17, "A feature is stored with the token that follows it."),
+        ("Runner._keep", "operand", 19, "A feature is stored with the token that follows it."),
     ],
     ("engine.runner", "engine/test_engine.py"): [
         ("Runner.verify", "operand", 1, "Each node is sampled under the noise of its own position."),
@@ -203,9 +203,19 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rewards.pool", "rewards/test_pool.py"): [
         ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
         ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
-        ("ScorePool._lose", "drop", 2, "Responses of a lost process return to the queue."),
+        ("ScorePool._lose", "drop", 3, "Responses of a lost process return to the queue."),
         ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
-        ("ScorePool._take", "operand", 6, "A response under suspicion is scored alone."),
+        ("ScorePool._places", "operand", 4, "A response under suspicion is scored alone."),
+    ],
+    ("rewards.episodes", "rewards/test_episodes.py"): [
+        ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),
+        ("Episodes._continued", "compare", 2, "An episode has at most reward.turns turns."),
+    ],
+    ("engine.turns", "rewards/test_episodes.py"): [
+        ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
+    ],
+    ("rl.packer", "rl/test_policy.py"): [
+        ("Packer.pack", "always", 1, "Tokens that an environment wrote are not trained on."),
     ],
     ("checkpoint", "test_checkpoint.py"): [
         ("save", "drop", 7, "A checkpoint appears whole or not at all."),
