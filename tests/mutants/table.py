@@ -205,7 +205,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
         ("ScorePool._lose", "drop", 3, "Responses of a lost process return to the queue."),
         ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
-        ("ScorePool._places", "operand", 4, "A response under suspicion is scored alone."),
+        ("ScorePool._places", "operand", 1, "A response under suspicion is scored alone."),
     ],
     ("rewards.episodes", "rewards/test_episodes.py"): [
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),
