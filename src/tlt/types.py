@@ -250,6 +250,17 @@ class TrainBatch:
         """Tokens of these sequences, their prompts among them."""
         return [len(self.prompt_ids[i]) + len(self.response_ids[i]) for i in members]
 
+    def part(self, members: Sequence[int]) -> TrainBatch:
+        """Return these responses as a batch, without the rewards."""
+        return TrainBatch(
+            [self.prompt_ids[i] for i in members],
+            [self.response_ids[i] for i in members],
+            [self.advantages[i] for i in members],
+            [self.rollout_logprobs[i] for i in members],
+            old_logprobs={place: self.old_logprobs[i] for place, i in enumerate(members) if i in self.old_logprobs},
+            masked={place for place, i in enumerate(members) if i in self.masked},
+        )
+
 
 class WorkerNow(NamedTuple):
     """What a worker is at, for whoever looks on."""

@@ -28,7 +28,7 @@ from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 from tlt.rl.finite import NotFinite
 from tlt.rl.packer import Packer
-from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of
+from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, even_owners, numbers_of
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, _local
@@ -139,7 +139,8 @@ def passes(batch: TrainBatch, size: int) -> list[int]:
 def summed(group: ProcessGroup) -> list[float]:
     numbers = [1e16, 1.0, -1e16, 1.0]  # 1e16 + 1 is 1e16: any other order is another sum
     own = [numbers[k] for k in numbers_of(group.rank, group.size, group.shards)]
-    return group.sum_shards(torch.tensor([[number] * 5 for number in own], dtype=torch.float64)).tolist()
+    given = torch.tensor([[number] * 5 for number in own], dtype=torch.float64)
+    return group.sum_shards(given, even_owners(group)).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
