@@ -152,8 +152,7 @@ class EarlyGroups:
     def _places(self, so_far: Mapping[int, int]) -> list[_Place] | None:
         """Return the places of all groups that may have a gradient in this step; None if a later wave may add some."""
         self._finish()
-        dynamic = self.config.rollout.max_waves > 0
-        room = self.config.rollout.prompts_per_step if dynamic else self._count
+        room = self.config.rollout.prompts_per_step if self.config.rollout.max_waves else self._count
         places: list[_Place] = []
         sure = possible = 0  # groups that the batch takes
         for number in range(self._count):
@@ -168,7 +167,7 @@ class EarlyGroups:
             sure += done.counts and possible <= room
             if done.group:
                 places.append(_Place(done.longest, number, done.group if possible <= room else None))
-        return None if dynamic and sure < room and not self.is_last_wave else places
+        return None if sure < room and not self.is_last_wave else places
 
     def _length(self, request: Request, so_far: Mapping[int, int]) -> int:
         heard = self._heard.get(request.seed)
