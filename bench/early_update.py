@@ -29,7 +29,7 @@ from tlt.build import settled
 from tlt.config import Config, load_config, parse_config
 from tlt.metrics import provenance, write_json
 from tlt.resume import at_the_time_of_the_run
-from tlt.rl.early import in_shards, owners_of
+from tlt.rl.early import PER_WORKER, in_shards, owners_of
 
 SIZES = ((2, 8), (8, 32), (8, 64), (64, 256), (64, 512))
 """(workers, prompts per step) of the simulations"""
@@ -126,10 +126,10 @@ def simulate(groups: Sequence[Group], workers: int, costs: Costs) -> dict[str, f
     for number, shard in enumerate(shards):
         longest = max(map(max, shard))
         certain = max(time[min(longest, len(time) - 1)] for time in times)
-        worker = min(range(workers), key=lambda index: free[index])
+        worker = min(range(workers), key=lambda index: (len(held[index]) >= PER_WORKER, free[index]))
         begins = max(certain, free[worker])
         share = min(1.0, (rollout - begins) / work[number])
-        if share > 0:
+        if share > 0 and len(held[worker]) < PER_WORKER:
             held[worker][number] = share
             free[worker] = begins + share * work[number]
     without, rest = (_longest(work, begun) for begun in ([{}] * workers, held))

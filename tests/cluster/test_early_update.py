@@ -154,6 +154,16 @@ def test_each_shard_has_one_worker_until_that_is_lost() -> None:
     assert early.take_seconds() == 7.0
 
 
+def test_a_worker_keeps_a_few_gradients() -> None:
+    early = EarlyUpdate(Calls())  # type: ignore[arg-type]
+    early.begin(SimpleNamespace(shards=lambda so_far: list("abcdef")))  # type: ignore[arg-type]
+    for shard in range(4):
+        assert early.next_call(0, {}, 0.5)
+        early.came_back(Done(0, METHOD, EarlySlice(shard, 1.0, 1.0)))
+    assert not early.next_call(0, {}, 0.5)
+    assert early.next_call(1, {}, 0.5)
+
+
 def test_a_worker_without_the_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     early = EarlyUpdate(Calls())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a"]))  # type: ignore[arg-type]

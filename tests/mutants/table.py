@@ -186,7 +186,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("has_gradient", "operand", 1, "A masked response teaches nothing."),
     ],
     ("rl.early", "rl/test_early.py"): [
-        ("EarlyGroups._places", "operand", 2, "The last wave of a step has early shards."),
+        ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
         ("owners_of", "operand", 3, "Each shard has one owner."),
     ],
     ("rl.shard_sum", "rl/test_shard_sum.py"): [

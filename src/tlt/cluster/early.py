@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tlt.cluster.crew import Crew, Done
-from tlt.rl.early import EarlyGroups
+from tlt.rl.early import PER_WORKER, EarlyGroups
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class EarlyUpdate:
         shards = self._groups.shards(so_far)
         own = [k for k, (holder, share) in self._begun.items() if holder == worker and share < 1.0]
         free = [k for k in range(len(shards)) if k not in self._begun]
+        if sum(holder == worker for holder, _ in self._begun.values()) >= PER_WORKER:
+            free = []
         if not own and not free:
             return False
         shard = (own or free)[0]

@@ -20,8 +20,9 @@ from tlt.types import Group, Request, Response, TrainBatch
 
 T = TypeVar("T")
 
+PER_WORKER = 4
+"""Early shards for each worker, and most that one worker computes early, because each takes memory for a gradient."""
 _LATE = 8  # one group in this many is never early, because a step waits for its longest groups
-_PER_WORKER = 4  # early shards for each worker, at most: more would balance better and take more memory
 _OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that depend on the rewards of one group alone
 
 
@@ -56,7 +57,7 @@ def cut(batch: TrainBatch, learns: Callable[[int], bool], prompts: int, workers:
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
     """Cut the first groups of the early order into shards. `count`: groups in the batch, or a lower bound of it."""
-    each = max(1, -(-_num_early(prompts) // (_PER_WORKER * workers)))
+    each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
     whole = min(len(order), _num_early(count)) // each
     return [order[k * each : (k + 1) * each] for k in range(whole)]
 
