@@ -97,7 +97,8 @@ class Coordinator:
         stats.seconds["spot"] = self._train_longer(seconds)
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
-            self._update_early(index) or self._decode_ahead(index)
+            if not self._update_early(index):
+                self._decode_ahead(index)
         self.now = self._look()
         self.ahead.end(stats)
         return responses, stats

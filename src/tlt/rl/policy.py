@@ -287,7 +287,8 @@ class Policy:
         """Sum the shards' gradients, divide them by `total`, and clip them; their norm before that."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         sum_gradients(gradients, group, shards, owners)
-        torch._foreach_div_(gradients, total)
+        for gradient in gradients:
+            gradient.div_(total)
         return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
     @torch.no_grad()

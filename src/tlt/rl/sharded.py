@@ -108,7 +108,8 @@ class ShardedPolicy(Policy):
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         whole = [p.grad for p in rest if p.grad is not None]
         sum_gradients(whole, group, [whole], owners)
-        torch._foreach_div_([*whole, *(_local(p.grad) for p in layers if p.grad is not None)], total)
+        for gradient in (*whole, *(_local(p.grad) for p in layers if p.grad is not None)):
+            gradient.div_(total)
         square = get_total_norm([_local(p.grad) for p in layers if p.grad is not None]).square()
         group.sum_(square)
         norm = (square + get_total_norm([p.grad for p in rest if p.grad is not None]).square()).sqrt()
