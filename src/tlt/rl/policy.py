@@ -98,12 +98,12 @@ class Policy:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
         The members of a `group` hold the same policy and give the same whole batch; each takes its shards of every
-        optimizer step, and all end with the same bits. `held` is the share that is done of the early shards that each
-        member has begun. Responses that have no gradient (an advantage of 0, as where
-        all rewards of a group are alike, and no KL term) teach nothing: one in eight of them goes through the model
-        once, for `entropy` and the mismatch, which are over all tokens of the batch. A batch without responses changes
-        nothing, and its metrics are 0. `skipped` is the share of optimizer steps that were left out because their
-        gradient was not finite.
+        optimizer step, and all end with the same bits. `held` has the early shards that each member has begun, with the
+        share that is done. Responses that have no gradient (an advantage of 0, as where all rewards of a group are
+        alike, and no KL term) teach nothing: one in eight of them goes through the model once, for `entropy` and the
+        mismatch, which are over all tokens of the batch. A batch without responses changes nothing, and its metrics are
+        0. `skipped` is the share of optimizer steps that were left out because their gradient was not finite. `early`
+        is the share of the tokens whose gradient was computed before the update.
         """
         group = group or Alone()
         rate = learning_rate(self.config, step)
