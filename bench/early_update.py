@@ -73,9 +73,16 @@ def facts(mode: Mode) -> dict[str, Any]:
         "early_share": [line["update"]["early"] for line in mode.lines],
         "early_seconds": [line["rollout"]["early_seconds"] for line in mode.lines],
         "update_seconds": [line["seconds"]["update"] for line in mode.lines],
-        "useful_share": mode.summary["useful_share"],
+        "useful_share": useful_share_of(mode),
         "policy_sha256": mode.summary["policy_sha256"],
     }
+
+
+def useful_share_of(mode: Mode) -> float:
+    """Return the useful share of the steps, without the time in which the other run had its turn."""
+    workers = mode.summary["workers"]
+    whole = sum(sum(worker["seconds"].values()) for worker in workers)
+    return mode.summary["useful_share"] * whole / (len(workers) * sum(mode.step_seconds))
 
 
 def groups_of(mode: Mode) -> list[list[Group]]:
@@ -173,9 +180,10 @@ def bench(config: Config, workers: int, steps: int, json_file: Path | None) -> N
     low, middle, high = result["faster"]
     early = statistics.fmean(result["runs"]["on"]["early_share"])
     useful = "{off:.0%} and {on:.0%}".format(**{name: run["useful_share"] for name, run in result["runs"].items()})
+    digests = "one sha256" if result["same_sha256"] else "two sha256"
     console.print(
-        f"{workers} workers: a step {middle:.3f} ({low:.3f}-{high:.3f}) times as fast, {early:.0%} of it early, "
-        f"useful share {useful}, {'one' if result['same_sha256'] else 'another'} sha256"
+        f"{workers} workers: a step {middle:.3f} ({low:.3f}-{high:.3f}) times as fast, "
+        f"{early:.0%} of the update early, useful share {useful}, {digests}"
     )
     simulations = simulated([group for step in groups_of(done["off"]) for group in step], costs)
     for row in simulations:

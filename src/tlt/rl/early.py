@@ -124,13 +124,12 @@ class EarlyGroups:
         known, and returns whether they are."""
         self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
         self._heard: dict[int, Response] = {}
-        self._asked: dict[int, list[Request]] = {}  # unfinished groups by number
         self._finished = {number: self._look_at(group) for number, group in enumerate(before)}
         self._shards: list[TrainBatch] = []
         groups: dict[tuple[int, int], list[Request]] = {}
         for request in requests:
             groups.setdefault((request.prompt.prompt_id, request.epoch), []).append(request)
-        self._asked = dict(enumerate(groups.values(), len(before)))
+        self._asked = dict(enumerate(groups.values(), len(before)))  # unfinished groups by number
         self._count = len(before) + len(groups)
 
     def add_response(self, response: Response) -> None:
