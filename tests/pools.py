@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt.cluster.pool import Handle, WorkerLost
 from tlt.cluster.worker import Worker
 from tlt.config import Config
-from tlt.rl.parallel import GroupBroken, ProcessGroup, in_order
+from tlt.rl.parallel import GroupBroken, Owners, ProcessGroup, in_order
 
 Build = Callable[[int], Any]
 Choose = Callable[[int], int]
@@ -78,8 +78,8 @@ class Thread:
     def sum_(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
 
-    def sum_shards(self, own: Tensor) -> Tensor:
-        return in_order(torch.cat(self._exchange(own)))
+    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
+        return in_order(torch.cat(self._exchange(own)), owners)
 
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._exchange(tensor))

@@ -48,6 +48,7 @@ class Fake:
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: Any = None,
     ) -> tuple[list[Response], RolloutStats]:
         self.events.append("generate")
         self.requests += requests

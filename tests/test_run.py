@@ -639,8 +639,8 @@ def test_held_out_prompts_are_answered_by_their_own_sampling(home: Path) -> None
     def listening(rollout: Rollout) -> Rollout:
         generate = rollout.generate
 
-        def heard(requests: Any, on_response: Any, coming: Any = ()) -> Any:
-            responses, stats = generate(requests, on_response, coming)
+        def heard(requests: Any, on_response: Any, *more: Any) -> Any:
+            responses, stats = generate(requests, on_response, *more)
             asked.append(sorted(responses, key=lambda r: (r.request.prompt.prompt_id, r.request.index)))
             return responses, stats
 

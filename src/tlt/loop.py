@@ -30,6 +30,7 @@ from tlt.rewards import Reward
 from tlt.rewards.alike import warn_if_alike
 from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rewards.unrewarded import Unrewarded
+from tlt.rl.early import EarlyGroups, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
 from tlt.sampling import request_seed
@@ -59,9 +60,10 @@ class Rollout(Protocol):
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        """All responses, in any order; `on_response` is called as each one finishes. Those who are idle may decode what
-        is `coming` in the next steps, a list each."""
+        """All responses, in any order; `on_response` is called as each one finishes. Those who are idle may compute
+        gradients of the `early` groups, and decode what is `coming` in the next steps, a list each."""
         ...
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -199,8 +201,10 @@ def _decode(
                 plain = parts.rollout.plainly(requests, watcher.response)
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
-            heard = heard_by(parts.reward.submit, watcher.response)
-            responses, wave = parts.rollout.generate(requests, heard, coming(parts, config, step + 1))
+            is_last = waves + 1 >= config.rollout.max_waves
+            early = _early_groups(parts, config, [*parts.carried, *groups], requests, is_last)
+            heard = heard_by(parts.reward.submit, watcher.response, *([early.add_response] if early else []))
+            responses, wave = parts.rollout.generate(requests, heard, coming(parts, config, step + 1), early)
             refuse_responses(responses, step)
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
@@ -211,6 +215,15 @@ def _decode(
         if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
             break
     return groups, stats, waves, dict(compared)
+
+
+def _early_groups(
+    parts: Parts, config: Config, before: Sequence[Group], requests: Sequence[Request], is_last_wave: bool
+) -> EarlyGroups | None:
+    """Return the groups whose gradients idle workers may compute; None if they may not."""
+    if not (config.train.early_update and has_early_shards(config.train, config.cluster.workers)):
+        return None
+    return EarlyGroups(config, before, requests, is_last_wave, parts.reward.settle)
 
 
 def heard_by(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:

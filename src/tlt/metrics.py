@@ -21,7 +21,7 @@ from typing import Any
 from tlt import __version__
 from tlt.energy import total_energy
 from tlt.files import parse_json
-from tlt.trace import AHEAD, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
+from tlt.trace import AHEAD, EARLY, IDLE, ROLLOUT, SPOT, STATES, UPDATE, Tracer
 from tlt.types import StepMetrics
 
 
@@ -149,7 +149,7 @@ def _workers(steps: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]
     found = []
     for mine in zip_longest(*steps, fillvalue={}):
         seconds = {state: sum(step.get(state, 0.0) for step in mine) for state in STATES}
-        total, idle = sum(seconds.values()), seconds[IDLE] + seconds[SPOT] + seconds[AHEAD]
+        total, idle = sum(seconds.values()), sum(seconds[state] for state in (IDLE, EARLY, SPOT, AHEAD))
         shares = {state: spent / total if total else 0.0 for state, spent in seconds.items()}
         trained = {"idle_seconds_trained": seconds[SPOT], "idle_share_trained": seconds[SPOT] / idle if idle else 0.0}
         found.append({"seconds": seconds, "share": shares, **trained})
@@ -166,7 +166,7 @@ def useful_share(steps: Iterable[tuple[Sequence[Mapping[str, float]], Mapping[st
         spent = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
         drafting = rollout.get("draft_seconds", 0.0)
         wasted = drafting * (1 - _share(rollout, "accepted", "drafted")) if rollout.get("drafted") else 0.0
-        useful += max(0.0, spent[ROLLOUT] - wasted) + spent[UPDATE]
+        useful += max(0.0, spent[ROLLOUT] - wasted) + spent[UPDATE] + spent[EARLY]
         useful += spent[AHEAD] * _share(rollout, "seen_ahead", "ahead_tokens")
         total += sum(spent.values())
     return useful / total if total else 0.0

@@ -22,7 +22,7 @@ _FREE = (
     *("model.hub", "data.hub"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     *("eval", "speculation.training", "cluster.address", "cluster.slice_seconds", "cluster.patience"),
-    *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token"),
+    *("cluster.min_workers", "cluster.grace", "cluster.allow_no_token", "train.early_update"),
 )
 # these do by rounding: sums are taken in another order, or by other kernels
 _ROUNDS = (

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROLLOUT, IDLE, AHEAD, SPOT, UPDATE, ABSENT = STATES = ("ROLLOUT", "IDLE", "AHEAD", "SPOT", "UPDATE", "ABSENT")
+ROLLOUT, IDLE, EARLY, AHEAD, SPOT, UPDATE, ABSENT = STATES = (
+    *("ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT", "UPDATE", "ABSENT"),
+)
 """of a worker, the last one of a place without any; all other names are work: prefill, plain, speculative, ahead, spot,
-judge, update, sync, save, ..."""
+judge, early, update, sync, save, ..."""
 COMPARE = "COMPARE"
 """that too, while the run is compared with plain decoding; not counted among its seconds"""
 

@@ -298,6 +298,18 @@ class TrainBatch:
         """For each token of a response, whether the model sampled it."""
         return self.masks.get(i, [True] * len(self.response_ids[i]))
 
+    def part(self, members: Sequence[int]) -> TrainBatch:
+        """Return these responses as a batch, without the rewards."""
+        return TrainBatch(
+            [self.prompt_ids[i] for i in members],
+            [self.response_ids[i] for i in members],
+            [self.advantages[i] for i in members],
+            [self.rollout_logprobs[i] for i in members],
+            old_logprobs={place: self.old_logprobs[i] for place, i in enumerate(members) if i in self.old_logprobs},
+            masked={place for place, i in enumerate(members) if i in self.masked},
+            masks={place: self.masks[i] for place, i in enumerate(members) if i in self.masks},
+        )
+
 
 class WorkerNow(NamedTuple):
     """What a worker is at, for whoever looks on."""

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE
+from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE
 from tlt.types import WorkerNow
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     ROLLOUT: "green",
+    EARLY: "bright_blue",
     AHEAD: "cyan",
     SPOT: "yellow",
     IDLE: "bright_black",

@@ -180,14 +180,34 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("rl.policy", "rl/test_policy.py"): [
         ("Policy._step", "always", 1, "A step whose gradient is not finite changes nothing."),
-        ("Policy._teaches", "operand", 1, "A masked response teaches nothing."),
         ("Policy.update", "drop", 3, "The learning rate follows its schedule."),
+    ],
+    ("rl.early", "rl/test_policy.py"): [
+        ("has_gradient", "operand", 1, "A masked response teaches nothing."),
+    ],
+    ("rl.early", "rl/test_early.py"): [
+        ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
+        ("owners_of", "operand", 3, "Each shard has one owner."),
+    ],
+    ("rl.shard_sum", "rl/test_shard_sum.py"): [
+        ("ShardSums._known", "operand", 1, "An early gradient is used for exactly its own responses."),
+        ("ShardSums.over", "drop", 10, "An early gradient is used once, with the weights that it is of."),
+        ("ShardSums.over", "drop", 9, "An early gradient that is not used is not counted."),
+        ("ShardSums.over", "always", 3, "An unfinished early gradient is not lost."),
+        ("ShardSums.over", "always", 2, "An early gradient is not counted twice."),
+        ("ShardSums.go_on", "drop", 2, "An early gradient begins without that of another shard."),
+    ],
+    ("rl.parallel", "rl/test_shard_sum.py"): [
+        ("in_order", "unwrap", 0, "Shards are summed in their own order, not in that of their owners."),
+    ],
+    ("cluster.early", "cluster/test_early_update.py"): [
+        ("EarlyUpdate.came_back", "drop", 1, "Another worker computes the early shards of a lost one."),
     ],
     ("rl.parallel", "rl/test_parallel.py"): [
         ("_deal", "opposite", 0, "The next part goes to the shard with least work."),
-        ("own_shards", "opposite", 1, "The busiest shard has as little work as possible."),
-        ("in_order", "constant", 4, "Every shard counts in the sum."),
-        ("sum_gradients", "drop", 9, "Every member gets the sum of gradients."),
+        ("all_shards", "opposite", 1, "The busiest shard has as little work as possible."),
+        ("in_order", "constant", 1, "Every shard counts in the sum."),
+        ("sum_gradients", "drop", 7, "Every member gets the sum of gradients."),
         ("take_gradients", "drop", 2, "A shard begins without the gradients of the one before."),
     ],
     ("rl.finite", "rl/test_policy.py"): [
@@ -317,7 +337,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Worker._news", "drop", 2, "Each token is reported once."),
     ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
-        ("Coordinator.update", "drop", 16, "All workers roll back before an update is repeated."),
+        ("Coordinator.update", "drop", 18, "All workers roll back before an update is repeated."),
         ("Coordinator._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
         ("Coordinator._stats", "drop", 6, "Tokens that were decoded twice count once."),
     ],

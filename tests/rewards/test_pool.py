@@ -72,6 +72,21 @@ def test_what_was_submitted_is_scored_meanwhile() -> None:
         assert again[0].reward == 5.0
 
 
+def test_rewards_are_settled_when_all_of_them_are_known() -> None:
+    with judges("waits") as made:
+        given = responses("0.5", "0")
+        for response in given:
+            made.submit(response)
+        assert not made.settle(given)
+        assert [response.reward for response in given] == [None, None]
+        for _, verdict in made._begun.values():
+            made.scorer.result(verdict)
+        assert made.settle(given)
+        assert [response.reward for response in given] == [1.0, 1.0]
+        made(given)
+        assert [response.reward for response in given] == [1.0, 1.0]
+
+
 def test_what_somebody_else_has_killed_is_scored_once_more() -> None:
     others = multiprocessing.active_children()  # of tests before this one
     with judges("waits") as made:

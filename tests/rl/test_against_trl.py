@@ -101,11 +101,13 @@ def test_a_loss_and_its_gradient_are_those_of_trl(folder: Path, name: str) -> No
     policy = told(folder, LOSSES[name])
     leaves = [row.requires_grad_() for row in wide(GIVEN["old" if one_step else "policy"])]
     policy.tell(leaves, wide(GIVEN["reference"]))
-    found = policy.update(batch(LOSSES[name], one_step), 0)
+    given = batch(LOSSES[name], one_step)
+    found, total = policy.update(given, 0), policy.objective.total(given, range(COUNT))
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
     for i, (leaf, gradient) in enumerate(zip(leaves, expected["gradient"], strict=True)):
         none = [0.0] * len(gradient)
-        assert (none if leaf.grad is None else leaf.grad.tolist()) == pytest.approx(gradient, abs=1e-10), i
+        ours = none if leaf.grad is None else (leaf.grad / total).tolist()
+        assert ours == pytest.approx(gradient, abs=1e-10), i
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

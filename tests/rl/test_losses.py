@@ -16,6 +16,7 @@ from tlt.rl.losses import (
     Clip,
     LossInputs,
     LossOutputs,
+    Share,
     by_longest,
     by_response,
     by_token,
@@ -181,17 +182,21 @@ def test_gradcheck_of_sequences() -> None:
 # -- shares, clips and additions ---------------------------------------------------------------------------------------
 
 
+def shares(share: Share, lengths: list[int]) -> list[float]:
+    return [share.weight(length, 8) / share.total(lengths) for length in lengths]
+
+
 def test_shares_by_hand() -> None:
-    assert by_response([2, 4], 8) == [1 / 4, 1 / 8]
-    assert by_token([2, 4], 8) == [1 / 6, 1 / 6]
-    assert by_longest([2, 4], 8) == [1 / 16, 1 / 16]
+    assert shares(by_response, [2, 4]) == [1 / 4, 1 / 8]
+    assert shares(by_token, [2, 4]) == [1 / 6, 1 / 6]
+    assert shares(by_longest, [2, 4]) == [1 / 16, 1 / 16]
 
 
 def test_a_masked_response_counts_as_one_and_its_tokens_do_not() -> None:
-    assert by_response([2, 0], 8)[0] == 1 / 4
-    assert by_token([2, 0], 8)[0] == 1 / 2
-    assert by_longest([2, 0], 8)[0] == 1 / 16
-    assert by_token([0, 0], 8) == [1.0, 1.0]
+    assert shares(by_response, [2, 0])[0] == 1 / 4
+    assert shares(by_token, [2, 0])[0] == 1 / 2
+    assert shares(by_longest, [2, 0])[0] == 1 / 16
+    assert shares(by_token, [0, 0]) == [1.0, 1.0]
 
 
 def test_the_configuration_knows_every_loss() -> None:

@@ -27,6 +27,7 @@ from tlt.rl.parallel import (
     Processes,
     ProcessGroup,
     Rendezvous,
+    even_owners,
     numbers_of,
     own_shards,
     sum_gradients,
@@ -128,7 +129,8 @@ def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         for number, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
-        sum_gradients(parameters, group)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sum_gradients(gradients, group, [gradients], even_owners(group))
         return [parameter.grad for parameter in parameters]
 
     for gradients in together(3, act):
@@ -151,16 +153,17 @@ def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyP
                 assert all(parameter.grad is None for parameter in parameters)
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, numbers[number])
-        sum_gradients(parameters, group, earlier)
-        return [parameter.grad.tolist() for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sum_gradients(gradients, group, [*earlier, gradients], even_owners(group))
+        return [gradient.tolist() for gradient in gradients]
 
     assert together(size, act, shards=4) == [[[1.0] * 2, [1.0] * 3]] * size
 
 
 def test_alone_nothing_is_touched() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    sum_gradients([parameter], Alone())
-    assert parameter.grad is None
+    gradient = torch.ones(2)
+    sum_gradients([gradient], Alone(), [[gradient]], [[0]])
+    assert gradient.tolist() == [1.0, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +254,7 @@ def test_processes_meet_sum_and_gather() -> None:
     group.sum_(total)
     assert total.tolist() == [1.0, 2.0]
     assert group.gather(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
-    assert group.sum_shards(torch.tensor([[3.0, 4.0, 5.0], [1.0, 0.0, -1.0]])).tolist() == [4.0, 4.0, 4.0]
+    assert group.sum_shards(torch.tensor([[3.0, 4.0, 5.0], [1.0, 0.0, -1.0]]), [[0, 1]]).tolist() == [4.0, 4.0, 4.0]
     group.leave()
     group.leave()
 

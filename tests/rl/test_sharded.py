@@ -28,7 +28,7 @@ from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 from tlt.rl.finite import NotFinite
 from tlt.rl.packer import Packer
-from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of
+from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, even_owners, numbers_of
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.rl.sharded import ShardedPolicy, _local
@@ -95,8 +95,8 @@ def folder(folders: dict[str, Path]) -> Path:
 
 def make_policy(group: ProcessGroup, folder: Path, train: dict[str, Any], dtype: torch.dtype = torch.float64) -> Policy:
     """In shards where there are several members."""
-    config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 24, "max_grad_norm": 0.1} | train)
-    kind = Policy if group.size == 1 else ShardedPolicy
+    settings = {"learning_rate": 1e-2, "micro_batch_tokens": 24, "max_grad_norm": 0.1, "shard": group.size > 1}
+    config, kind = TrainConfig(**settings | train), Policy if group.size == 1 else ShardedPolicy
     policy = kind(folder, dtype, CPU, config, RolloutConfig(max_new_tokens=12))
     if isinstance(policy, ShardedPolicy):
         policy.shard_over(group)
@@ -139,7 +139,8 @@ def passes(batch: TrainBatch, size: int) -> list[int]:
 def summed(group: ProcessGroup) -> list[float]:
     numbers = [1e16, 1.0, -1e16, 1.0]  # 1e16 + 1 is 1e16: any other order is another sum
     own = [numbers[k] for k in numbers_of(group.rank, group.size, group.shards)]
-    return group.sum_shards(torch.tensor([[number] * 5 for number in own], dtype=torch.float64)).tolist()
+    given = torch.tensor([[number] * 5 for number in own], dtype=torch.float64)
+    return group.sum_shards(given, even_owners(group)).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -320,7 +321,7 @@ def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> 
     """Before the policy is in shards, after an update of them, and with another engine; then a checkpoint."""
     target = Decoder(decoder_options(read_config(folder)), torch.float64, CPU)
     target.load(read_safetensors(folder), version=0)
-    policy = ShardedPolicy(folder, torch.float64, CPU, TrainConfig(learning_rate=1e-2), RolloutConfig())
+    policy = ShardedPolicy(folder, torch.float64, CPU, TrainConfig(learning_rate=1e-2, shard=True), RolloutConfig())
     check_parity(target, policy)
     policy.shard_over(group)
     policy.update(batch, 0, group)

@@ -17,6 +17,8 @@ from tlt.cluster.ahead import LookingAhead, by_prompt
 from tlt.cluster.balance import Forecast, half_of, take
 from tlt.cluster.crew import BREAKABLE, Crew, Done
 from tlt.cluster.drafter_training import METHODS, DrafterTraining
+from tlt.cluster.early import METHOD as EARLY_UPDATE
+from tlt.cluster.early import EarlyUpdate
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice, Work
@@ -24,7 +26,8 @@ from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.models.families import decoder_options, read_config
 from tlt.rewards.turns import SingleTurn, Turns
-from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
+from tlt.rl.early import EarlyGroups
+from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE, Tracer
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
@@ -52,7 +55,8 @@ class Coordinator:
         options = decoder_options(read_config(config.model.path))
         drafter = starting_drafter(config, options)
         self.training = DrafterTraining(crew, crew.pool.put, config, options, drafter)
-        self.uses_idle_time = True  # for the drafter and for look-ahead
+        self.early = EarlyUpdate(crew)
+        self.uses_idle_time = True  # for the early update, the drafter and look-ahead
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from there to the update
@@ -80,9 +84,11 @@ class Coordinator:
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
         began = time.monotonic()
         self._begin(len(requests))
+        self.early.begin(early)
         rows = self.turns.begin(requests)
         self.ahead.begin(requests, coming if self.looks_ahead and not self.turns.opens else ())
         self.queue = self.ahead.deal(rows, len(self.crew.present))
@@ -94,7 +100,8 @@ class Coordinator:
         stats.seconds["spot"] = self._train_longer(seconds)
         self._ended = time.monotonic()
         for index in self.crew.free() if self._pause > self.config.cluster.slice_seconds else ():
-            self._decode_ahead(index)
+            if not self._update_early(index):
+                self._decode_ahead(index)
         self.now = self._look()
         self.ahead.end(stats)
         return responses, stats
@@ -116,8 +123,9 @@ class Coordinator:
             self._enter(IDLE)
 
     def _all_back(self) -> None:
-        """End all idle work and wait until the workers are free."""
+        """End all idle work and wait until the workers are free. A micro-batch of the update may take long."""
         self.crew.break_off()
+        self.crew.call_back((EARLY_UPDATE,), math.inf)
         self.crew.call_back((*BREAKABLE, *METHODS), _HANGS)
         self.hear()
 
@@ -171,6 +179,7 @@ class Coordinator:
             self.ahead.lost(done.worker)
         elif done.method == "look_ahead":
             self.ahead.heard(done.worker, done.result)
+        self.early.came_back(done)
         self.training.came_back(done)
 
     def _next(self, index: int) -> None:
@@ -200,11 +209,20 @@ class Coordinator:
 
     def _idle(self, index: int) -> None:
         """Give idle work to a worker that has nothing left to decode. In this order, the worker helps another worker,
-        trains the drafter, or looks ahead. A helper looks ahead until it gets rows, because look-ahead ends within a
-        round."""
+        updates early, trains the drafter, or looks ahead. A helper looks ahead until it gets rows, because look-ahead
+        ends within a round."""
         self.tracers[index].enter(COMPARE if self._plain else IDLE)
-        if self._asks_for_rows(index) or not self._train(index, self.config.cluster.slice_seconds):
+        waits_for_rows = self._asks_for_rows(index)
+        if waits_for_rows or not (self._update_early(index) or self._train(index, self.config.cluster.slice_seconds)):
             self._decode_ahead(index)
+
+    def _update_early(self, index: int) -> bool:
+        """Let an idle worker compute gradients of finished groups. Return whether there was something to compute."""
+        so_far = {seed: tokens for share in self.shares for seed, tokens in zip(share.rows, share.lengths, strict=True)}
+        due = self.uses_idle_time and self.early.next_call(index, so_far, self.config.cluster.slice_seconds)
+        if due:
+            self.tracers[index].enter(EARLY)
+        return due
 
     def _train(self, index: int, seconds: float) -> bool:
         """Give an idle worker a call for the drafter. Return whether one was due."""
@@ -316,6 +334,7 @@ class Coordinator:
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
         stats.drafter_tokens = self.training.take_tokens()
         stats.ahead_tokens = self.ahead.since_last()
+        stats.seconds["early"] = self.early.take_seconds()
         return stats
 
     # -- update --------------------------------------------------------------------------------------------------------
@@ -340,9 +359,11 @@ class Coordinator:
             self.crew.all_sound()
             members = self.crew.present
             rendezvous = self._rendezvous_of(members)
-            work = {i: (given, step, rendezvous, rank, len(members)) for rank, i in enumerate(members)}
+            held = self.early.held_by(members)
+            work = {i: (given, step, rendezvous, rank, len(members), held) for rank, i in enumerate(members)}
             reports = self.crew.together("update", work, self._look_at_update)
             self.updated = 0.0
+            self.early.begin(None)
             if reports:
                 return reports[0]
             self._rendezvous = None

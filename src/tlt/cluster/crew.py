@@ -22,6 +22,7 @@ BREAKABLE = (
     "train_drafter",
     "evaluate_drafter",
     "look_ahead",
+    "early_update",
 )  # calls that may be broken off; their last argument is the call's number
 _JOINT = ("update", "shard_policy")  # a worker that hangs in one of these blocks all others
 _PING = 5.0  # timeout in seconds for the answer of a worker that does not hang

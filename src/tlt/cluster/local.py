@@ -19,6 +19,7 @@ from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
 from tlt.models.families import DecoderOptions
 from tlt.rewards.turns import SingleTurn, Turns
+from tlt.rl.early import EarlyGroups
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
@@ -96,7 +97,9 @@ class LocalRollout:
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
+        """Decode the requests. `early` is not used, because the only worker is never idle meanwhile."""
         self.tracer.enter(ROLLOUT)
         self.engine.start(())
         rows = self.turns.begin(requests)

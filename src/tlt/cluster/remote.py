@@ -15,6 +15,7 @@ from tlt.cluster.pool import ClusterError, Pool
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.rewards.turns import Turns
+from tlt.rl.early import EarlyGroups
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
 
@@ -32,8 +33,9 @@ class ClusterRollout:
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        return self.coordinator.rollout(requests, on_response, coming)
+        return self.coordinator.rollout(requests, on_response, coming, early)
 
     def remember(self, drafts: Iterable[Ahead]) -> None:
         self.coordinator.ahead.remember(drafts)

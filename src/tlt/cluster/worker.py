@@ -89,6 +89,14 @@ class Slice(NamedTuple):
     """by seed, the tokens of active and waiting rows since the previous slice"""
 
 
+class EarlySlice(NamedTuple):
+    """Progress of an early shard."""
+
+    shard: int
+    share_done: float
+    seconds: float
+
+
 class State(NamedTuple):
     """State that a new worker needs to replace another."""
 
@@ -222,14 +230,44 @@ class Worker:
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.shard_over(self._group_at(rendezvous, rank, size))
 
-    def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int) -> dict[str, float] | Broken:
-        """Do this member's part of the update. Return Broken if another member is lost; `rollback` must follow. Raises
+    def early_update(
+        self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf
+    ) -> EarlySlice | None:
+        """Compute the gradient of an early shard, or continue with it: at least one micro-batch, until the seconds are
+        over, the shard is complete, or `interrupt` is called. Return None if the memory does not suffice; then all
+        early gradients are dropped."""
+        began, done = time.perf_counter(), 0.0
+
+        def stop() -> bool:
+            return self._wanted >= number or time.perf_counter() - began >= seconds
+
+        try:
+            with self.tracer.span("early"):
+                if self._wanted < number:
+                    done = self.policy.early_gradient(shard, batch, stop)
+        except torch.OutOfMemoryError:
+            self.policy.sums.forget()
+            torch.cuda.empty_cache()
+            return None
+        return EarlySlice(shard, done, time.perf_counter() - began)
+
+    def update(
+        self,
+        batch: TrainBatch,
+        step: int,
+        rendezvous: Any,
+        rank: int,
+        size: int,
+        held: Sequence[Mapping[int, float]] = (),
+    ) -> dict[str, float] | Broken:
+        """Do this member's part of the update. `held`: early shards that each member has begun, with the share that is
+        done. Return Broken if another member is lost; `rollback` must follow. Raises
         GroupBroken if there is no state to restore, for example because the lost member had a shard of the policy."""
         self.engine.release()
         self._before = self.state() if size > 1 and not self.config.train.shard else None
         try:
             with self.tracer.span("update"):
-                return self.policy.update(batch, step, self._group_at(rendezvous, rank, size))
+                return self.policy.update(batch, step, self._group_at(rendezvous, rank, size), held)
         except GroupBroken as error:
             self.leave()
             if self._before is None:
@@ -289,7 +327,7 @@ class Worker:
         self.spot.target_moved()
 
     def _restore(self, state: State) -> None:
-        self.policy.optimizer.zero_grad(set_to_none=True)
+        self.policy.sums.forget()
         self.policy.load_state_dict(state.policy)
         self.policy.load_optimizer_state(state.optimizer)
 

@@ -221,6 +221,11 @@ class TrainConfig(Section):
     order."""
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes of the update over the rollout."""
+    early_update: bool = True
+    """Let workers that have nothing left to decode compute gradients of finished groups. The result is the same. It is
+    used with several workers, one optimizer step per rollout, and an advantage of grpo, dr_grpo or rloo. It is not used
+    with train.shard, because a pass needs all workers then, or with train.kl_in = 'reward'. A worker whose memory does
+    not suffice next to the key-value cache goes on without it, and the log says so."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass, gaps of the packing included."""
     logits_mb: int = Field(default=256, gt=0)

@@ -18,6 +18,7 @@ from tlt.engine.spelling import Detokenizer
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.rewards.turns import Turns
+from tlt.rl.early import EarlyGroups
 from tlt.types import Request, Response, RolloutStats
 
 MOST_TOKENS = 2**22  # of a store: more than a step decodes
@@ -85,9 +86,10 @@ class LookAheadRollout(LocalRollout):
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
         self.engine.store.put(self.spoil(self.older.said(requests)))
-        return super().generate(requests, on_response, coming)
+        return super().generate(requests, on_response, coming, early)
 
 
 def spoiled(entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> list[Ahead]:

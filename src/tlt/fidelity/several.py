@@ -18,6 +18,7 @@ from tlt.fidelity.look_ahead import MOST_TOKENS
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
 from tlt.rewards.turns import Turns
+from tlt.rl.early import EarlyGroups
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.trace import Span
@@ -50,6 +51,7 @@ class SeveralWorkers:
         requests: Sequence[Request],
         on_response: Callable[[Response], None],
         coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
         longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
         shared = AheadStore(MOST_TOKENS)

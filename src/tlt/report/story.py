@@ -76,13 +76,13 @@ def worker_seconds(run: Run) -> dict[str, float]:
     found["other decoding"] = states["ROLLOUT"] - sum(found.values())
     found["look-ahead"], found["drafter training"] = states["AHEAD"], states["SPOT"]
     sync = min(states["UPDATE"], workers * run.total("seconds/sync"))
-    found["update"], found["sync"] = states["UPDATE"] - sync, sync
+    found["update"], found["sync"] = states["UPDATE"] + states.get("EARLY", 0.0) - sync, sync
     idle = states["IDLE"]
     for phase in ("reward", "save"):
         found[phase] = min(idle, workers * run.total(f"seconds/{phase}"))
         idle -= found[phase]
     found["idle"], found["absent"] = idle, states["ABSENT"]
-    known = {"ROLLOUT", "AHEAD", "SPOT", "UPDATE", "IDLE", "ABSENT", "COMPARE"}
+    known = {"ROLLOUT", "EARLY", "AHEAD", "SPOT", "UPDATE", "IDLE", "ABSENT", "COMPARE"}
     found |= {state.lower(): spent for state, spent in states.items() if state not in known}
     return {name: spent for name, spent in found.items() if spent > 0}
 

@@ -36,6 +36,10 @@ class Reward(Protocol):
         """Begin to score a response that is there before the others of its step."""
         ...
 
+    def settle(self, responses: Sequence[Response]) -> bool:
+        """Set the rewards of these submitted responses if all are known by now. Return whether they are."""
+        ...
+
     def __call__(self, responses: Sequence[Response]) -> None:
         """Sets `reward` and `scores` of each response, or leaves None there and sets `outcome`."""
         ...
@@ -193,6 +197,13 @@ class Scored:
         for response in responses:
             self._set(response, self.scorer.result(self._begun[id(response)][1]))
         self._begun.clear()
+
+    def settle(self, responses: Sequence[Response]) -> bool:
+        verdicts = [self._begun[id(response)][1] for response in responses]
+        known = all(verdict.done() for verdict in verdicts)
+        for response, verdict in zip(responses, verdicts, strict=True) if known else ():
+            self._set(response, self.scorer.result(verdict))
+        return known
 
     def close(self) -> None:
         self.scorer.close()

@@ -77,28 +77,37 @@ def _clipped(log_ratio: Tensor, inputs: LossInputs, clip: Clip) -> LossOutputs:
 
 
 # -- shares ------------------------------------------------------------------------------------------------------------
-# The weight of a token of each response, from the lengths of all responses of an optimizer step and the longest that is
-# allowed. A length of 0 stands for a response that is masked: it counts as a response, and none of its tokens does.
+# A token's share in the loss is a weight over a total. The weight depends on its own response alone, so a gradient can
+# be computed before the other responses are known. The total is that of all responses of an optimizer step. A length of
+# 0 stands for a response that is masked: it counts as a response, and none of its tokens does.
 
 
-def by_response(lengths: Sequence[int], longest: int) -> list[float]:
-    """Every response counts the same: [2, 4] -> [1/4, 1/8]."""
-    return [1 / (max(1, n) * len(lengths)) for n in lengths]
+class Share(NamedTuple):
+    weight: Callable[[int, int], float]
+    """(tokens of the response, tokens of the longest that is allowed) -> weight of each of its tokens"""
+    total: Callable[[Sequence[int]], int]
+    """tokens of each response -> the number that divides the weights"""
 
 
-def by_token(lengths: Sequence[int], longest: int) -> list[float]:
-    """Every token counts the same: [2, 4] -> [1/6, 1/6]."""
-    return [1 / max(1, sum(lengths))] * len(lengths)
+def _count(lengths: Sequence[int]) -> int:
+    return max(1, len(lengths))
 
 
-def by_longest(lengths: Sequence[int], longest: int) -> list[float]:
-    """Every token counts the same, by a number that the lengths leave alone: [2, 4], longest 8 -> [1/16, 1/16]."""
-    return [1 / (longest * len(lengths))] * len(lengths)
+def _tokens(lengths: Sequence[int]) -> int:
+    return max(1, sum(lengths))
+
+
+by_response = Share(lambda length, longest: 1 / max(1, length), _count)
+"""Every response counts the same: [2, 4] -> [1/4, 1/8]."""
+by_token = Share(lambda length, longest: 1.0, _tokens)
+"""Every token counts the same: [2, 4] -> [1/6, 1/6]."""
+by_longest = Share(lambda length, longest: 1 / longest, _count)
+"""Every token counts the same, by a number that the lengths leave alone: [2, 4], longest 8 -> [1/16, 1/16]."""
 
 
 class Loss(NamedTuple):
     surrogate: Callable[[LossInputs, Clip], LossOutputs]
-    share: Callable[[Sequence[int], int], list[float]]
+    share: Share
     clip_low: float
     clip_high: float
 

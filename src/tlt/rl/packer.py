@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tlt.rl.batching import Layout, MicroBatch, by_prompt, pack, pack_shared, plan, plan_shared, shared_tokens
-from tlt.rl.parallel import ProcessGroup, own_shards
+from tlt.rl.parallel import ProcessGroup, all_shards, own_shards
 from tlt.types import TrainBatch
 
 
@@ -27,6 +27,14 @@ class Packer:
         """Return this member's shards of these responses. Responses to one prompt stay together if that is less work
         for the shard that has most."""
         return own_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), group)
+
+    def all_shards(self, batch: TrainBatch, members: Sequence[int], count: int) -> list[list[int]]:
+        """Return the shards of all members, cut in the same way."""
+        return all_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), count)
+
+    def work(self, batch: TrainBatch, members: Sequence[int]) -> int:
+        """Tokens to compute for these responses."""
+        return sum(self._tokens(batch, part) for part in self._groups(batch, members))
 
     def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
         """Cut these responses into micro-batches. Groups share their prompt where that is less work."""

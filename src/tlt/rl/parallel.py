@@ -44,6 +44,10 @@ class Broken(NamedTuple):
     reason: str
 
 
+Owners = Sequence[Sequence[int]]
+"""[member] -> numbers of its shards; each shard of an update has one owner"""
+
+
 class ProcessGroup(Protocol):
     """Those who update together. Calls are made by all members, in the same order."""
 
@@ -56,9 +60,9 @@ class ProcessGroup(Protocol):
         """In place; all members get the same bits."""
         ...
 
-    def sum_shards(self, own: Tensor) -> Tensor:
+    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
         """[own shards, n] of every member -> [n], summed in the order of shards: on all members the same bits, and for
-        any number of members."""
+        any number of members. `owners` says which shards `own` has, in this order."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -75,8 +79,8 @@ class Alone:
 
     def sum_(self, tensor: Tensor) -> None: ...
 
-    def sum_shards(self, own: Tensor) -> Tensor:
-        return in_order(own)
+    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
+        return in_order(own, owners)
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -89,18 +93,28 @@ def numbers_of(rank: int, size: int, shards: int) -> range:
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
+def even_owners(group: ProcessGroup) -> list[range]:
+    """Return the shards of each member, about as many each."""
+    return [numbers_of(rank, group.size, group.shards) for rank in range(group.size)]
+
+
 def own_shards(
     groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], group: ProcessGroup
 ) -> list[list[int]]:
-    """Return this rank's shards of an optimizer step's responses, each in prompt order; some may be empty.
+    """Return this rank's part of `all_shards`."""
+    shards = all_shards(groups, work, group.shards)
+    return [shards[number] for number in numbers_of(group.rank, group.size, group.shards)]
+
+
+def all_shards(groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int) -> list[list[int]]:
+    """Return `count` shards of an optimizer step's responses, each in prompt order; some may be empty.
 
     `groups` are responses to one prompt each, and `work` is that of responses which stay together. Groups stay whole,
     or all of them are cut into 2, 4, .. parts, whichever leaves least work to the shard that has most."""
     longest = max(map(len, groups), default=1)
     cuts = [1 << k for k in range(longest.bit_length())] + [longest]
-    dealt = (_deal([own for whole in groups for own in _cut(whole, parts)], work, group.shards) for parts in cuts)
-    shards = min(dealt, key=lambda found: found[0])[1]
-    return [sorted(shards[number]) for number in numbers_of(group.rank, group.size, group.shards)]
+    dealt = (_deal([own for whole in groups for own in _cut(whole, parts)], work, count) for parts in cuts)
+    return [sorted(shard) for shard in min(dealt, key=lambda found: found[0])[1]]
 
 
 def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
@@ -133,41 +147,41 @@ def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
 
 
 def sum_gradients(
-    parameters: Sequence[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Sequence[Tensor]] = ()
+    gradients: Sequence[Tensor], group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners
 ) -> None:
-    """Give every member the sum over all shards. The parameters hold the gradients of its last shard; `earlier` are
-    those of the ones before, as `take_gradients` gives them."""
+    """Write the sum over all shards into `gradients`. `shards` are the gradients of this member's own, in the order of
+    `owners`; `gradients` may be among them."""
     if group.shards == 1:
         return
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None], earlier):
-        shards = [torch.cat([gradient.reshape(-1) for gradient in shard]) for shard in zip(*bucket, strict=True)]
-        last = shards[-1]
-        stacked = torch.stack([shard.to(last.device) for shard in shards]) if len(shards) > 1 else last[None]
-        total = group.sum_shards(stacked)
-        own = [gradients[-1] for gradients in bucket]
-        for gradient, part in zip(own, total.split([g.numel() for g in own]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    for bucket in _buckets(gradients):
+        own = [torch.cat([shard[place].reshape(-1) for place in bucket]) for shard in shards]
+        total = group.sum_shards(torch.stack([shard.to(gradients[0].device) for shard in own]), owners)
+        parts = total.split([gradients[place].numel() for place in bucket])
+        for place, part in zip(bucket, parts, strict=True):
+            gradients[place].copy_(part.view_as(gradients[place]))
 
 
-def in_order(shards: Tensor) -> Tensor:
-    """[shards, n] -> [n], the sum in their order."""
-    if len(shards) == 1:
-        return shards[0]
-    total = shards[0] + shards[1]
-    for shard in shards[2:]:
+def in_order(shards: Tensor, owners: Owners) -> Tensor:
+    """[shards, n], those of each member together -> [n], the sum in the order of shards."""
+    numbers = [number for own in owners for number in own]
+    first, *rest = (shards[row] for row in sorted(range(len(numbers)), key=numbers.__getitem__))
+    if not rest:
+        return first
+    total = first + rest[0]
+    for shard in rest[1:]:
         total += shard
     return total
 
 
-def _buckets(last: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Tensors of about `_BUCKET` numbers together and of one dtype, each as the list of its shards' gradients."""
-    held: list[list[Tensor]] = []
-    for place, gradient in enumerate(last):
-        count = sum(shards[-1].numel() for shards in held)
-        if held and (count + gradient.numel() > _BUCKET or gradient.dtype != held[0][-1].dtype):
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of tensors of about `_BUCKET` numbers together and of one dtype."""
+    held: list[int] = []
+    for place, gradient in enumerate(gradients):
+        count = sum(gradients[k].numel() for k in held)
+        if held and (count + gradient.numel() > _BUCKET or gradient.dtype != gradients[held[0]].dtype):
             yield held
             held = []
-        held.append([*(shard[place] for shard in earlier), gradient])
+        held.append(place)
     if held:
         yield held
 
@@ -221,18 +235,18 @@ class Processes:
     def sum_(self, tensor: Tensor) -> None:
         self._call(dist.all_reduce, tensor)
 
-    def sum_shards(self, own: Tensor) -> Tensor:
+    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
         """Each member sums a part of all shards, and gives it to the others: as many bytes as an all-reduce moves."""
         count, n = own.shape
         width = -(-n // self.size)
         whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # a copy takes as long as the sum
         parts = whole.view(count, self.size, width).transpose(0, 1)
-        counts = [len(numbers_of(rank, self.size, self.shards)) for rank in range(self.size)]
-        mine = own.new_empty(self.shards, width)
+        counts = [len(numbers) for numbers in owners]
+        mine = own.new_empty(sum(counts), width)
         sent = parts.reshape(self.size * count, width)
         self._call(dist.all_to_all_single, mine, sent, counts, [count] * self.size)
         total = own.new_empty(self.size, width)
-        self._call(dist.all_gather, list(total), in_order(mine))
+        self._call(dist.all_gather, list(total), in_order(mine, owners))
         return total.view(-1)[:n]
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,14 +17,16 @@ from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
 from tlt.models.hugging_face import checkpoint_layers, load_model, save_model
 from tlt.rl.batching import MicroBatch
+from tlt.rl.early import cut, has_early_shards, has_gradient, owners_of
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
 from tlt.rl.groups import advantages_of
 from tlt.rl.logprobs import old_logprobs, rollout_logprobs, sequence_logits, token_logprobs
-from tlt.rl.losses import KL, LOSSES, Clip, LossInputs, truncated_weights
+from tlt.rl.objective import Objective
 from tlt.rl.optimizer import adamw, load_moments, moments_of
 from tlt.rl.packer import Packer
-from tlt.rl.parallel import Alone, ProcessGroup, sum_gradients, take_gradients
+from tlt.rl.parallel import Alone, Owners, ProcessGroup, even_owners, sum_gradients
 from tlt.rl.schedule import learning_rate, split
+from tlt.rl.shard_sum import TOTALS, Fixed, Plan, Shard, ShardSum, ShardSums
 from tlt.rl.shared_prefix import share_prefixes
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
@@ -32,17 +34,7 @@ from tlt.types import TrainBatch
 log = logging.getLogger(__name__)
 
 _BACK = 3  # passes that one with its gradient takes as long as
-_TOTALS = ("loss", "clipped", "kl", "weight")  # of an optimizer step, over its tokens
 _ONE_IN = 8  # of the responses that have no gradient, one in so many is measured
-
-
-class Fixed(NamedTuple):
-    """Log-probs of a rollout that stay while the policy is updated on it: response -> [its tokens]."""
-
-    old: dict[int, Tensor]
-    """by the policy that decoded it"""
-    reference: dict[int, Tensor]
-    """by the model that training started from; empty without a KL term"""
 
 
 class Policy:
@@ -71,17 +63,12 @@ class Policy:
         if config.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.reference = load_model(reference or folder, masters, self._home()) if config.kl_weight else None
-        self.loss = LOSSES[config.loss]
-        self.clip = Clip(
-            self.loss.clip_low if config.clip_low is None else config.clip_low,
-            self.loss.clip_high if config.clip_high is None else config.clip_high,
-            config.dual_clip or math.inf,
-        )
-        self.kl = KL[config.kl_estimator or ("k3" if config.kl_in == "loss" else "k1")]
+        self.objective = Objective(config, rollout)
         self.optimizer = self._make_optimizer()
         refuse_weights(self._own_weights(), Alone(), f"in {folder}", "fetch or save the model again")
         shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
         self.packer = Packer(config.micro_batch_tokens, self.model.config.hidden_size, device, shares)
+        self.sums = ShardSums(lambda: self._trained, self._begin, self._backward)
         self._skipped = 0  # updates in a row that were left out as a whole
         self.version: int | None = 0
         """steps that it was updated in; None amid an update, once a weight has changed"""
@@ -101,15 +88,22 @@ class Policy:
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, step: int, group: ProcessGroup | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: TrainBatch,
+        step: int,
+        group: ProcessGroup | None = None,
+        held: Sequence[Mapping[int, float]] = (),
+    ) -> dict[str, float]:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
         The members of a `group` hold the same policy and give the same whole batch; each takes its shards of every
-        optimizer step, and all end with the same bits. Responses that have no gradient (an advantage of 0, as where
-        all rewards of a group are alike, and no KL term) teach nothing: one in eight of them goes through the model
-        once, for `entropy` and the mismatch, which are over all tokens of the batch. A batch without responses changes
-        nothing, and its metrics are 0. `skipped` is the share of optimizer steps that were left out because their
-        gradient was not finite.
+        optimizer step, and all end with the same bits. `held` has the early shards that each member has begun, with the
+        share that is done. Responses that have no gradient (an advantage of 0, as where all rewards of a group are
+        alike, and no KL term) teach nothing: one in eight of them goes through the model once, for `entropy` and the
+        mismatch, which are over all tokens of the batch. A batch without responses changes nothing, and its metrics are
+        0. `skipped` is the share of optimizer steps that were left out because their gradient was not finite. `early`
+        is the share of the tokens whose gradient was computed before the update.
         """
         group = group or Alone()
         rate = learning_rate(self.config, step)
@@ -119,27 +113,50 @@ class Policy:
         if self.reference and self.config.kl_in == "reward":
             batch, divergence = self._penalized(batch, group)
         mini_batches = split(len(batch.response_ids), self.config.updates_per_step)
-        shards = [self._own(batch, members, group) for members in mini_batches]
-        alike = [[i for shard in of_all for i in shard] for of_all in zip(*shards, strict=True)]
-        self.updated, self._token_share = 0.0, self._share_of_a_token(batch, alike)
-        fixed = self._fixed(batch, alike, group)
+        plans = [self._plan(batch, members, group, held) for members in mini_batches]
+        self.updated, self._token_share = 0.0, self._share_of_a_token(plans)
+        fixed = None if has_early_shards(self.config, group.shards) else self._fixed(batch, plans, group)
         # later epochs look at what the first one has moved
         tokens = [TokenMetrics(self.device) for _ in range(self.config.epochs)]
         self._look_at_untaught(batch, tokens[0], group)
         reports = [
-            self._optimizer_step(batch, members, own, fixed, seen, step, group)
+            self._optimizer_step(batch, members, plan, fixed, seen, step, group)
             for seen in tokens
-            for members, own in zip(mini_batches, shards, strict=True)
+            for members, plan in zip(mini_batches, plans, strict=True)
         ]
-        names = ("loss", "clipped", "grad_norm", "skipped", *(["kl"] if self.reference else []))
+        names = ("loss", "clipped", "grad_norm", "skipped", "early", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
         if divergence is not None:
             metrics["kl"] = divergence
         metrics |= tokens[0].over(group)
         refuse_weights(self._own_weights(), group, f"after step {step + 1}")
         self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
-        self.version, self.updated = step + 1, 0.0
+        self.version, self.updated, self._token_share = step + 1, 0.0, 0.0
         return metrics | {"learning_rate": rate}
+
+    def _plan(
+        self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup, held: Sequence[Mapping[int, float]]
+    ) -> Plan:
+        """Cut an optimizer step's responses that have a gradient into shards."""
+        if not has_early_shards(self.config, group.shards):
+            own = self.packer.shards(batch, [i for i in members if self._teaches(batch, i)], group)
+            owners = even_owners(group)
+            return Plan(owners, [Shard(k, batch, shard) for k, shard in zip(owners[group.rank], own, strict=True)])
+        found = cut(batch, lambda i: self._teaches(batch, i), self.rollout.prompts_per_step, group.shards)
+        shards = [self._early_shard(k, batch.part(early)) for k, early in enumerate(found.early)]
+        late = self.packer.all_shards(batch, found.late, group.shards)
+        shards += [Shard(k, batch, own) for k, own in enumerate(late, len(shards))]
+        work = [self.packer.work(shard.batch, shard.members) for shard in shards]
+        owners = owners_of(work, held or [{}] * group.size)
+        return Plan(owners, [shards[k] for k in owners[group.rank]], len(found.early))
+
+    def _early_shard(self, number: int, batch: TrainBatch) -> Shard:
+        return Shard(number, batch, [i for i in range(len(batch.response_ids)) if self._teaches(batch, i)])
+
+    def early_gradient(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
+        """Compute the gradient of an early shard, or continue with it, until `stop` returns True after a
+        micro-batch. Return the share that is done. The next update uses it."""
+        return self.sums.go_on(self._early_shard(number, batch), stop)
 
     def _penalized(self, batch: TrainBatch, group: ProcessGroup) -> tuple[TrainBatch, float]:
         """With the divergence of each response taken off its reward; and its mean over all tokens."""
@@ -149,7 +166,7 @@ class Policy:
         reference = self._logprobs_of(self.reference, batch, shards, group)
         sums = torch.zeros(len(everyone), dtype=torch.float64, device=self.device)
         for i in old:
-            sums[i] = self.kl(old[i].double(), reference[i].double()).sum()
+            sums[i] = self.objective.kl(old[i].double(), reference[i].double()).sum()
         group.sum_(sums)
         apart = iter(sums.tolist())
         rewards = [[r - self.config.kl_weight * next(apart) for r in alike] for alike in batch.rewards]
@@ -157,12 +174,14 @@ class Policy:
         tokens = sum(map(batch.num_sampled, everyone))
         return replace(batch, rewards=rewards, advantages=advantages), float(sums.sum()) / max(1, tokens)
 
-    def _fixed(self, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup) -> Fixed:
+    def _fixed(self, batch: TrainBatch, plans: Sequence[Plan], group: ProcessGroup) -> Fixed:
         """Of a member's own shards."""
+        own = [[shard.members for shard in plan.own] for plan in plans]
+        shards = [[i for members in of_all for i in members] for of_all in zip(*own, strict=True)]
         several = self.config.updates_per_step * self.config.epochs > 1
         # with one optimizer step on a rollout the policy is still the old one: its log-probs need no pass of their own
         old = self._old_logprobs(batch, shards, group) if several else self._carried(batch, shards)
-        return Fixed(old, self._logprobs_of(self.reference, batch, shards, group) if self._kl_in_loss else {})
+        return Fixed(old, self._logprobs_of(self.reference, batch, shards, group) if self.objective.kl_in_loss else {})
 
     def _old_logprobs(
         self, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup
@@ -181,71 +200,63 @@ class Policy:
         self,
         batch: TrainBatch,
         members: range,
-        shards: Sequence[Sequence[int]],
-        fixed: Fixed,
+        plan: Plan,
+        fixed: Fixed | None,
         tokens: TokenMetrics,
         step: int,
         group: ProcessGroup,
     ) -> dict[str, float]:
-        lengths = [0 if i in batch.masked else batch.num_sampled(i) for i in members]
-        shares = dict(zip(members, self.loss.share(lengths, self.rollout.max_new_tokens), strict=True))
-        earlier: list[list[Tensor]] = []  # gradients of shards
-        totals: list[dict[str, float]] = []
-        wrong = ""
-        for shard in shards:
-            if totals:
-                earlier.append(take_gradients(self._trained))
-            totals.append(dict.fromkeys(_TOTALS, 0.0))
-            for micro in self._micro_batches(self.model, batch, shard, group):
-                found = self._backward(batch, micro, fixed, shares, totals[-1], tokens)
-                wrong = wrong or found
-        own = torch.tensor([list(of.values()) for of in totals], dtype=torch.float64, device=self.device)
-        sums = dict(zip(_TOTALS, group.sum_shards(own).tolist(), strict=True))
-        refuse_loss(sums["loss"], wrong, step)
-        norm, skipped = self._step(group, earlier)
+        found = self.sums.over(plan, lambda shard: self._begin(shard, fixed, group))
+        for one in found:
+            tokens.add_all(one.tokens)
+        own = torch.tensor([list(one.totals.values()) for one in found], dtype=torch.float64, device=self.device)
+        sums = dict(zip(TOTALS, group.sum_shards(own, plan.owners).tolist(), strict=True))
+        refuse_loss(sums["loss"], next((one.wrong for one in found if one.wrong), ""), step)
+        total = self.objective.total(batch, members)
+        norm, skipped = self._step(group, [one.gradients for one in found], plan.owners, total)
         means = {name: sums[name] / (sums["weight"] or 1.0) for name in ("clipped", "kl")}
-        return {"loss": sums["loss"], **means, "grad_norm": norm, "skipped": float(skipped)}
+        early = sums["early"] / (sums["tokens"] or 1.0)
+        return {"loss": sums["loss"] / total, **means, "early": early, "grad_norm": norm, "skipped": float(skipped)}
 
-    def _backward(
-        self,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        fixed: Fixed,
-        shares: dict[int, float],
-        totals: dict[str, float],
-        tokens: TokenMetrics,
-    ) -> str:
-        """One micro-batch's part of the gradients, of `totals` and of `tokens`; what of it is not finite, if anything
-        is."""
+    def _begin(self, shard: Shard, fixed: Fixed | None = None, group: ProcessGroup | None = None) -> ShardSum:
+        fixed = fixed or Fixed(self._carried(shard.batch, [shard.members]), {})
+        micro_batches = self._micro_batches(self.model, shard.batch, shard.members, group or Alone())
+        return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
+
+    def _backward(self, to: ShardSum, micro: MicroBatch) -> None:
+        """Add one micro-batch's part of the gradients, of the totals and of the tokens."""
+        batch = to.shard.batch
         logprobs, entropy = self._logprobs(self.model, micro)
-        inputs = self._loss_inputs(batch, micro, logprobs, fixed.old, shares)
-        loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
-        if self._kl_in_loss:
-            reference = torch.cat([fixed.reference[i] for i in micro.sequences])
-            apart = self.kl(logprobs, reference) * (ratio if self.config.kl_unbiased else 1.0)
-            apart = (apart * inputs.weights).sum()
-            loss = loss + self.config.kl_weight * apart
-            totals["kl"] += apart.item()
+        inputs = self.objective.inputs(batch, micro, logprobs, to.fixed.old)
+        reference = self._reference_logprobs(to.fixed, micro) if self.objective.kl_in_loss else None
+        loss, found = self.objective.on(inputs, reference)
         loss.backward()
-        totals["loss"] += loss.item()
-        totals["clipped"] += clipped.item()
-        totals["weight"] += inputs.weights.sum().item()
-        tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)
-        if math.isfinite(totals["loss"]):
-            return ""
-        return "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
+        for name, value in found.items():
+            to.totals[name] += value
+        to.tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)
+        if not to.wrong and not math.isfinite(to.totals["loss"]):
+            to.wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
+
+    @torch.no_grad()
+    def _reference_logprobs(self, fixed: Fixed, micro: MicroBatch) -> Tensor:
+        if fixed.reference:
+            return torch.cat([fixed.reference[i] for i in micro.sequences])
+        return self._logprobs(self.reference, micro)[0]
 
     @property
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def _step(self, group: ProcessGroup, earlier: Sequence[Sequence[Tensor]]) -> tuple[float, bool]:
-        """With the gradients of all shards: their norm, and whether the step was left out."""
+    def _step(
+        self, group: ProcessGroup, shards: Sequence[list[Tensor] | None], owners: Owners, total: int
+    ) -> tuple[float, bool]:
+        """With the gradients of all shards, over `total`: their norm, and whether the step was left out."""
         parameters = self._trained
         for parameter in parameters:
             if parameter.grad is None:  # of a shard without responses; and Adam's moments fade in a step without any
                 parameter.grad = torch.zeros_like(parameter)
-        norm = self._clip(parameters, group, earlier)
+        own = [shard or [p.grad for p in parameters if p.grad is not None] for shard in shards]
+        norm = self._clip(parameters, group, own, owners, total)
         skipped = not norm.isfinite()  # one step with it would spoil every weight for good
         if not skipped:
             self.version = None
@@ -266,32 +277,19 @@ class Policy:
             raise NotFinite(f"no gradient of steps {step} and {step + 1} is finite: lower train.learning_rate")
 
     def _clip(
-        self, parameters: list[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Sequence[Tensor]]
-    ) -> Tensor:
-        """Sum the shards' gradients, and clip them; their norm before that."""
-        sum_gradients(parameters, group, earlier)
-        return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
-
-    def _loss_inputs(
         self,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        logprobs: Tensor,
-        old: Mapping[int, Tensor],
-        shares: dict[int, float],
-    ) -> LossInputs:
-        lengths = [batch.num_sampled(i) for i in micro.sequences]
-        before = old_logprobs(batch, micro, logprobs, old)
-        repeats = torch.tensor(lengths, device=self.device)
-
-        def of_tokens(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=logprobs.dtype, device=self.device).repeat_interleave(repeats)
-
-        advantages = of_tokens([batch.advantages[i] for i in micro.sequences])
-        weights = of_tokens([shares[i] for i in micro.sequences])
-        cap = self.config.importance_cap
-        importance = truncated_weights(before, rollout_logprobs(batch, micro, before), cap) if cap else 1.0
-        return LossInputs(logprobs, before, advantages, weights, lengths, importance)
+        parameters: list[torch.nn.Parameter],
+        group: ProcessGroup,
+        shards: Sequence[Sequence[Tensor]],
+        owners: Owners,
+        total: int,
+    ) -> Tensor:
+        """Sum the shards' gradients, divide them by `total`, and clip them; their norm before that."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        sum_gradients(gradients, group, shards, owners)
+        for gradient in gradients:
+            gradient.div_(total)
+        return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
     @torch.no_grad()
     def _logprobs_of(
@@ -312,16 +310,8 @@ class Policy:
         found = self._logprobs_of(self.model, batch, [members], group or Alone())
         return [found[i].tolist() for i in members]
 
-    @property
-    def _kl_in_loss(self) -> bool:
-        return self.reference is not None and self.config.kl_in == "loss"
-
-    def _own(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-        """This member's shards of those that have a gradient."""
-        return self.packer.shards(batch, [i for i in members if self._teaches(batch, i)], group)
-
     def _teaches(self, batch: TrainBatch, i: int) -> bool:
-        return (bool(batch.advantages[i]) or self._kl_in_loss) and i not in batch.masked
+        return has_gradient(batch, i, self.objective.kl_in_loss)
 
     @torch.no_grad()
     def _look_at_untaught(self, batch: TrainBatch, tokens: TokenMetrics, group: ProcessGroup) -> None:
@@ -347,11 +337,12 @@ class Policy:
             done = sum(batch.lengths([i for row in layout.rows for i in row]))
             self.updated += done * self._token_share * (_BACK if torch.is_grad_enabled() else 1)
 
-    def _share_of_a_token(self, batch: TrainBatch, shards: Sequence[Sequence[int]]) -> float:
+    def _share_of_a_token(self, plans: Sequence[Plan]) -> float:
         """Of the update's work, of a token that goes through the model without a gradient."""
-        forward = (self.config.updates_per_step * self.config.epochs > 1) + self._kl_in_loss
+        forward = (self.config.updates_per_step * self.config.epochs > 1) + self.objective.kl_in_loss
         passes = _BACK * self.config.epochs + forward
-        return 1 / max(1, passes * sum(sum(batch.lengths(own)) for own in shards))
+        left = [shard for plan in plans for shard in plan.own if shard.number not in self.sums.early]
+        return 1 / max(1, passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left))
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(model, micro, self.rollout.temperature, self.config.logits_mb, self.autocast)

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tlt.models import weights
 from tlt.models.hugging_face import save_model
 from tlt.rl.batching import MicroBatch
-from tlt.rl.parallel import Alone, ProcessGroup, broken, sum_gradients
+from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -54,7 +54,13 @@ class ShardedPolicy(Policy):
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, step: int, group: ProcessGroup | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: TrainBatch,
+        step: int,
+        group: ProcessGroup | None = None,
+        held: Sequence[Mapping[int, float]] = (),
+    ) -> dict[str, float]:
         """As that of a policy on every member, to the rounding of a sum. Raises GroupBroken."""
         try:
             return super().update(batch, step, self.group)
@@ -90,12 +96,20 @@ class ShardedPolicy(Policy):
         return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]
 
     def _clip(
-        self, parameters: list[torch.nn.Parameter], group: ProcessGroup, earlier: Sequence[Sequence[Tensor]]
+        self,
+        parameters: list[torch.nn.Parameter],
+        group: ProcessGroup,
+        shards: Sequence[Sequence[Tensor]],
+        owners: Owners,
+        total: int,
     ) -> Tensor:
         """The layers' gradients are summed by now, and each member has the squares of its own shards."""
-        assert not earlier, "as many members as shards"
+        assert len(shards) == 1, "as many members as shards"
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
-        sum_gradients(rest, group)
+        whole = [p.grad for p in rest if p.grad is not None]
+        sum_gradients(whole, group, [whole], owners)
+        for gradient in (*whole, *(_local(p.grad) for p in layers if p.grad is not None)):
+            gradient.div_(total)
         square = get_total_norm([_local(p.grad) for p in layers if p.grad is not None]).square()
         group.sum_(square)
         norm = (square + get_total_norm([p.grad for p in rest if p.grad is not None]).square()).sqrt()

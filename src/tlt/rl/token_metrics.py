@@ -25,6 +25,12 @@ class TokenMetrics:
         self._gaps.append((old_logprobs - rollout_logprobs).abs().float())
         self._weights.append(torch.full_like(self._gaps[-1], weight))
 
+    def add_all(self, other: TokenMetrics) -> None:
+        """Add the tokens that another one has collected."""
+        self._entropy += other._entropy
+        self._gaps += other._gaps
+        self._weights += other._weights
+
     def over(self, group: ProcessGroup) -> dict[str, float]:
         """Of the tokens of all members; 0 where there are none."""
         group.sum_(self._entropy)

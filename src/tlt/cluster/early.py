@@ -1,0 +1,71 @@
+"""Early update with many workers: which early shard an idle worker computes next, and what is done of each.
+
+The gradients stay with the workers that computed them. A worker computes one shard at a time and continues with an
+unfinished one. What a lost worker had done is done again by another one, in the rollout or in the update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from tlt.cluster.crew import Crew, Done
+from tlt.rl.early import PER_WORKER, EarlyGroups
+
+log = logging.getLogger(__name__)
+
+METHOD = "early_update"
+
+
+class EarlyUpdate:
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self._groups: EarlyGroups | None = None
+        self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that has it, and the share that is done
+        self._unable = set[int]()  # workers whose memory is too small
+        self._seconds = 0.0
+
+    def begin(self, groups: EarlyGroups | None) -> None:
+        """Begin a rollout of these groups; None if nothing is computed early."""
+        self._groups, self._begun = groups, {}
+
+    def next_call(self, worker: int, so_far: Mapping[int, int], seconds: float) -> bool:
+        """Let an idle worker compute an early shard for about this many seconds. Return whether one is certain.
+        `so_far`: tokens of unfinished responses by seed."""
+        if self._groups is None or worker in self._unable:
+            return False
+        shards = self._groups.shards(so_far)
+        own = [k for k, (holder, share) in self._begun.items() if holder == worker and share < 1.0]
+        free = [k for k in range(len(shards)) if k not in self._begun]
+        if sum(holder == worker for holder, _ in self._begun.values()) >= PER_WORKER:
+            free = []
+        if not own and not free:
+            return False
+        shard = (own or free)[0]
+        self._begun.setdefault(shard, (worker, 0.0))
+        self.crew.call_idle(worker, METHOD, shard, shards[shard], seconds)
+        return True
+
+    def came_back(self, done: Done) -> None:
+        """Handle a call that returned, or a lost worker."""
+        if done.lost:
+            self._forget(done.worker)
+        elif done.method == METHOD and done.result is None:
+            log.warning("worker %d has too little memory for the early update, and goes on without", done.worker)
+            self._unable.add(done.worker)
+            self._forget(done.worker)
+        elif done.method == METHOD:
+            self._seconds += done.result.seconds
+            self._begun[done.result.shard] = done.worker, done.result.share_done
+
+    def _forget(self, worker: int) -> None:
+        self._begun = {shard: begun for shard, begun in self._begun.items() if begun[0] != worker}
+
+    def held_by(self, workers: Sequence[int]) -> list[dict[int, float]]:
+        """Return the shards that each of these workers has begun, with the share that is done."""
+        return [{k: share for k, (holder, share) in self._begun.items() if holder == worker} for worker in workers]
+
+    def take_seconds(self) -> float:
+        """Return the seconds of all calls that returned since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -1,0 +1,191 @@
+"""Early update: which groups form the early shards of a step, and which are certain while others are decoded.
+
+Workers that have nothing to decode compute the gradients of early shards before the rollout ends. Groups are ordered by
+their longest response, then by prompt order. The longest eighth is never early. The others, in this order, are cut into
+early shards. So the shards are a function of the responses alone, and so is the order in which their gradients are
+summed. Whether a shard was computed early or in the update changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
+
+from tlt.config import Config, TrainConfig
+from tlt.rl.batching import by_prompt
+from tlt.rl.groups import make_batch, usable
+from tlt.types import Group, Request, Response, TrainBatch
+
+T = TypeVar("T")
+
+PER_WORKER = 4
+"""Early shards for each worker, and most that one worker computes early, because each takes memory for a gradient."""
+_LATE = 8  # one group in this many is never early, because a step waits for its longest groups
+_OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that depend on the rewards of one group alone
+
+
+def has_early_shards(train: TrainConfig, workers: int) -> bool:
+    """Return whether the gradient of a group is final as soon as its rewards are known, and some worker may be idle."""
+    one_optimizer_step = train.updates_per_step * train.epochs == 1
+    kl_in_reward = bool(train.kl_weight) and train.kl_in == "reward"
+    return workers > 1 and one_optimizer_step and train.advantage in _OF_A_GROUP and not (kl_in_reward or train.shard)
+
+
+def has_gradient(batch: TrainBatch, i: int, kl_in_loss: bool) -> bool:
+    """Return whether the loss depends on this response."""
+    return (bool(batch.advantages[i]) or kl_in_loss) and i not in batch.masked
+
+
+class Cut(NamedTuple):
+    early: list[list[int]]
+    """responses of the groups of each early shard, in prompt order"""
+    late: list[int]
+    """all other responses with a gradient"""
+
+
+def cut(batch: TrainBatch, learns: Callable[[int], bool], prompts: int, workers: int) -> Cut:
+    """Cut a batch into early shards and the rest. `learns`: whether a response has a gradient. `prompts`: those of a
+    step. `workers`: those of the recipe."""
+    groups = [g for g in by_prompt(range(len(batch.response_ids)), batch.prompt_ids) if any(map(learns, g))]
+    order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
+    early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
+    taken = {i for shard in early for i in shard}
+    return Cut(early, [i for group in groups for i in group if learns(i) and i not in taken])
+
+
+def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
+    """Cut the first groups of the early order into shards. `count`: groups in the batch, or a lower bound of it."""
+    each = max(1, -(-_num_early(prompts) // (PER_WORKER * workers)))
+    whole = min(len(order), _num_early(count)) // each
+    return [order[k * each : (k + 1) * each] for k in range(whole)]
+
+
+def _num_early(groups: int) -> int:
+    return groups - -(-groups // _LATE)
+
+
+def owners_of(work: Sequence[float], held: Sequence[Mapping[int, float]]) -> list[list[int]]:
+    """Deal out the shards of an update: [member] -> its shards, in their order.
+
+    `work`: that of each shard. `held`: of each member, the share of the work that is done of each shard that it has
+    begun. A shard stays with the member that has begun it. The others go to the member with least left to do, the
+    largest first (LPT: Graham, 1969)."""
+    owners: list[list[int]] = [[] for _ in held]
+    loads = [0.0] * len(held)
+    left = dict(enumerate(work))
+    for member, done in enumerate(held):
+        for shard in done.keys() & left.keys():
+            owners[member].append(shard)
+            loads[member] += left.pop(shard) * (1 - done[shard])
+    for shard in sorted(left, key=lambda number: (-left[number], number)):
+        member = min(range(len(held)), key=lambda m: (loads[m], len(owners[m])))
+        owners[member].append(shard)
+        loads[member] += left[shard]
+    return [sorted(own) for own in owners]
+
+
+class _Finished(NamedTuple):
+    """A group whose rewards are known."""
+
+    counts: bool
+    """whether the batch takes it, if there is room"""
+    group: Group | None = None
+    """None if no response of it has a gradient"""
+    longest: int = 0
+    """tokens of its longest response"""
+
+
+class _Place(NamedTuple):
+    """A group's place in the early order, or the first place that it may get."""
+
+    longest: int
+    number: int
+    group: Group | None
+    """None if the group is not finished, or not certain to be in the batch"""
+
+
+class EarlyGroups:
+    """Groups of the step under way: which early shards are certain by now.
+
+    A group's place in the early order is certain once no unfinished group can come before it. An error here costs time,
+    never a bit, because the update uses an early gradient only for exactly the responses that its shard has."""
+
+    def __init__(
+        self,
+        config: Config,
+        before: Sequence[Group],
+        requests: Sequence[Request],
+        is_last_wave: bool,
+        settle: Callable[[Sequence[Response]], bool],
+    ) -> None:
+        """`before`: groups that open the batch, with their rewards. `settle`: sets the rewards of responses if all are
+        known, and returns whether they are."""
+        self.config, self.is_last_wave, self.settle = config, is_last_wave, settle
+        self._heard: dict[int, Response] = {}
+        self._finished = {number: self._look_at(group) for number, group in enumerate(before)}
+        self._shards: list[TrainBatch] = []
+        groups: dict[tuple[int, int], list[Request]] = {}
+        for request in requests:
+            groups.setdefault((request.prompt.prompt_id, request.epoch), []).append(request)
+        self._asked = dict(enumerate(groups.values(), len(before)))  # unfinished groups by number
+        self._count = len(before) + len(groups)
+
+    def add_response(self, response: Response) -> None:
+        self._heard[response.request.seed] = response
+
+    def shards(self, so_far: Mapping[int, int]) -> list[TrainBatch]:
+        """Return the early shards that are certain, in their order. `so_far`: tokens of unfinished responses by
+        seed."""
+        places = self._places(so_far)
+        if places is not None:
+            known = sum(place.group is not None for place in places)
+            certain = list(takewhile(lambda place: place.group, sorted(places, key=lambda p: (p.longest, p.number))))
+            prompts, workers = self.config.rollout.prompts_per_step, self.config.cluster.workers
+            for shard in in_shards(certain, known, prompts, workers)[len(self._shards) :]:
+                in_order = sorted(shard, key=lambda place: place.number)
+                batch = make_batch([place.group for place in in_order if place.group], self.config)
+                self._shards.append(batch.part(range(len(batch.response_ids))))
+        return self._shards
+
+    def _places(self, so_far: Mapping[int, int]) -> list[_Place] | None:
+        """Return the places of all groups that may have a gradient in this step; None if a later wave may add some."""
+        self._finish()
+        room = self.config.rollout.prompts_per_step if self.config.rollout.max_waves else self._count
+        places: list[_Place] = []
+        sure = possible = 0  # groups that the batch takes
+        for number in range(self._count):
+            if sure == room:
+                break
+            if requests := self._asked.get(number):
+                places.append(_Place(max(self._length(request, so_far) for request in requests), number, None))
+                possible += 1
+                continue
+            done = self._finished[number]
+            possible += done.counts
+            sure += done.counts and possible <= room
+            if done.group:
+                places.append(_Place(done.longest, number, done.group if possible <= room else None))
+        return None if sure < room and not self.is_last_wave else places
+
+    def _length(self, request: Request, so_far: Mapping[int, int]) -> int:
+        heard = self._heard.get(request.seed)
+        return len(heard.token_ids) if heard else so_far.get(request.seed, 0)
+
+    def _finish(self) -> None:
+        """Note the groups whose rewards are known by now."""
+        for number, requests in list(self._asked.items()):
+            responses = [self._heard[request.seed] for request in requests if request.seed in self._heard]
+            if len(responses) == len(requests) and self.settle(responses):
+                self._finished[number] = self._look_at(Group(requests[0].prompt, responses))
+                del self._asked[number]
+
+    def _look_at(self, group: Group) -> _Finished:
+        if not usable([group], self.config):
+            return _Finished(False)
+        alike = Group(group.prompt, [replace(response) for response in group.responses])  # `make_batch` writes to them
+        batch, kl_in_loss = make_batch([alike], self.config), bool(self.config.train.kl_weight)
+        if not any(has_gradient(batch, i, kl_in_loss) for i in range(len(batch.response_ids))):
+            return _Finished(True)
+        return _Finished(True, alike, max(map(len, batch.response_ids)))

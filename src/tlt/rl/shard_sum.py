@@ -1,0 +1,140 @@
+"""The gradients of an update's shards, as far as they are computed, and what is summed along with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.rl.batching import MicroBatch
+from tlt.rl.parallel import Owners, take_gradients
+from tlt.rl.token_metrics import TokenMetrics
+from tlt.types import TrainBatch
+
+TOTALS = ("loss", "clipped", "kl", "weight", "tokens", "early")
+"""sums over the tokens of an optimizer step; the first four are weighted, the last one counts tokens of early
+gradients"""
+
+
+class Fixed(NamedTuple):
+    """Log-probs of a rollout that stay while the policy is updated on it: response -> [its tokens]."""
+
+    old: dict[int, Tensor]
+    """by the policy that decoded it"""
+    reference: dict[int, Tensor]
+    """by the model that training started from; empty without a KL term, or if each micro-batch computes its own"""
+
+
+class Shard(NamedTuple):
+    """Responses of a batch whose gradients are summed by one member."""
+
+    number: int
+    batch: TrainBatch
+    members: list[int]
+    """those with a gradient"""
+
+
+class Plan(NamedTuple):
+    """Shards of an optimizer step."""
+
+    owners: Owners
+    own: Sequence[Shard]
+    """this member's, in the order that `owners` has them in"""
+    num_early: int = 0
+    """number of early shards, which come first"""
+
+
+@dataclass
+class ShardSum:
+    """The sum over a shard. While it is computed, the parameters hold its gradient."""
+
+    shard: Shard
+    fixed: Fixed
+    micro_batches: Iterator[MicroBatch]
+    """those that are left"""
+    tokens: TokenMetrics
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
+    wrong: str = ""
+    """what is not finite"""
+    is_complete: bool = False
+    gradients: list[Tensor] | None = None
+    """in host memory; None if the parameters hold them"""
+
+    @property
+    def share_done(self) -> float:
+        """Share of its tokens that went through the model."""
+        whole = sum(map(self.shard.batch.num_sampled, self.shard.members))
+        return self.totals["tokens"] / whole if whole else 1.0
+
+
+class ShardSums:
+    """The sums of one member. The parameters hold the gradient of one shard at a time: in a rollout, that of the early
+    shard that is unfinished, if there is one."""
+
+    def __init__(
+        self,
+        trained: Callable[[], Sequence[torch.nn.Parameter]],
+        begin: Callable[[Shard], ShardSum],
+        add: Callable[[ShardSum, MicroBatch], None],
+    ) -> None:
+        """`trained` returns the parameters. `begin` returns an empty sum. `add` adds a micro-batch to a sum, and its
+        gradient to the parameters."""
+        self.trained, self.begin, self.add = trained, begin, add
+        self.early: dict[int, ShardSum] = {}
+
+    def go_on(self, shard: Shard, stop: Callable[[], bool]) -> float:
+        """Compute an early shard, or continue with it, until `stop` returns True after a micro-batch. Return the
+        share that is done. If another shard is unfinished, what was done of it is lost."""
+        known = self._known(shard)
+        if known is None:
+            self._empty_parameters()
+            self.early = {number: one for number, one in self.early.items() if one.is_complete}
+            known = self.early[shard.number] = self.begin(shard)
+        self._accumulate(known, stop)
+        if known.share_done == 1.0 and not known.gradients:
+            known.is_complete, known.gradients = True, take_gradients(self.trained())
+        return known.share_done
+
+    def over(self, plan: Plan, begin: Callable[[Shard], ShardSum]) -> list[ShardSum]:
+        """Compute the sums of this member's shards, except those that were computed early. At the end the parameters
+        hold the gradient of one of them at most. No early gradient is used twice, because all are forgotten."""
+        found: dict[int, ShardSum] = {}
+        for shard in plan.own:
+            known = self._known(shard) if shard.number < plan.num_early else None
+            if known:
+                known.totals["early"] = known.totals["tokens"]
+            found[shard.number] = known or begin(shard)
+        left = [one for one in found.values() if not one.is_complete]
+        left.sort(key=lambda one: one is not self.early.get(one.shard.number))  # the unfinished one first
+        if not left or left[0] is not self.early.get(left[0].shard.number):
+            self._empty_parameters()
+        self.early = {}
+        for place, one in enumerate(left):
+            if place:
+                left[place - 1].gradients = take_gradients(self.trained())
+            self._accumulate(one, lambda: False)
+        return list(found.values())
+
+    def forget(self) -> None:
+        """Drop all early gradients, because they are of other weights now."""
+        self.early = {}
+        self._empty_parameters()
+
+    def _known(self, shard: Shard) -> ShardSum | None:
+        """Return the sum of an early shard that was begun, if it is over exactly these responses."""
+        known = self.early.get(shard.number)
+        return known if known and known.shard == shard else None
+
+    def _accumulate(self, to: ShardSum, stop: Callable[[], bool]) -> None:
+        for micro in to.micro_batches:
+            self.add(to, micro)
+            if stop():
+                return
+        to.is_complete = True
+
+    def _empty_parameters(self) -> None:
+        for parameter in self.trained():
+            parameter.grad = None

@@ -1,0 +1,168 @@
+"""Early shards: a function of the responses alone, of which more and more are certain while responses finish."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt.config import Config, TrainConfig, parse_config
+from tlt.rl.early import EarlyGroups, cut, has_early_shards, has_gradient, in_shards, owners_of
+from tlt.rl.groups import make_batch, usable
+from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
+
+LONGEST = 9
+
+
+def config_of(prompts: int, workers: int, max_waves: int = 0, **train: Any) -> Config:
+    rollout = {"prompts_per_step": prompts, "group_size": 2, "max_new_tokens": LONGEST, "max_waves": max_waves}
+    cluster = {"workers": workers}
+    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"name": "exact"}}
+    return parse_config(tree | {"rollout": rollout, "cluster": cluster, "train": train})
+
+
+def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float]) -> Group:
+    prompt = Prompt(number, "", (number, 7))
+    requests = [Request(prompt, k, 0, 100 * number + k, SamplingParams()) for k in range(len(lengths))]
+    tokens = [[number] * length for length in lengths]
+    return Group(
+        prompt,
+        [
+            Response(r, t, [], [-1.0] * len(t), "stop", reward=x)
+            for r, t, x in zip(requests, tokens, rewards, strict=True)
+        ],
+    )
+
+
+groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st.sampled_from([(0, 1), (1, 1), (1, 0)]))
+
+
+@given(
+    st.lists(groups, min_size=1, max_size=12),
+    st.integers(0, 3),
+    st.integers(2, 3),
+    st.sampled_from([(0, True), (2, True), (2, False)]),
+    st.sampled_from([0.0, 0.1]),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_certain_is_what_the_update_cuts(
+    drawn: list[Any], before: int, workers: int, waves: tuple[int, bool], kl_weight: float, chance: random.Random
+) -> None:
+    """In whatever order tokens and rewards arrive, and with groups of the step before."""
+    max_waves, is_last = waves
+    everything = [group_of(number, *one) for number, one in enumerate(drawn)]
+    prompts = max(1, len(everything) - before)
+    config = config_of(prompts, workers, max_waves, kl_weight=kl_weight)
+    known = usable(everything[:before], config)
+    asked = [response for group in everything[before:] for response in group.responses]
+    batch = make_batch(usable([*known, *everything[before:]], config)[: prompts if max_waves else None], config)
+    expected = [batch.part(shard) for shard in cut_of(batch, config).early]
+    scored: set[int] = set()
+    early = EarlyGroups(
+        config, known, [r.request for r in asked], is_last, lambda some: {id(r) for r in some} <= scored
+    )
+    so_far = dict.fromkeys((response.request.seed for response in asked), 0)
+    found: list[TrainBatch] = []
+    left = [response for response in asked for _ in range(len(response.token_ids) + 1)]
+    chance.shuffle(left)
+    for response in left:  # a token more each time, and at last the reward
+        seed = response.request.seed
+        if seed in so_far:
+            so_far[seed] += 1
+            if so_far[seed] == len(response.token_ids):
+                del so_far[seed]
+                early.add_response(response)
+        else:
+            scored.add(id(response))
+        shards = list(early.shards(so_far))
+        assert shards[: len(found)] == found
+        found = shards
+    settled = [*known, *everything[before:]]
+    if max_waves and not is_last and len(usable(settled, config)) < prompts:
+        assert found == [], "a later wave may bring shorter groups"
+    else:
+        assert found == expected
+
+
+def cut_of(batch: TrainBatch, config: Config) -> Any:
+    kl_in_loss = bool(config.train.kl_weight)
+    learns = [has_gradient(batch, i, kl_in_loss) for i in range(len(batch.response_ids))]
+    return cut(batch, learns.__getitem__, config.rollout.prompts_per_step, config.cluster.workers)
+
+
+def test_a_cut_by_hand() -> None:
+    """Ten groups, of which the two longest are late, in four shards of two."""
+    lengths = [(3, 1), (9, 1), (2, 2), (4, 4), (1, 1), (5, 1), (8, 1), (3, 3), (6, 6), (7, 1)]
+    batch = make_batch([group_of(k, two, (0, 1)) for k, two in enumerate(lengths)], config_of(10, 2))
+    found = cut(batch, lambda i: True, 10, 1)
+    assert found.early == [of(2) + of(4), of(0) + of(7), of(3) + of(5), of(8) + of(9)]
+    assert found.late == of(1) + of(6)
+
+
+def of(group: int) -> list[int]:
+    return [2 * group, 2 * group + 1]
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 5))
+def test_more_groups_only_add_shards(count: int, prompts: int, workers: int) -> None:
+    cuts = [in_shards(range(n), n, prompts, workers) for n in range(count + 1)]
+    assert all(list(after)[: len(before)] == list(before) for before, after in pairwise(cuts))
+    if count <= prompts:
+        assert len(cuts[-1]) <= 4 * workers
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
+def test_each_shard_has_one_owner(work: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(work)))
+    share = st.floats(0, 1)
+    held = [data.draw(st.dictionaries(st.integers(0, len(work) + 2), share, max_size=3)) for _ in range(size)]
+    owners = owners_of(work, held)
+    assert sorted(shard for own in owners for shard in own) == list(range(len(work)))
+    assert all(own == sorted(own) for own in owners)
+    first: dict[int, int] = {}
+    for member, begun in enumerate(held):
+        for shard in begun:
+            first.setdefault(shard, member)
+    assert all(shard in owners[member] for shard, member in first.items() if shard < len(work))
+
+
+def test_who_has_done_least_gets_most() -> None:
+    assert owners_of([4, 4, 6, 6], [{}, {}]) == [[0, 2], [1, 3]]
+    assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.5}, {}]) == [[0, 1, 3], [2]]
+    assert owners_of([4, 4, 6, 6], [{0: 1.0, 1: 0.0}, {}]) == [[0, 1, 3], [2]]
+
+
+@pytest.mark.parametrize(
+    ("train", "workers", "expected"),
+    [
+        ({}, 2, True),
+        ({}, 1, False),
+        ({"advantage": "rloo", "kl_weight": 0.1}, 2, True),
+        ({"advantage": "reinforce_pp"}, 2, False),
+        ({"advantage": "grpo_batch"}, 2, False),
+        ({"epochs": 2}, 2, False),
+        ({"updates_per_step": 2}, 2, False),
+        ({"kl_weight": 0.1, "kl_in": "reward"}, 2, False),
+        ({"shard": True}, 2, False),
+    ],
+)
+def test_when_there_are_early_shards(train: dict[str, Any], workers: int, expected: bool) -> None:
+    assert has_early_shards(TrainConfig(**train), workers) == expected
+
+
+def test_a_response_without_reward_is_in_no_shard() -> None:
+    config = config_of(3, 2)
+    three = [group_of(k, (k + 1, k + 2), (0, 1)) for k in range(3)]
+    three[0].responses[1] = replace(three[0].responses[1], reward=None)
+    requests = [response.request for group in three for response in group.responses]
+    early = EarlyGroups(config, [], requests, True, lambda some: True)
+    for group in three:
+        for response in group.responses:
+            early.add_response(response)
+    assert [shard.response_ids for shard in early.shards({})] == [[[1, 1], [1, 1, 1]]]

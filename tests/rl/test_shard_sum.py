@@ -1,0 +1,167 @@
+"""Gradients of early shards, by any member, in any order, interrupted anywhere: the bits of an update without them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from pools import Table, Thread
+from test_parallel import Steady
+from tiny import random_batch, save_weights
+
+from tlt.config import RolloutConfig, TrainConfig
+from tlt.models.weights import sha256
+from tlt.rl.early import cut
+from tlt.rl.lora import AdaptedPolicy
+from tlt.rl.policy import Policy
+from tlt.types import TrainBatch
+
+CPU, VOCAB, SHARDS, PROMPTS = torch.device("cpu"), 31, 3, 8
+Held = list[dict[int, float]]
+Before = Callable[[list[Policy], list[TrainBatch]], Held]
+"""(members, early shards) -> what each member has done, before the update"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_weights(tmp_path_factory.mktemp("model"), VOCAB, scale=0.3)
+
+
+def batch_of() -> TrainBatch:
+    """Eight groups of two, of which seven are in early shards, and nothing is to be learned from one response."""
+    batch = random_batch(VOCAB, responses=2 * PROMPTS)
+    batch.prompt_ids = [batch.prompt_ids[i - i % 2] for i in range(2 * PROMPTS)]
+    batch.advantages[6] = 0.0
+    return batch
+
+
+def make_policy(folder: Path, **train: Any) -> Policy:
+    config = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 16} | train)
+    kind = AdaptedPolicy if config.lora.rank else Policy
+    return kind(folder, torch.float32, CPU, config, RolloutConfig(max_new_tokens=12, prompts_per_step=PROMPTS))
+
+
+def early_shards(policy: Policy, batch: TrainBatch) -> list[TrainBatch]:
+    found = cut(batch, lambda i: policy._teaches(batch, i), PROMPTS, SHARDS)
+    return [batch.part(shard) for shard in found.early]
+
+
+def updated(folder: Path, size: int, before: Before, steps: int = 1, **train: Any) -> tuple[str, list[float]]:
+    """sha256 of the policy that all members have after some updates, and the share of each that was done before."""
+    members, batch = [make_policy(folder, **train) for _ in range(size)], batch_of()
+    shares: list[float] = []
+    for step in range(steps):
+        held, table = before(members, early_shards(members[0], batch)), Table()
+        groups = [Thread(table, rank, size, Steady(), SHARDS) for rank in range(size)]  # type: ignore[arg-type]
+        reports: list[dict[str, float]] = []
+
+        def act(rank: int, step: int = step, held: Held = held, groups: Any = groups, to: Any = reports) -> None:
+            to.append(members[rank].update(batch, step, groups[rank], held))
+
+        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        shares.append(reports[0]["early"])
+        assert len({report["loss"] for report in reports}) == 1
+    digests = {sha256(member.state_dict()) for member in members}
+    assert len(digests) == 1
+    return digests.pop(), shares
+
+
+def nothing(members: list[Policy], shards: list[TrainBatch]) -> Held:
+    return [{} for _ in members]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> str:
+    digest, shares = updated(folder, 3, nothing, steps=2)
+    assert shares == [0.0, 0.0]
+    return digest
+
+
+def until(count: int) -> Callable[[], bool]:
+    """Stop after `count` micro-batches."""
+    left = iter(range(count - 1))
+    return lambda: next(left, None) is None
+
+
+def whole() -> bool:
+    return False
+
+
+@given(st.integers(1, 3), st.randoms(use_true_random=False))
+@settings(max_examples=6, phases=[Phase.generate], deadline=None)
+def test_whoever_computes_them_and_when(folder: Path, expected: str, size: int, chance: Any) -> None:
+    """Members begin shards, are interrupted, leave them unfinished, and compute what others have computed, too."""
+
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        held: Held = [{} for _ in members]
+        for _ in range(chance.randint(0, 8)):
+            member, shard = chance.randrange(size), chance.randrange(len(shards))
+            stop = whole if chance.random() < 0.3 else until(1)
+            held[member][shard] = members[member].early_gradient(shard, shards[shard], stop)
+        return held
+
+    assert updated(folder, size, before, steps=2)[0] == expected
+
+
+def test_all_of_them_are_computed_before(folder: Path, expected: str) -> None:
+    """By one of three. Nothing of them is left for the second update, which has the same batch and other weights."""
+    turn = iter((True, False))
+
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        done = [members[1].early_gradient(k, shard, whole) for k, shard in enumerate(shards)] if next(turn) else []
+        return [{}, dict(enumerate(done)), {}]
+
+    digest, shares = updated(folder, 3, before, steps=2)
+    assert digest == expected
+    assert shares[0] > 0.7
+    assert shares[1] == 0.0
+
+
+def test_one_that_is_unfinished_is_finished(folder: Path, expected: str) -> None:
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        done = members[0].early_gradient(len(shards) - 1, shards[-1], until(1))
+        assert 0.0 < done < 1.0
+        return [{len(shards) - 1: done}, {}]
+
+    digest, shares = updated(folder, 2, before, steps=2)
+    assert digest == expected
+    assert 0.0 < shares[0] < 0.5
+
+
+@pytest.mark.parametrize("stop", [whole, until(1)], ids=["whole", "unfinished"])
+def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, stop: Callable[[], bool]) -> None:
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        shards[0].advantages[0] += 1.0
+        return [{0: members[0].early_gradient(0, shards[0], stop)}, {}]
+
+    digest, shares = updated(folder, 2, before, steps=2)
+    assert (digest, shares) == (expected, [0.0, 0.0])
+
+
+def test_a_shard_that_two_have_computed_counts_once(folder: Path, expected: str) -> None:
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        return [{k: member.early_gradient(k, shards[k], whole) for k in (0, 1)} for member in members]
+
+    assert updated(folder, 2, before, steps=2)[0] == expected
+
+
+@pytest.mark.parametrize("train", [{"kl_weight": 0.1}, {"loss": "gspo"}, {"lora": {"rank": 2}}], ids=str)
+def test_other_objectives(folder: Path, train: dict[str, Any]) -> None:
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        members[0].early_gradient(0, shards[0], until(1))
+        return [{k: members[0].early_gradient(k, shard, whole) for k, shard in enumerate(shards)}, {}]
+
+    plain, _ = updated(folder, 2, nothing, **train)
+    digest, shares = updated(folder, 2, before, **train)
+    assert digest == plain
+    assert shares[0] > 0.7
