@@ -477,7 +477,8 @@ def test_tokens_of_an_environment_are_context_and_nothing_else(
         batch.old_logprobs[i] = old[i].tolist()
     lengths = [len(one) for one in old]
     assert lengths == [batch.num_sampled(i) for i in range(6)] != [len(r) for r in batch.response_ids]
-    shares = LOSSES[loss].share(lengths, LONGEST)
+    share = LOSSES[loss].share
+    shares = [share.weight(length, LONGEST) / share.total(lengths) for length in lengths]
 
     def plain(m: Any) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)

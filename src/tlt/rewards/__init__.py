@@ -144,6 +144,9 @@ class Earned:
 
     def submit(self, response: Response) -> None: ...
 
+    def settle(self, responses: Sequence[Response]) -> bool:
+        return True
+
     def __call__(self, responses: Sequence[Response]) -> None: ...
 
     def close(self) -> None: ...
