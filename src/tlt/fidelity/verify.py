@@ -215,7 +215,9 @@ def _checks(
     dtype: str,
     weighted: bool,
 ) -> dict[str, bool]:
-    """Return whether each condition of the verdict holds. Weights by rollout log-probs (`weighted`) change the sha256.
+    """Return whether each condition of the verdict holds.
+
+    If the loss is `weighted` by rollout log-probs, rewards are compared instead of the sha256.
     """
     allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
     end = "with the same rewards" if weighted else "in the same sha256"
