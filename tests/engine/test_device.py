@@ -25,9 +25,9 @@ STRATEGIES = {
     "eagle tree": Strategy("eagle", 3, 2, 8),
 }
 LAWS = (
-    SamplingParams(max_new_tokens=20),
-    SamplingParams(temperature=0.0, max_new_tokens=20),
-    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, max_new_tokens=20, stop_token_ids=(7,)),
+    SamplingParams(max_new_tokens=40),
+    SamplingParams(temperature=0.0, max_new_tokens=40),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, max_new_tokens=40, stop_token_ids=(7,)),
 )
 
 

@@ -417,13 +417,13 @@ class Bug(NamedTuple):
 
 
 BUGS = (
-    Bug(noise_reused_at_two_positions, (tokens)),
+    Bug(noise_reused_at_two_positions, (tokens,)),
     Bug(noise_shared_by_two_responses_of_a_group, (group_independence,)),
     Bug(noise_shared_by_two_prompts, (request_independence,)),
     Bug(noise_shared_by_two_epochs, (request_independence,)),
-    Bug(noise_keyed_by_round, (tokens)),
+    Bug(noise_keyed_by_round, (tokens,)),
     Bug(noise_keyed_by_node, (joint, tokens, oracle)),
-    Bug(noise_keyed_by_row, (tokens)),
+    Bug(noise_keyed_by_row, (tokens,)),
     Bug(draft_under_the_noise_of_the_next_position, (oracle,)),
     Bug(target_row_off_by_one, (tokens, oracle)),
     Bug(target_row_of_another_request, (tokens, oracle)),
