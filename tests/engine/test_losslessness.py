@@ -32,8 +32,7 @@ from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer, Kind
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.engine.arms import strategies
-from tlt.engine.bandit import Bandit
+from tlt.engine.bandit import Bandit, strategies
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import RoundResult
 from tlt.fidelity.modes import InTurn, Swapping
