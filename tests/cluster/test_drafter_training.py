@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-SHORT, LONG = (3, 32, 5), (4, 40, 8)
+SHORT, LONG = (3, 32, 5), (4, 40, 6)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 
