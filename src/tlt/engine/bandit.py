@@ -158,7 +158,6 @@ class Bandit:
         self._turns = Counter[Bucket]()
         self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
         self._switched = False
-        self._again: Strategy | None = None  # tried in the round before, whose seconds were those of a switch
 
     @cached_property
     def profile(self) -> dict[int, dict[Strategy, float]]:
@@ -176,8 +175,6 @@ class Bandit:
         arm = self.current
         if not is_plain_known:
             arm = self.current = PLAIN
-        elif self._again in arms and not moved:
-            arm, self._again = self._again, None
         elif moved or arm not in arms or self._turns[bucket] % _ROUNDS_BETWEEN_LOOKS == 0:
             arm = self._compare(arms, bucket)
         if any(offers) and self._widths and is_plain_known:
@@ -195,9 +192,7 @@ class Bandit:
         if self._turns[bucket] % _ROUNDS_BETWEEN_TRIES or not self._hope:
             return self.current
         near = [arm for arm in arms if speeds[arm] >= _NEAR * speeds[best]]
-        tried = min(near, key=lambda arm: (self._times(arm, bucket), -speeds[arm]))
-        self._again = tried if tried.drafter != self._last.drafter else None
-        return tried
+        return min(near, key=lambda arm: (self._times(arm, bucket), -speeds[arm]))
 
     def _with_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
         """Return the strategy with a limit of look-ahead tokens per row, and with or without the arm for the other
