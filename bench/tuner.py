@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.arms import strategies
-from tlt.engine.bandit import Bandit
-from tlt.engine.buckets import Bucket, bucket_of
-from tlt.engine.interpolate import interpolate
+from tlt.engine.bandit import Bandit, Bucket, bucket_of, interpolate, strategies
 from tlt.engine.tuner import Fixed, RoundResult
 from tlt.metrics import provenance, write_json
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import qwen3, save_tokenizer, tiny_config
+from tiny import compare_here, qwen3, save_tokenizer, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tlt import export_check
@@ -24,7 +24,7 @@ from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_
 from tlt.draft.saving import write
 from tlt.draft.spot import SpotTrainer
 from tlt.export import export
-from tlt.export_check import check_drafter, check_in_new_process, difference
+from tlt.export_check import check_drafter, check_in_new_process
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.run import train
@@ -44,15 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare(out: Path, facts: Path) -> None:
-    """In this process, which is faster."""
-    if found := difference(out, facts):
-        raise ModelError(found)
-
-
 @pytest.fixture(autouse=True)
 def _compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.export.check_in_new_process", compare)
+    monkeypatch.setattr("tlt.export.check_in_new_process", compare_here)
 
 
 def a_drafter(model: Path, folder: Path, kind: str = "eagle1") -> EagleLayer:
@@ -286,7 +280,7 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
 ) -> None:
     def spoiled(out: Path, facts: Path) -> None:
         fault(out)
-        compare(out, facts)
+        compare_here(out, facts)
 
     monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
     with pytest.raises(ModelError, match=f"not what was trained: .*{named}"):
@@ -303,7 +297,7 @@ def test_a_weight_that_is_one_bit_apart_is_another_model(
         weights = load_file(out / "model.safetensors")
         weights["lm_head.weight"].view(torch.int32)[3, 3] ^= 1
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-        compare(out, facts)
+        compare_here(out, facts)
 
     monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
     with pytest.raises(ModelError, match="the sha256 of the weights was"):
@@ -319,7 +313,7 @@ def test_a_distribution_that_is_apart_is_another_model(
         probs = load_file(facts / "facts.safetensors")["probs"]
         probs[-1, :2] += torch.tensor([1e-3, -1e-3])
         save_file({"probs": probs}, facts / "facts.safetensors")
-        compare(out, facts)
+        compare_here(out, facts)
 
     monkeypatch.setattr("tlt.export.check_in_new_process", spoiled)
     with pytest.raises(ModelError, match=r"its next token's distribution is 0\.001 apart"):

@@ -188,7 +188,7 @@ def test_every_response_is_written_once_with_its_advantage(everything: Path) -> 
     assert len(found) == sum(len(line["prompts"]) for line in lines) * 3 - 3 * last_carried
     groups: dict[tuple[int, int, int], list[float]] = {}
     for line in found:
-        assert line["length"] == 24 or line["finish_reason"] == "stop"
+        assert line["length"] == 16 or line["finish_reason"] == "stop"
         assert line["decoded"]["row_passes"] + line["decoded"]["accepted"] >= line["length"]
         if line["advantage"] is not None:
             groups.setdefault((line["step"], line["prompt_id"], line["epoch"]), []).append(line["advantage"])

@@ -154,7 +154,7 @@ def test_transformers_loads_the_last_checkpoint(home: Path) -> None:
     assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
 
 
-@pytest.mark.parametrize(("every", "keep", "left"), [(0, 2, [5]), (2, 9, [2, 4, 5]), (2, 2, [4, 5]), (1, 1, [5])])
+@pytest.mark.parametrize(("every", "keep", "left"), [(0, 2, [5]), (2, 2, [4, 5])])
 def test_checkpoints_are_saved_every_so_often_and_at_the_end(
     home: Path, tmp_path: Path, every: int, keep: int, left: list[int]
 ) -> None:
@@ -170,10 +170,11 @@ def test_checkpoints_are_saved_every_so_often_and_at_the_end(
 @pytest.mark.parametrize(
     "sections",
     [
-        {"speculation": {"drafter": "off"}},
-        {"speculation": {"depth": 2, "branching": 4, "verify_tokens": 9, "history_tokens": 60}},
-        {"engine": {"max_rows": 2}},
-        {"engine": {"max_rows": 64, "prefill_tokens": 3}},
+        {"speculation": {"drafter": "off"}, "engine": {"max_rows": 64, "prefill_tokens": 3}},
+        {
+            "speculation": {"depth": 2, "branching": 4, "verify_tokens": 9, "history_tokens": 60},
+            "engine": {"max_rows": 2},
+        },
     ],
 )
 def test_speculation_and_batching_change_nothing(home: Path, sections: dict[str, dict[str, Any]]) -> None:
@@ -191,7 +192,7 @@ def test_another_seed_changes_everything(home: Path) -> None:
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", range(1, STEPS + 1))
+@pytest.mark.parametrize("at", [1, STEPS - 1])
 def test_a_resumed_run_ends_as_one_that_was_never_broken(home: Path, at: int) -> None:
     copy = copy_of_the_run(home, f"resumed at {at}", at)
     summary = train(whole(home, copy.name), resume=True)
@@ -339,8 +340,15 @@ def test_a_summary_that_does_not_end_is_given_up_too(home: Path, monkeypatch: py
         train(config)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize(("phase", "step"), [("rollout", 0), ("reward", 1), ("update", 2), ("save", 1)])
+@pytest.mark.parametrize(
+    ("phase", "step", "number"),
+    [
+        ("rollout", 0, signal.SIGTERM),
+        ("reward", 1, signal.SIGINT),
+        ("update", 2, signal.SIGHUP),
+        ("save", 1, signal.SIGTERM),
+    ],
+)
 def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: str, step: int, number: int) -> None:
     save_every = 1 if phase == "save" else 0  # while it saves for another reason
     config = whole(home, f"{phase} {number}", run={"save_every": save_every})
@@ -543,7 +551,7 @@ def test_dynamic_sampling_draws_several_waves_and_leaves_groups_over(waves: Path
     assert sum(fate["without_spread"] for fate in fates) > 0
 
 
-@pytest.mark.parametrize("at", range(1, STEPS))
+@pytest.mark.parametrize("at", [1, STEPS - 1])
 def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> None:
     copy = copy_of_the_run(home, f"waves resumed at {at}", at, of="waves")
     summary = train(in_waves(home, copy.name), resume=True)

@@ -20,8 +20,7 @@ from tlt.draft.drafter import Drafter, Sources
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.arms import strategies, with_ahead
-from tlt.engine.bandit import Bandit
+from tlt.engine.bandit import Bandit, strategies, with_ahead
 from tlt.engine.engine import Engine
 from tlt.engine.profile import profile
 from tlt.engine.protocol import RolloutEngine, Target

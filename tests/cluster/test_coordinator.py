@@ -73,7 +73,7 @@ def train(
     return summary["policy_sha256"], (lines, updates), pools[0]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3])
 def undisturbed(request: pytest.FixtureRequest, home: Path) -> tuple[int, str, Any]:
     digest, learned, _ = train(config_of(home, request.param))
     lines, losses = learned
@@ -95,7 +95,7 @@ def test_the_tokens_are_those_of_one_worker(home: Path, undisturbed: Any) -> Non
 
 
 @given(seed=st.randoms(use_true_random=False), slots=st.integers(1, 5), drafter=st.sampled_from(["off", "suffix"]))
-@settings(max_examples=4, phases=[Phase.generate])
+@settings(max_examples=3, phases=[Phase.generate])
 def test_no_schedule_leaves_a_trace(home: Path, undisturbed: Any, seed: Any, slots: int, drafter: str) -> None:
     workers, digest, learned = undisturbed
     config = config_of(home, workers, engine={"max_rows": slots}, speculation={"drafter": drafter})
@@ -125,12 +125,19 @@ def test_workers_lost_at_any_call_leave_no_trace(home: Path, undisturbed: Any, d
         assert found[:2] == (digest, learned), lost
 
 
-METHODS = ("decode", "update", "sync", "save", "rendezvous", "tuner_state")
-
-
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("undisturbed", [3], indirect=True)
+@pytest.mark.parametrize(
+    ("method", "when"),
+    [
+        ("decode", "amid"),
+        ("update", "before"),
+        ("update", "amid"),
+        ("update", "after"),
+        ("sync", "amid"),
+        ("save", "after"),
+        ("rendezvous", "before"),
+        ("tuner_state", "amid"),
+    ],
+)
 def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str, when: str) -> None:
     workers, digest, learned = undisturbed
     counts = 0
@@ -152,7 +159,7 @@ def test_the_update_of_many_is_as_far_as_that_of_the_last_one(home: Path) -> Non
     assert coordinator.updated == 0.25
 
 
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@pytest.mark.parametrize("when", ["amid", "after"])
 def test_rows_that_a_lost_worker_had_decoded_count_once(home: Path, when: str) -> None:
     """Without a drafter a pass gives one token, whoever makes it."""
     calls = count()
@@ -217,7 +224,6 @@ def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
     assert f"worker 1 was lost 4 times in a row; worker 1 was lost amid {method} (" in told[0]
 
 
-@pytest.mark.parametrize("undisturbed", [3], indirect=True)
 def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, undisturbed: Any) -> None:
     """Two of three die in turn, until both are left out."""
     _, *expected = undisturbed
@@ -286,7 +292,7 @@ def test_a_run_with_too_few_says_so_and_ends(home: Path) -> None:
         train(config, room=lambda: 1)
 
 
-@pytest.mark.parametrize(("method", "who"), [("decode", "worker 1"), ("sync", "another worker"), ("save", "worker 1")])
+@pytest.mark.parametrize(("method", "who"), [("sync", "another worker"), ("save", "worker 1")])
 def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, who: str) -> None:
     """Among replicas that the crew takes for shards; where it is another one that notices, nothing else was lost."""
     config = config_of(home, 2)
@@ -372,11 +378,10 @@ def ahead_of(config: Config) -> dict[str, int]:
     return {name: sum(line[name] for line in lines) for name in names}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path, workers: int) -> None:
+def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path) -> None:
     """The oracle of decoding ahead: the next step's requests, with their own seeds."""
     train_slowly = {"steps": 4, "learning_rate": 1e-30, "updates_per_step": 1, "micro_batch_tokens": 64}
-    config = config_of(home, workers, **AHEAD)
+    config = config_of(home, 3, **AHEAD)
     still = config.model_copy(update={"train": config.train.model_copy(update=train_slowly)})
     turn = count()
     train(still, choose=lambda n: next(turn))
@@ -388,7 +393,7 @@ def test_with_no_update_all_that_was_seen_ahead_is_right(home: Path, workers: in
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=4, phases=[Phase.generate])
+@settings(max_examples=3, phases=[Phase.generate])
 def test_decoding_ahead_leaves_no_trace(home: Path, seed: int) -> None:
     """Whatever the order of calls, and whoever is lost; with a store that is too small, too."""
     random = Random(seed)
@@ -510,10 +515,9 @@ def test_what_drafters_are_worth_is_told_of_all_workers(home: Path) -> None:
         assert line["rollout"]["alarms"] == {"suffix": 0.2}
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path, seed: int) -> None:
+def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path) -> None:
     """Nor do losses amid it; and no decoding ahead or training goes on meanwhile."""
-    workers, random = 2 + seed % 2, Random(seed)
+    workers, random = 3, Random(1)
     digest, learned, _ = train(config_of(home, workers, **AHEAD))
     run = {"folder": str(home / "run"), "overwrite": True, "seed": 1, "compare_every": 1}
     config = config_of(home, workers, **AHEAD)
@@ -521,7 +525,7 @@ def test_a_comparison_with_plain_decoding_leaves_no_trace(home: Path, seed: int)
     lost: list[str] = []
 
     def loses(worker: int, method: str) -> str:
-        dies = seed > 0 and method == "decode" and len(lost) < 2 and random.random() < 0.05
+        dies = method == "decode" and len(lost) < 2 and random.random() < 0.05
         lost.extend([method] * dies)
         return random.choice(["before", "after"]) if dies else ""
 

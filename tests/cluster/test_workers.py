@@ -42,7 +42,7 @@ from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an extra")
-STEPS = 5
+STEPS = 4
 
 
 def config_of(home: Path, workers: int, folder: str, **sections: dict[str, Any]) -> Config:
@@ -105,10 +105,10 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[[], set[str]]) -> None:
-    """Of a resumed run, and the checkpoint that it went on from is gone by the time of the last two."""
+    """Of a resumed run, and the checkpoint that it went on from is gone by the time of the second."""
     run = {"save_every": 1, "keep": 1}
     in_this_process(config_of(home, 2, "disturbed", train={"steps": 1}, run=run))
-    killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0, (3, "update"): 0.02})
+    killer = Killer({(1, "rollout"): 0.0, (2, "update"): 0.0})
     pools: list[Any] = []
     real = remote.join
 
@@ -122,7 +122,7 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     with patch.object(remote, "join", join):
         disturbed = run_module.train(config_of(home, 2, "disturbed", run=run), True, killer)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
-    assert killer.killed == 3
+    assert killer.killed == 2
     assert killer.heard == {"127.0.0.1"}
     assert disturbed["policy_sha256"] == in_this_process(config_of(home, 2, "undisturbed"))
     assert disturbed["steps"] == STEPS
@@ -348,7 +348,7 @@ from pathlib import Path
 from tlt.cluster.workers import RayPool
 from tlt.config import parse_config
 config = parse_config({"model": {"path": "no model here", "device": "cpu"}, "data": {"path": "-"},
-                       "reward": {"name": "exact"}, "cluster": {"workers": 2}})
+                       "reward": {"name": "exact"}, "cluster": {"workers": 1}})
 pool = RayPool(config, "nowhere")
 print(pool.folder, flush=True)
 time.sleep(600)
@@ -373,7 +373,7 @@ def test_a_driver_that_is_killed_leaves_nothing(shm: Callable[[], set[str]]) -> 
 
 
 def test_what_a_worker_cannot_do_comes_back_as_its_own_sentence(home: Path) -> None:
-    config = config_of(home, 2, "bad")
+    config = config_of(home, 1, "bad")
     broken = config.model_copy(update={"model": config.model.model_copy(update={"path": str(home / "no model")})})
     with pytest.raises(ModelError, match="no model"):
         remote.join(RayPool(broken, home / "no model"), broken)

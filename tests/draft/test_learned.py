@@ -156,9 +156,14 @@ def fresh(model: Model, round_: Round, strategy: Strategy) -> Round:
     return found
 
 
+def some_of(log: dict[Place, Round], every: int) -> list[tuple[Place, Round]]:
+    """At most 16, from the beginning to the end: each is compared with an engine of its own."""
+    return list(log.items())[:: max(every, len(log) // 15)]
+
+
 def check_as_fresh(model: Model, log: dict[Place, Round], strategy: Strategy, every: int = 3) -> None:
     assert len(log) > 8
-    for where, got in list(log.items())[::every]:
+    for where, got in some_of(log, every):
         want = fresh(model, got, strategy)
         assert got.laws.keys() == want.laws.keys(), where
         for path, law in want.laws.items():
@@ -188,7 +193,7 @@ def model() -> Model:
     return make_model()
 
 
-shapes = pytest.mark.parametrize(("kind", "window"), [("eagle3", 8), ("eagle3", 16), ("eagle3", 200), ("eagle1", 16)])
+shapes = pytest.mark.parametrize(("kind", "window"), [("eagle3", 8), ("eagle1", 16)])
 
 
 # -- the twin ----------------------------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ shapes = pytest.mark.parametrize(("kind", "window"), [("eagle3", 8), ("eagle3", 
 
 def check_as_twin(model: Model, log: dict[Place, Round], every: int) -> None:
     twins = {id(round_.layer): model.twin(round_.layer) for round_ in log.values()}
-    for where, got in list(log.items())[::every]:
+    for where, got in some_of(log, every):
         context = [*got.row.request.prompt.token_ids, *got.committed]
         twin, window = twins[id(got.layer)], got.layer.options.window
         params = got.row.request.sampling
@@ -211,7 +216,7 @@ def check_as_twin(model: Model, log: dict[Place, Round], every: int) -> None:
             assert logits[inside].min() >= logits[~inside].max() if not inside.all() else True
 
 
-@shapes
+@pytest.mark.parametrize(("kind", "window"), [("eagle3", 8), ("eagle3", 200), ("eagle1", 16)])
 def test_proposals_are_the_twins(model: Model, kind: Kind, window: int) -> None:
     """Through transformers' hidden states, by full attention: windows, positions, tree masks, the cache."""
     log = Life(model, make_layer(model.decoder, kind, window)).run(requests(4, new_tokens=60))
@@ -310,7 +315,7 @@ def test_a_sibling_takes_over_the_place_of_one_that_is_done(model: Model, kind: 
     check_as_fresh(model, log, TREE, every=1)
 
 
-@pytest.mark.parametrize("window", [8, 16, 64])
+@pytest.mark.parametrize("window", [8, 64])
 def test_a_sibling_that_comes_late_copies_from_one_that_still_decodes(model: Model, window: int) -> None:
     """The source has gone on, but its ring still holds the prompt's last window."""
     life = late_siblings(model, window, first=60, others=4)
@@ -464,12 +469,11 @@ def test_what_is_not_finite_is_gone_with_its_row(model: Model, place: int) -> No
     assert torch.allclose(laws(before=True), laws(before=False), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_rows_do_not_see_each_other(model: Model, batch: int) -> None:
+def test_rows_do_not_see_each_other(model: Model) -> None:
     """The same requests one after the other, or together: the same proposals."""
     layer = make_layer(model.decoder, "eagle3", 16)
     together = Life(model, layer, max_rows=6).run(requests(6))
-    apart = Life(model, layer, max_rows=batch).run(requests(6))
+    apart = Life(model, layer, max_rows=1).run(requests(6))
     assert together.keys() == apart.keys()
     for where, round_ in together.items():
         for path, law in round_.laws.items():

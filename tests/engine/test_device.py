@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fake_gpu import HostSuffix, bytes_of, device, fake_gpu
@@ -25,9 +27,9 @@ STRATEGIES = {
     "eagle tree": Strategy("eagle", 3, 2, 8),
 }
 LAWS = (
-    SamplingParams(max_new_tokens=40),
-    SamplingParams(temperature=0.0, max_new_tokens=40),
-    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, max_new_tokens=40, stop_token_ids=(7,)),
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.9, stop_token_ids=(7,)),
 )
 
 
@@ -57,14 +59,15 @@ def engine_for(target: Decoder, strategy: Strategy, kind: Kind = "eagle3", **con
     layer = EagleLayer(eagle_options(target.options, kind, 16))
     learned, suffix = EagleDrafter(layer, target), HostSuffix(1000)
     drafters: list[Drafter] = [learned, suffix]
-    settings = EngineConfig(**({"max_rows": 8} | config))
+    settings = EngineConfig(**({"max_rows": 8, "kv_memory_mb": 64} | config))
     return Engine(target, settings, drafters, Fixed(strategy), layout=layer.options.layout)
 
 
-def requests(count: int) -> list[Request]:
+def requests(count: int, tokens: int) -> list[Request]:
     """Two of a group each; the suffix drafter finds its matches in the prompts."""
+    laws = [replace(law, max_new_tokens=tokens) for law in LAWS]
     prompts = [Prompt(i, "", (1, 2, 3, 1, 1, 1, 1, 1, 1)[: 5 + i]) for i in range((count + 1) // 2)]
-    return [Request(prompts[n // 2], n % 2, 0, n, LAWS[n % len(LAWS)]) for n in range(count)]
+    return [Request(prompts[n // 2], n % 2, 0, n, laws[n % len(laws)]) for n in range(count)]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle1", marks=pytest.mark.slow), "eagle3"])
@@ -74,16 +77,17 @@ def test_a_round_mixes_no_devices_and_waits_once_a_level_and_once_for_the_target
 ) -> None:
     """Through admission of siblings, rows that leave and come back, growth, and a swap."""
     strategy = STRATEGIES[name]
+    tokens = 8 * (strategy.depth + 1)  # eight rounds, if every draft token is accepted
     with fake_gpu(monkeypatch) as trips:
         engine = engine_for(decoder(), strategy, kind)
-        engine.start(requests(6))
+        engine.start(requests(6, tokens))
         engine.round()  # a prefill, and the round
         for _ in range(5):
             before = trips.count
             engine.round()
             assert trips.count - before == 1 + strategy.depth
         left = engine.release_requests([1, 2])
-        engine.submit(requests(8)[6:], left)
+        engine.submit(requests(8, tokens)[6:], left)
         engine.round()
         layer = EagleLayer(eagle_options(engine.target.options, kind, 16))
         engine.swap(EagleDrafter(layer, engine.target))
@@ -136,7 +140,7 @@ def test_rounds_of_a_large_model(monkeypatch: pytest.MonkeyPatch, size: str) -> 
         shape = LARGE[size]
         target = decoder(torch.bfloat16, **shape)
         engine = engine_for(target, STRATEGIES["eagle chain"], "eagle1", kv_memory_mb=8192, max_rows=64)
-        engine.start(requests(64))
+        engine.start(requests(64, 40))
         for _ in range(3):
             engine.round()
         assert engine.stats.drafter_failures == 0

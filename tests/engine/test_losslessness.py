@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import small
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import PROMPTS, ContextDrafter, Target, build, decode, make_requests
 
@@ -32,14 +32,14 @@ from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.eagle import EagleLayer, Kind
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.engine.arms import strategies
-from tlt.engine.bandit import Bandit
+from tlt.engine.bandit import Bandit, strategies
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import RoundResult
 from tlt.fidelity.modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
 
 TREE = Strategy("", depth=3, branching=2, verify_tokens=8)
+CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)
 
 
 @cache
@@ -219,7 +219,6 @@ SCHEDULES = {
     "three_rows_shuffled": Schedule(max_rows=3, shuffle=1),
     "preempted_shuffled": Schedule(bound_tokens=85, shuffle=2, prefill_tokens=7),
 }
-EXTREMES = ["together", "preempted_shuffled"]
 
 
 def check_cache(engine: Engine) -> None:
@@ -243,7 +242,7 @@ def check_mixed(engine: Engine, schedule: Schedule) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["together", "preempted_shuffled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_do_not_depend_on_drafter_or_schedule(drafter: str, schedule: str) -> None:
     engine = run_mixed(DRAFTERS[drafter](target()), TREE, SCHEDULES[schedule])
@@ -251,16 +250,14 @@ def test_tokens_do_not_depend_on_drafter_or_schedule(drafter: str, schedule: str
     assert (engine.stats.preemptions > 0) == (schedule == "preempted_shuffled")
 
 
-@pytest.mark.parametrize("schedule", EXTREMES)
 @pytest.mark.parametrize("drafter", HOSTILE)
-def test_a_hostile_drafter_changes_no_token(drafter: str, schedule: str) -> None:
-    assert run_mixed(HOSTILE[drafter](target()), TREE, SCHEDULES[schedule]).stats.drafter_failures == 0
+def test_a_hostile_drafter_changes_no_token(drafter: str) -> None:
+    assert run_mixed(HOSTILE[drafter](target()), TREE, SCHEDULES["preempted_shuffled"]).stats.drafter_failures == 0
 
 
-@pytest.mark.parametrize("schedule", EXTREMES)
 @pytest.mark.parametrize("drafter", FAILING)
-def test_a_failing_drafter_changes_no_token(drafter: str, schedule: str) -> None:
-    assert run_mixed(FAILING[drafter](target()), TREE, SCHEDULES[schedule]).stats.drafter_failures == 1
+def test_a_failing_drafter_changes_no_token(drafter: str) -> None:
+    assert run_mixed(FAILING[drafter](target()), TREE, SCHEDULES["preempted_shuffled"]).stats.drafter_failures == 1
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, TREE], ids=["plain", "tree"])
@@ -268,7 +265,7 @@ def test_tokens_of_one_row_at_a_time(strategy: Strategy) -> None:
     run_mixed(ContextDrafter(target(), 0.7, 0.7), strategy, Schedule(max_rows=1))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8)
 @given(
     drafter=st.sampled_from(["good", "blind_sparse", "suffix"]),
     depth=st.integers(1, 7),
@@ -300,10 +297,16 @@ def test_tokens_with_a_drafter_swapped_every_round() -> None:
 # -- the learned drafter ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-@pytest.mark.parametrize("shape", [TREE, Strategy("", 6, 1, 7)], ids=["tree", "chain"])
-def test_tokens_with_a_learned_drafter(shape: Strategy, kind: Kind, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape", "schedule"),
+    [
+        ("eagle3", TREE, "preempted_shuffled"),
+        ("eagle3", CHAIN, "three_rows_shuffled"),
+        ("eagle1", TREE, "three_rows_shuffled"),
+        ("eagle1", CHAIN, "preempted_shuffled"),
+    ],
+)
+def test_tokens_with_a_learned_drafter(kind: Kind, shape: Strategy, schedule: str) -> None:
     engine = run_mixed(small.learned(target(), kind=kind), shape, SCHEDULES[schedule])
     assert engine.stats.drafter_failures == 0
     assert engine.stats.drafted > engine.stats.accepted > 0
@@ -314,7 +317,7 @@ def everything(seed: int = 0) -> tuple[list[Drafter], Drafter]:
     return [SuffixDrafter(history_tokens=200)], small.learned(target(), seed)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["three_rows_shuffled", "preempted_shuffled"])
 def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
     """Another drafter, another shape or none, round by round."""
     beside, learned = everything()
@@ -325,7 +328,7 @@ def test_tokens_with_speculation_off_and_on(schedule: str) -> None:
     assert len(engine.stats.strategies) == 4
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["three_rows_shuffled", "preempted_shuffled"])
 def test_tokens_with_a_learned_drafter_swapped_before_every_draft(schedule: str) -> None:
     plan, seeds = SCHEDULES[schedule], iter(range(10_000))
     first = small.learned(target())
@@ -389,8 +392,7 @@ ORACLE_LAWS = {
 
 @pytest.mark.parametrize("memory", ["roomy", "preempted"])
 @pytest.mark.parametrize("strategy", [Strategy("", 4, 1, 5), TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("cut", ORACLE_LAWS)
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(("temperature", "cut"), [(0.6, "off"), (1.0, "top_k"), (0.6, "top_p"), (1.0, "both")])
 def test_an_oracle_is_always_right(temperature: float, cut: str, strategy: Strategy, memory: str) -> None:
     """Every draft of the target itself is accepted at every depth.
 

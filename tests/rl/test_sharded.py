@@ -40,8 +40,7 @@ LAYERS = 3
 Act = Callable[..., Any]
 """(group, arguments) -> what a member found, in plain data and arrays"""
 
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["pytest", "tlt.rl.sharded", "transformers.models.qwen3.modeling_qwen3"])
+forks = multiprocessing.get_context("forkserver")  # conftest.py says what it imports
 
 
 def together(size: int, act: Act, *arguments: Any, shards: int = 0) -> list[Any]:
@@ -143,7 +142,7 @@ def summed(group: ProcessGroup) -> list[float]:
     return group.sum_shards(given, even_owners(group)).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_shards_are_summed_in_their_order_by_however_many_members(size: int) -> None:
     assert together(size, summed, shards=4) == [[1.0] * 5] * size
 
@@ -151,10 +150,9 @@ def test_shards_are_summed_in_their_order_by_however_many_members(size: int) -> 
 @pytest.mark.parametrize(
     ("head", "size", "responses", "train"),
     [
-        ("tied", 2, 7, {}),
+        ("tied", 2, 7, {"loss": "dapo"}),
         ("untied", 3, 6, {"updates_per_step": 2, "loss": "gspo"}),
         ("tied", 3, 2, {"updates_per_step": 2, "kl_weight": 0.1, "gradient_checkpointing": True}),
-        ("untied", 2, 7, {"loss": "dapo", "gradient_checkpointing": True}),
     ],
 )
 def test_several_members_end_where_one_does(
@@ -193,34 +191,34 @@ def without_a_step(group: ProcessGroup, folder: Path, batch: TrainBatch, spoils:
     return policy.update(batch, 0, group)["skipped"], before, policy.sha256()
 
 
-@pytest.mark.parametrize("responses", [6, 0])
-def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Path, responses: int) -> None:
-    batch = random_batch(VOCAB, responses=responses)
+def test_a_gradient_that_is_not_finite_or_of_nothing_changes_nothing(folder: Path) -> None:
     digest = make_policy(Alone(), folder, {}).sha256()
-    assert together(2, without_a_step, folder, batch, responses > 0) == [(float(responses > 0), digest, digest)] * 2
+    for responses in (6, 0):
+        found = together(2, without_a_step, folder, random_batch(VOCAB, responses=responses), responses > 0)
+        assert found == [(float(responses > 0), digest, digest)] * 2
 
 
-def fails(group: ProcessGroup, folder: Path, batch: TrainBatch, spoil: str) -> str:
-    """What an update says of one layer's weight of the first member, or of one response's advantage."""
-    policy = make_policy(group, folder, {})
-    if spoil == "weight" and group.rank == 0:
-        with torch.no_grad():
-            _local(dict(policy.model.named_parameters())["model.layers.1.mlp.up_proj.weight"])[0, 0] = math.nan
-    try:
-        policy.update(batch, 3, group)
-    except NotFinite as error:
-        return str(error)
-    return ""
+def fails(group: ProcessGroup, folder: Path, idle: TrainBatch, batch: TrainBatch) -> list[str]:
+    """What updates say of one response's advantage, and then of one layer's weight of the first member."""
+    policy, said = make_policy(group, folder, {}), []
+    for asked in (batch, idle):
+        if asked is idle and group.rank == 0:
+            with torch.no_grad():
+                _local(dict(policy.model.named_parameters())["model.layers.1.mlp.up_proj.weight"])[0, 0] = math.nan
+        try:
+            policy.update(asked, 3, group)
+        except NotFinite as error:
+            said.append(str(error))
+    return said
 
 
 def test_what_is_not_finite_is_named_by_all_members(folder: Path) -> None:
     batch = random_batch(VOCAB)
     idle = replace(batch, advantages=[0.0] * len(batch.advantages))
-    for said in together(2, fails, folder, idle, "weight"):
-        assert said.startswith("model.layers.1.mlp.up_proj.weight of the policy is not finite after step 4")
     batch.advantages[0] = math.inf  # in one member's shard
-    for said in together(2, fails, folder, batch, "advantage"):
-        assert said.startswith("the loss is not finite in step 4")
+    for loss, weight in together(2, fails, folder, idle, batch):
+        assert loss.startswith("the loss is not finite in step 4")
+        assert weight.startswith("model.layers.1.mlp.up_proj.weight of the policy is not finite after step 4")
 
 
 def twice(group: ProcessGroup, folder: Path, batch: TrainBatch) -> dict[str, np.ndarray]:
@@ -262,10 +260,10 @@ def test_each_member_holds_its_part(folder: Path) -> None:
     sizes = {name: tensor.numel() for name, tensor in read_safetensors(folder).items()}
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
     rest = sum(sizes.values()) - layers
-    members = together(3, held, folder, random_batch(VOCAB))
+    members = together(2, held, folder, random_batch(VOCAB))
     assert sum(own for own, _, _ in members) == layers
     for own, moments, total in members:
-        assert own == pytest.approx(layers / 3, rel=0.07)  # 8 numbers are 3, 3 and 2
+        assert own == pytest.approx(layers / 2, rel=0.07)
         assert moments == 2 * own
         assert 3 * (own + rest) <= total < 3.1 * (own + rest), "and nothing besides"
 
@@ -282,13 +280,6 @@ def save_between(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Pa
     return all_of(policy)
 
 
-def test_every_time_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    first, second = (together(3, save_between, folder, random_batch(VOCAB), tmp_path / n)[0] for n in ("a", "b"))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    for name in ("policy/model.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 def go_on(group: ProcessGroup, batch: TrainBatch, place: Path) -> dict[str, np.ndarray]:
     policy = make_policy(group, place / "policy", {})
     policy.load_optimizer(place)
@@ -300,7 +291,10 @@ def test_checkpoints_are_the_same_and_either_goes_on_from_them(folder: Path, tmp
     batch = random_batch(VOCAB)
     one, many = tmp_path / "one", tmp_path / "many"
     whole = save_between(Alone(), folder, batch, one)
-    shards = together(2, save_between, folder, batch, many)[0]
+    shards, again = (together(2, save_between, folder, batch, place)[0] for place in (many, tmp_path / "again"))
+    assert all(np.array_equal(shards[name], again[name]) for name in shards)
+    for name in ("policy/model.safetensors", "optimizer.safetensors"):
+        assert (many / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     files = [sorted(str(path.relative_to(place)) for path in place.rglob("*")) for place in (one, many)]
     assert files[0] == files[1]
     for name in ("policy/config.json", "policy/generation_config.json"):
@@ -336,7 +330,7 @@ def agree(group: ProcessGroup, folder: Path, batch: TrainBatch, place: Path) -> 
     return digest, policy.sha256(), ""
 
 
-@pytest.mark.parametrize("head", ["tied", "untied", "its own"])
+@pytest.mark.parametrize("head", ["untied", "its own"])
 def test_the_engine_and_shards_are_one_model(folders: dict[str, Path], head: str, tmp_path: Path) -> None:
     folder = folders.get(head, tmp_path)
     if head == "its own":

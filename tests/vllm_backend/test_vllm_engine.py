@@ -265,7 +265,7 @@ def test_another_drafter_takes_the_place_of_the_one_in_use(started: Any, tmp_pat
 def test_it_guesses_with_the_noise(started: Any, tmp_path: Path) -> None:
     """One that knows the target's law guesses its very samples."""
     speculation = {"drafter": "eagle", "path": str(learned(tmp_path)), "depth": 3}
-    config = tiny_config(tmp_path, speculation=speculation)
+    config = tiny_config(tmp_path, speculation=speculation, rollout={"max_new_tokens": 24})
     place, engine = open_workplace(config), opened(config)
     asked = [replace(r, sampling=replace(r.sampling, top_k=9 * (i % 2))) for i, r in enumerate(requests(place, 9))]
     assert told(said_by(engine, asked)) == told(said_by(Engine(place.target, config.engine), asked))

@@ -1,50 +1,140 @@
 """The tuner that measures strategies and uses the fastest, which may be plain decoding.
 
-The number of tokens that a round commits is learned from all rounds of a drafter (`AcceptanceModel`). The seconds of a
-round depend on the bucket (active rows and context). They come from a profile that is taken before the first rollout,
-then from the rounds themselves. Both estimates are ranges. The strategy that could be the fastest is tried if its loss
-is affordable even if no draft token is accepted: all losses against plain decoding together stay below a small share of
-the time. Otherwise the strategy is used that is fastest even at the lower end of its range. (The TLT paper, arXiv
-2511.16665, section 5, has an epsilon-greedy bandit here, which tries strategies at any cost.)
+Speed is tokens over seconds. The tokens are learned from all rounds of a drafter (`AcceptanceModel`). The seconds
+depend on the bucket (active rows and context). They come from the start-up profile, then from the medians of the
+rounds. Each 64th round of a bucket tries an arm that is nearly as fast. An unknown drafter is used until all drafts
+together have lost 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an
+epsilon-greedy bandit here, which tries strategies at any cost.)
 
 No torch here: `bench/tuner.py` runs it with recorded tables.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.acceptance import AcceptanceModel, chance
-from tlt.engine.buckets import Bucket, Took, bucket_of
-from tlt.engine.interpolate import interpolate
 from tlt.engine.tuner import RoundResult
 
+_WINDOW_ROUNDS = 64  # number of rounds whose seconds are kept for each arm in a bucket
+_ENOUGH_ROUNDS = 4  # rounds of plain decoding in a bucket before others, and of a look-ahead before its seconds count
 _ROUNDS_BETWEEN_LOOKS = 4  # rounds between two comparisons of all arms
-_LOST = 0.01  # share of the seconds spent that tries may lose against plain decoding
-_MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
-_ACCEPTANCE = 0.4  # acceptance rate of an unknown drafter
-_HOPED_ACCEPTANCE = 0.8  # upper limit of the optimistic rate, which is twice the known one
-_DOUBT_OF_SECONDS = 0.1  # relative error of an arm's seconds that were not measured in the bucket
-_PRIOR_ROUNDS = 4  # weight, in rounds, of the seconds that the profile gives
-_PRIOR_ROWS = 2  # weight, in rows, of the acceptance rate before any was seen; and of chains as a prior for trees
-_ROWS_OF_JUDGEMENT = 8  # weight, in rows, of the acceptance rate that a new drafter had on held-out data
-_FREE_ROWS_SLOWDOWN = 0.03  # fraction by which rows of coming steps may lengthen a round
-_BRIEF_ROUND_SLOWDOWN = 1.8  # longest duration of a short round, relative to a round of one row
 _MARGIN = 0.02  # fraction by which another arm must be faster to replace the present one
+_ROUNDS_BETWEEN_TRIES = 64  # rounds of a bucket between two tries
+_NEAR = 0.85  # least speed of an arm that is tried, relative to the best one
+_LOST = 0.01  # share of the seconds that may be lost against plain decoding before only known arms are used
+_MEMORY = 1 - 1 / 512  # weight of seconds spent and lost, from one round to the next
+_DEEPEST = 64  # levels of a draft whose acceptance is counted
+_KEPT = 1 - 1 / 64  # weight of earlier rounds in the acceptance rates, from one round to the next
+_PRIOR_ROWS = 2  # weight, in rows, of the acceptance rate that is expected before any was seen
+_ACCEPTANCE, _HOPED_ACCEPTANCE = 0.5, 0.8  # acceptance rate of an unknown drafter; the same while drafts save time
+_ACCEPTANCE_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
+_ROWS_OF_JUDGEMENT = 8  # weight, in rows, of the acceptance rate that a new drafter had on held-out data
+_AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longest chain sets the width of the pass
 _LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
-_AGREEMENT_AHEAD = 0.97  # acceptance rate of look-ahead tokens before any was seen
+
+Source = tuple[str, int]
+"""drafter, branching"""
+X = TypeVar("X", bound=float)
+
+
+def strategies(drafters: Iterable[str], trees: bool = False) -> list[Strategy]:
+    """Return plain decoding and the strategies of these drafters."""
+    shapes = {name: DRAFTERS[name].chains + DRAFTERS[name].trees * trees for name in drafters}
+    return [PLAIN, *(Strategy(name, *shape) for name, some in shapes.items() for shape in some)]
+
+
+def with_ahead(arms: Iterable[Strategy]) -> list[Strategy]:
+    """Return each arm alone, and combined with look-ahead chains of each limit."""
+    return [arm._replace(ahead=ahead) for arm in arms for ahead in (0, *_AHEAD)]
+
+
+class Bucket(NamedTuple):
+    """Exponents: active rows as a power of two, context as a power of four."""
+
+    rows: int
+    context: int
+
+
+def bucket_of(rows: int, context: float) -> Bucket:
+    return Bucket(max(0, math.ceil(math.log2(rows))), max(0, math.ceil(math.log(max(1.0, context) / 256, 4))))
+
+
+def interpolate(points: Mapping[X, float], x: float) -> float:
+    """Interpolate linearly between the points; return the nearest value beyond them."""
+    below = max((k for k in points if k <= x), default=min(points))
+    above = min((k for k in points if k >= x), default=max(points))
+    low, high = points[below], points[above]
+    return low if above == below else low + (high - low) * (x - below) / (above - below)
+
+
+class AcceptanceModel:
+    """Probability that a draft token is accepted if those before it are, level by level. It is Kaplan and Meier's
+    estimate: a chain that was accepted to its end gives no information about later levels. So chains of all depths are
+    combined. Older rounds have smaller weights."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Source, np.ndarray] = {}
+        """[_DEEPEST, 2]: rows that reached the level, and rows that were accepted there"""
+
+    def age(self) -> None:
+        """Reduce the weight of earlier rounds after a round, whichever drafter it used."""
+        for levels in self.seen.values():
+            levels *= _KEPT
+
+    def add(self, source: Source, depths: Sequence[int], tokens: Sequence[int]) -> None:
+        """Add rows that committed `tokens` tokens each, the bonus token included, with drafts of these depths."""
+        drafted = np.array(depths)[:, None]
+        right, level = np.minimum(np.array(tokens)[:, None] - 1, drafted), np.arange(_DEEPEST)
+        levels = self.seen.setdefault(source, np.zeros((_DEEPEST, 2)))
+        levels[:, 0] += (level <= np.minimum(right, drafted - 1)).sum(0)
+        levels[:, 1] += (level < right).sum(0)
+
+    def chances(self, source: Source, depth: int, prior: Sequence[float]) -> list[float]:
+        """Return the acceptance rate of the first levels. The prior of a level counts as a few rows. Beyond the
+        given priors it is the rate of the level before."""
+        seen, found = self.seen.get(source), list[float]()
+        for level in range(depth):
+            reached, right = seen[level].tolist() if seen is not None else (0.0, 0.0)
+            expected = prior[level] if level < len(prior) else found[-1]
+            found.append((right + _PRIOR_ROWS * expected) / (reached + _PRIOR_ROWS))
+        return found
+
+    def assume(self, drafter: str, chance: float) -> None:
+        """Set the counts as if a few rows had been seen with this acceptance rate at every level."""
+        reached = _ROWS_OF_JUDGEMENT * chance ** np.arange(_DEEPEST)
+        self.seen[drafter, 1] = np.stack([reached, reached * chance], axis=1)
+
+    def forget(self, drafter: str) -> None:
+        self.seen = {source: levels for source, levels in self.seen.items() if source[0] != drafter}
+
+    def state(self) -> list[Any]:
+        """Return plain data."""
+        return [[*source, levels[levels[:, 0] > 0].tolist()] for source, levels in self.seen.items()]
+
+    def load_state(self, state: Iterable[Any], drafters: Collection[str]) -> None:
+        """Load the counts of these drafters."""
+        for drafter, branching, levels in state:
+            if drafter in drafters:
+                seen = self.seen[drafter, branching] = np.zeros((_DEEPEST, 2))
+                seen[: len(levels)] = np.array(levels[:_DEEPEST]).reshape(-1, 2)
 
 
 class Bandit:
-    """Tuner with a start-up profile. `measure()` returns the profile, rows -> strategy -> seconds of a round, and is
-    called before the first rollout. Other numbers of rows are interpolated. `chances[drafter]`: acceptance rate, if it
-    is known at the start; a drafter with 0 is not used."""
+    """Tuner that measures strategies and uses the fastest.
+
+    `measure()` returns the start-up profile, rows -> strategy -> seconds of a round, and is called before the first
+    rollout. Other numbers of rows are interpolated. `chances[drafter]`: acceptance rate, if it is known at the start;
+    a drafter with 0 is not used.
+    """
 
     def __init__(
         self,
@@ -52,25 +142,22 @@ class Bandit:
         measure: Callable[[], Mapping[int, Mapping[Strategy, float]]],
         chances: Mapping[str, float] | None = None,
     ) -> None:
-        self.chances = dict(chances or {})
         self.strategies = tuple(strategies)
+        self.chances = dict(chances or {})
+        self.seen, self.seen_ahead = AcceptanceModel(), AcceptanceModel()  # of draft tokens, of look-ahead tokens
+        self.current = PLAIN  # the fastest arm
+        self.catch_up: dict[str, float] = {}  # extra seconds of a drafter's first round after another drafter's
+        self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
         self._known = frozenset(self.strategies)
         self._arms = tuple(strategy for strategy in self.strategies if not strategy.ahead)
         self._widths = sorted({strategy.ahead for strategy in self.strategies} - {0})
         self._measure = measure
-        self.took: dict[Bucket, dict[Strategy, Took]] = {}
-        self.seen, self.seen_ahead = AcceptanceModel(), AcceptanceModel()  # of draft tokens, of look-ahead tokens
-        self._interpolated: dict[tuple[Strategy, int], float] = {}
-        self._within: dict[tuple[int, float], int] = {}  # (rows, factor) -> rows within this slowdown
-        self.current = PLAIN
-        self._last = PLAIN  # strategy of the round before
-        self.switched = False
-        self.catch_up: dict[str, float] = {}  # extra seconds of a drafter's first round after another drafter's
-        self._rounds = 0
-        self.spent = self.lost = 0.0  # seconds of the last rounds, and seconds that plain decoding would have saved
-        self._now = Bucket(0, 0)
-        self._each = 1.0  # tokens per row in a round with `current`
-        self._ahead = self._expected_ahead()  # the same with a look-ahead chain of 0, 1, 2, ... tokens
+        self._took: dict[Bucket, dict[Strategy, deque[float]]] = {}
+        self._medians: dict[tuple[Bucket, Strategy], float] = {}
+        self._profiles: dict[tuple[Strategy, int], float] = {}  # interpolated
+        self._turns = Counter[Bucket]()
+        self._now, self._last = Bucket(0, 0), PLAIN  # bucket of this round, strategy of the round before
+        self._switched = False
 
     @cached_property
     def profile(self) -> dict[int, dict[Strategy, float]]:
@@ -81,71 +168,48 @@ class Bandit:
 
     def choose(self, rows: int, context: float, usable: Collection[str], offers: Sequence[int] = ()) -> Strategy:
         bucket = bucket_of(rows, context)
-        moved = bucket != self._now
-        self._now = bucket
-        self._rounds += 1
-        is_plain_known = self._times(PLAIN, bucket) >= _PRIOR_ROUNDS
-        if not is_plain_known:  # losses are measured against plain decoding
-            self.current = arm = PLAIN
-        elif moved or self._is_due(usable):
-            arm = self._compare(bucket, [a for a in self._arms if a == PLAIN or self._is_usable(a, usable)])
-        else:
-            arm = self.current
-        looks_ahead = any(offers) and self._widths and is_plain_known
-        chosen = self._beside_ahead(arm, bucket, offers) if looks_ahead else arm
-        self.switched, self._last = chosen.drafter != self._last.drafter, chosen
-        return chosen
+        moved, self._now = bucket != self._now, bucket
+        self._turns[bucket] += 1
+        is_plain_known = self._times(PLAIN, bucket) >= _ENOUGH_ROUNDS  # losses are measured against plain decoding
+        arms = [a for a in self._arms if a == PLAIN or (a.drafter in usable and self.chances.get(a.drafter) != 0.0)]
+        arm = self.current
+        if not is_plain_known:
+            arm = self.current = PLAIN
+        elif moved or arm not in arms or self._turns[bucket] % _ROUNDS_BETWEEN_LOOKS == 0:
+            arm = self._compare(arms, bucket)
+        if any(offers) and self._widths and is_plain_known:
+            arm = self._with_ahead(arm, bucket, offers)
+        self._switched, self._last = arm.drafter != self._last.drafter, arm
+        return arm
 
-    def _is_due(self, usable: Collection[str]) -> bool:
-        """Return whether to compare all arms. A comparison in every round would cost more than it gains."""
-        gone = self.current != PLAIN and self.current.drafter not in usable
-        return gone or self._last != self.current or self._rounds % _ROUNDS_BETWEEN_LOOKS == 0
+    def _compare(self, arms: Sequence[Strategy], bucket: Bucket) -> Strategy:
+        """Set `current` to the fastest arm, unless it is hardly faster than plain decoding or than the arm in use.
+        Return it, or now and then the arm that was measured least among those that are nearly as fast."""
+        speeds = {arm: self.tokens(arm) / self._seconds_now(arm, bucket) for arm in arms}
+        best = max(arms, key=lambda arm: speeds[arm])
+        kept = (arm for arm in (PLAIN, self.current) if arm in speeds and speeds[best] < (1 + _MARGIN) * speeds[arm])
+        self.current = next(kept, best)
+        if self._turns[bucket] % _ROUNDS_BETWEEN_TRIES or not self._hope:
+            return self.current
+        near = [arm for arm in arms if speeds[arm] >= _NEAR * speeds[best]]
+        return min(near, key=lambda arm: (self._times(arm, bucket), -speeds[arm]))
 
-    def _is_usable(self, arm: Strategy, usable: Collection[str]) -> bool:
-        """Return whether the arm's drafter works, and was trained if it is a learned one."""
-        return arm.drafter in usable and self.chances.get(arm.drafter) != 0.0
-
-    def _compare(self, bucket: Bucket, arms: Sequence[Strategy]) -> Strategy:
-        """Set `current` to the arm that is the fastest at the known acceptance rate. Return the arm for this round: the
-        one that could be the fastest, among those whose loss is affordable."""
-        plain = self.seconds(PLAIN, bucket)
-        best = self._fastest(arms, lambda arm: self.tokens(arm) / self._seconds_now(arm, bucket))
-        pays = self.seconds(best, bucket, -_DOUBT_OF_SECONDS) < self.tokens(best) * plain
-        self.current = best if pays else PLAIN
-        self._each, self._ahead = self.tokens(self.current), self._expected_ahead()
-        most = max(0.0, _LOST * self.spent - self.lost)
-        affordable = [self.current, *(arm for arm in arms if self._loss(arm, bucket) <= most)]
-        return self._fastest(
-            affordable, lambda arm: self._hoped_tokens(arm) / self.seconds(arm, bucket, _DOUBT_OF_SECONDS)
-        )
-
-    def _loss(self, arm: Strategy, bucket: Bucket) -> float:
-        """Return the seconds by which a round takes longer than plain decoding of the same tokens, at the known
-        acceptance rate."""
-        seconds = self.seconds(arm, bucket) + self._catching_up(arm)
-        return seconds - self.tokens(arm) * self.seconds(PLAIN, bucket)
-
-    def _fastest(self, arms: Sequence[Strategy], speed: Callable[[Strategy], float]) -> Strategy:
-        """Return the fastest arm. If it is hardly faster than plain decoding or than the arm in use, return that
-        one."""
-        best = max(arms, key=speed)
-        as_good = (arm for arm in (PLAIN, self.current) if arm in arms and speed(best) < (1 + _MARGIN) * speed(arm))
-        return next(as_good, best)
-
-    def _beside_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
+    def _with_ahead(self, arm: Strategy, bucket: Bucket, offers: Sequence[int]) -> Strategy:
         """Return the strategy with a limit of look-ahead tokens per row, and with or without the arm for the other
         rows. This is decided every round, because other rows have look-ahead drafts each time."""
-        known = np.array(offers)
+        known, longest = np.array(offers), max(offers)
         others = len(known) - np.count_nonzero(known)
-        widths = [w for w in self._widths if w <= known.max()]
-        widths += [w for w in self._widths if w > known.max()][:1]
-        widths = widths if self.seen_ahead.seen else widths[:1]  # a wide pass is expensive if nothing is accepted
-        each_of_arm = self._each if arm == self.current else self._hoped_tokens(arm)
-        best, most = arm, (1 + _MARGIN) * len(known) * each_of_arm / self._seconds_now(arm, bucket)
+        widths = [w for w in self._widths if w <= longest] + [w for w in self._widths if w > longest][:1]
+        if _LOOK_AHEAD not in self.seen_ahead.seen:
+            widths = widths[:1]  # a wide pass is expensive if nothing is accepted
+        rates = self.seen_ahead.chances(_LOOK_AHEAD, self._widths[-1], [_ACCEPTANCE_AHEAD])
+        expected = np.cumsum(np.cumprod([1.0, *rates]))
+        tokens = {PLAIN: 1.0, arm: self.tokens(arm)}
+        best, most = arm, (1 + _MARGIN) * len(known) * tokens[arm] / self._seconds_now(arm, bucket)
         for width in widths:
-            by_ahead = self._ahead[np.minimum(known[known > 0], width)].sum()
-            for base, each in {PLAIN: 1.0, arm: each_of_arm}.items() if others else [(PLAIN, 1.0)]:
-                speed = (by_ahead + others * each) / self._seconds_ahead(base, width, int(known.max()), bucket)
+            by_ahead = expected[np.minimum(known[known > 0], width)].sum()
+            for base in tokens if others else [PLAIN]:
+                speed = (by_ahead + others * tokens[base]) / self._seconds_ahead(base, width, longest, bucket)
                 if speed > most:
                     best, most = base._replace(ahead=width), speed
         return best
@@ -153,73 +217,70 @@ class Bandit:
     def _seconds_ahead(self, base: Strategy, width: int, longest: int, bucket: Bucket) -> float:
         """Return the seconds of a round with this width, interpolated to the next lower one if the longest chain is
         shorter."""
-        seconds = self._seconds_now(base._replace(ahead=width), bucket)
-        if longest >= width:
-            return seconds
         below = max((w for w in self._widths if w < width), default=0)
-        return interpolate({below: self._seconds_now(base._replace(ahead=below), bucket), width: seconds}, longest)
-
-    def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
-        """Return the seconds of the arm, with its drafter's catch-up per round if the last round did not use that
-        drafter."""
-        return self.seconds(arm, bucket) + self._catching_up(arm) / _ROUNDS_BETWEEN_LOOKS
-
-    def _catching_up(self, arm: Strategy) -> float:
-        return self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
-
-    def _expected_ahead(self) -> np.ndarray:
-        right, reached = _AGREEMENT_AHEAD, [1.0]
-        for level in self.seen_ahead.levels(_LOOK_AHEAD, max(self._widths, default=0)):
-            right = chance(level, right, _PRIOR_ROWS)
-            reached.append(reached[-1] * right)
-        return np.cumsum(reached)
+        points = {w: self._seconds_now(base._replace(ahead=w), bucket) for w in (below, width)}
+        return interpolate(points, min(longest, width))
 
     # -- estimates -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _hope(self) -> float:
+        """Acceptance rate of an unknown drafter: 0 while drafts have lost too much time against plain decoding."""
+        most = _LOST * self.spent
+        return 0.0 if self.lost > most else _HOPED_ACCEPTANCE if self.lost < -most else _ACCEPTANCE
+
     def tokens(self, arm: Strategy) -> float:
-        """Return the tokens per row in a round, if unseen draft tokens are not accepted."""
-        return self._tokens(arm, 0.0)
+        """Return the expected tokens per row in a round."""
+        prior = self._hope and self.chances.get(arm.drafter, self._hope)
+        rates = self.seen.chances((arm.drafter, 1), arm.depth, [prior])
+        if arm.branching > 1:  # a tree is accepted at least as often as a chain
+            rates = self.seen.chances((arm.drafter, arm.branching), arm.depth, [max(rate, prior) for rate in rates])
+        return float(np.cumprod([1.0, *rates]).sum())
 
-    def _hoped_tokens(self, arm: Strategy) -> float:
-        known = self.chances.get(arm.drafter, _ACCEPTANCE)
-        return self._tokens(arm, max(known, min(_HOPED_ACCEPTANCE, 2 * known)))
-
-    def _tokens(self, arm: Strategy, right: float) -> float:
-        """Return the tokens per row in a round. `right`: acceptance rate before any was seen."""
-        source, chain, reached, tokens = (arm.drafter, arm.branching), (arm.drafter, 1), 1.0, 1.0
-        seen = (self.seen.levels(chain, arm.depth), self.seen.levels(source, arm.depth))
-        for of_chains, of_source in zip(*seen, strict=True):
-            in_chains = chance(of_chains, right, _PRIOR_ROWS)
-            # a tree is accepted at least as often as a chain
-            reached *= chance(of_source, max(in_chains, right), _PRIOR_ROWS) if source != chain else in_chains
-            tokens += reached
-        return tokens
-
-    def seconds(self, arm: Strategy, bucket: Bucket, doubt: float = 0.0) -> float:
-        """Return the expected seconds of a round in this bucket. `doubt`: relative error of what was not measured
-        there."""
-        expected = self._profiled(arm, 2**bucket.rows) * self._scale_of(bucket) * (1 - doubt)
-        took = self.took.get(bucket, {}).get(arm)
-        if took is None or (arm.ahead and len(took.seconds) < _PRIOR_ROUNDS):
+    def seconds(self, arm: Strategy, bucket: Bucket) -> float:
+        """Return the expected seconds of a round in this bucket."""
+        plain = self._medians.get((bucket, PLAIN))
+        scale = plain / self._profiled(PLAIN, 2**bucket.rows) if plain else 1.0
+        expected, times = self._profiled(arm, 2**bucket.rows) * scale, self._times(arm, bucket)
+        if not times or (arm.ahead and times < _ENOUGH_ROUNDS):
             return expected  # widths are not tried, so one slow round could rule one out
-        return _blend(len(took.seconds), took.median, expected)
+        return (times * self._medians[bucket, arm] + expected) / (times + 1)  # the profile counts as one round
 
-    def _scale_of(self, bucket: Bucket) -> float:
-        """Return the ratio of measured to profiled seconds of plain rounds in the bucket."""
-        took = self.took.get(bucket, {}).get(PLAIN)
-        return took.median / self._profiled(PLAIN, 2**bucket.rows) if took else 1.0
+    def _seconds_now(self, arm: Strategy, bucket: Bucket) -> float:
+        """Return the seconds of the arm, with a share of its drafter's catch-up if the last round did not use it."""
+        extra = self.catch_up.get(arm.drafter, 0.0) if arm.drafter != self._last.drafter else 0.0
+        return self.seconds(arm, bucket) + extra / _ROUNDS_BETWEEN_LOOKS
 
     def _times(self, arm: Strategy, bucket: Bucket) -> int:
         """Return the number of timed rounds of the arm in the bucket."""
-        took = self.took.get(bucket, {}).get(arm)
-        return len(took.seconds) if took else 0
+        return len(self._took.get(bucket, {}).get(arm, ()))
 
     def _profiled(self, arm: Strategy, rows: int) -> float:
-        known = self._interpolated.get((arm, rows))
-        if known is None:
+        if (arm, rows) not in self._profiles:
             costs = {profiled: seconds[arm] for profiled, seconds in self.profile.items()}
-            known = self._interpolated[arm, rows] = interpolate(costs, rows)
-        return known
+            self._profiles[arm, rows] = interpolate(costs, rows)
+        return self._profiles[arm, rows]
+
+    def _share(self, arm: Strategy, rows: int) -> float:
+        """Return the seconds of a round of this many rows, relative to the largest number of rows in the bucket."""
+        return self._profiled(arm, rows) / self._profiled(arm, 2 ** bucket_of(rows, 0).rows)
+
+    def plain_seconds(self, rows: int, context: float) -> float:
+        """Return the expected seconds, from the start-up profile and the timed rounds."""
+        return self.seconds(PLAIN, bucket_of(rows, context)) * self._share(PLAIN, rows)
+
+    def free_rows(self, rows: int) -> int:
+        """Return the number from the profile, within 3 % of the time: many on a GPU, hardly more on a CPU."""
+        return self._rows_within(rows, 1.03)
+
+    def brief_rows(self) -> int:
+        """Return the number from the profile, within 1.8 times the time of one row: a full batch on a GPU."""
+        return self._rows_within(1, 1.8)
+
+    def _rows_within(self, rows: int, longer: float) -> int:
+        more = range(rows, max(rows, *self.profile) + 1)
+        most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first timing may be too slow
+        return max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
 
     # -- learning from rounds ------------------------------------------------------------------------------------------
 
@@ -227,57 +288,38 @@ class Bandit:
         _ = self.profile  # measured now, because no round is under way
 
     def record(self, result: RoundResult) -> None:
-        strategy, seconds, tokens, scored, ahead = result
-        bucket = self._now
-        if strategy not in self._known:
+        arm, rows, ahead = result.strategy, len(result.tokens), result.ahead or [0] * len(result.tokens)
+        if arm not in self._known:
             return
-        ahead = ahead or [0] * len(tokens)
-        drafted = [count for count, guessed in zip(tokens, ahead, strict=True) if not guessed]
-        if scored and self.switched and strategy.drafter != PLAIN.drafter:  # the catch-up is charged to the switch
-            excess = max(0.0, seconds - self.seconds(strategy, bucket) * self._share(strategy, len(tokens)))
-            known = self.catch_up.get(strategy.drafter, excess)
-            self.catch_up[strategy.drafter] = known + 0.2 * (excess - known)
-        elif scored and (not any(ahead) or max(ahead) >= strategy.ahead):  # narrower passes do not count
-            self._learn_seconds(bucket, strategy, [seconds / self._share(strategy, len(tokens))])
-        if scored:
-            tries = strategy.drafter != PLAIN.drafter and not any(ahead)
-            plain = self.seconds(PLAIN, bucket) * self._share(PLAIN, len(tokens))
-            lost = seconds - plain * statistics.fmean(tokens) if tries else 0.0
-            self.spent, self.lost = _MEMORY * self.spent + seconds, _MEMORY * self.lost + lost
+        if result.scored:
+            self._learn_seconds(arm, result.seconds / self._share(arm, rows), max(ahead))
+            plain = self.seconds(PLAIN, self._now) * self._share(PLAIN, rows)
+            drafts = arm.drafter != PLAIN.drafter and not any(ahead)
+            lost = result.seconds - plain * statistics.fmean(result.tokens) if drafts else 0.0
+            self.spent, self.lost = _MEMORY * self.spent + result.seconds, _MEMORY * self.lost + lost
         self.seen.age()
-        if strategy.drafter != PLAIN.drafter and drafted:
-            self.seen.add((strategy.drafter, strategy.branching), [strategy.depth] * len(drafted), drafted)
+        drafted = [n for n, width in zip(result.tokens, ahead, strict=True) if not width]
+        if arm.drafter != PLAIN.drafter and drafted:
+            self.seen.add((arm.drafter, arm.branching), [arm.depth] * len(drafted), drafted)
         if any(ahead):
-            levels, right = zip(*((n, count) for n, count in zip(ahead, tokens, strict=True) if n), strict=True)
+            levels, right = zip(*((a, n) for n, a in zip(result.tokens, ahead, strict=True) if a), strict=True)
             self.seen_ahead.age()
             self.seen_ahead.add(_LOOK_AHEAD, levels, right)
 
-    def _share(self, arm: Strategy, rows: int) -> float:
-        """Return the seconds of a round of this many rows, relative to the largest number of rows in the bucket."""
-        return self._profiled(arm, rows) / self._profiled(arm, 2**self._now.rows)
+    def _learn_seconds(self, arm: Strategy, seconds: float, width: int) -> None:
+        """Learn from a round whose longest look-ahead draft had `width` tokens; one narrower than the arm's limit does
+        not count. The catch-up of a drafter is charged to the switch."""
+        if self._switched and arm.drafter != PLAIN.drafter:
+            excess = max(0.0, seconds - self.seconds(arm, self._now))
+            known = self.catch_up.get(arm.drafter, excess)
+            self.catch_up[arm.drafter] = known + 0.2 * (excess - known)
+        elif not width or width >= arm.ahead:
+            self._add_seconds(self._now, arm, [seconds])
 
-    def _learn_seconds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
-        self.took.setdefault(bucket, {}).setdefault(arm, Took()).add(seconds)
-
-    def free_rows(self, rows: int) -> int:
-        """Return the number from the profile: many on a GPU, hardly more on a CPU."""
-        return self._rows_within(rows, 1 + _FREE_ROWS_SLOWDOWN)
-
-    def brief_rows(self) -> int:
-        """Return the number from the profile: a full batch on a GPU."""
-        return self._rows_within(1, _BRIEF_ROUND_SLOWDOWN)
-
-    def _rows_within(self, rows: int, longer: float) -> int:
-        if (rows, longer) not in self._within:
-            more = range(rows, max(rows, *self.profile) + 1)
-            most = longer * min(self._profiled(PLAIN, n) for n in more)  # the first timing may be too slow
-            self._within[rows, longer] = max([rows, *(n for n in more if self._profiled(PLAIN, n) <= most)])
-        return self._within[rows, longer]
-
-    def plain_seconds(self, rows: int, context: float) -> float:
-        """Return the expected seconds, from the start-up profile and the timed rounds."""
-        bucket = bucket_of(rows, context)
-        return self.seconds(PLAIN, bucket) * self._profiled(PLAIN, rows) / self._profiled(PLAIN, 2**bucket.rows)
+    def _add_seconds(self, bucket: Bucket, arm: Strategy, seconds: Iterable[float]) -> None:
+        took = self._took.setdefault(bucket, {}).setdefault(arm, deque(maxlen=_WINDOW_ROUNDS))
+        took.extend(seconds)
+        self._medians[bucket, arm] = statistics.median(took)
 
     def renew(self, drafter: str, chance: float | None) -> None:
         """Forget the counts of the old drafter. The acceptance rate of the new one counts like a few rows."""
@@ -285,30 +327,17 @@ class Bandit:
         self.chances.pop(drafter, None)
         if chance is not None:
             self.chances[drafter] = chance
-            deepest = max((arm.depth for arm in self._arms if arm.drafter == drafter), default=0)
-            self.seen.assume((drafter, 1), deepest, chance, _ROWS_OF_JUDGEMENT)
+            self.seen.assume(drafter, chance)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {
-            "took": [
-                [list(bucket), list(arm), list(took.seconds)]
-                for bucket, arms in self.took.items()
-                for arm, took in arms.items()
-            ],
-            "seen": self.seen.state(),
-            "seen_ahead": self.seen_ahead.state(),
-        }
+        took = [[list(b), list(arm), list(s)] for b, arms in self._took.items() for arm, s in arms.items()]
+        return {"took": took, "seen": self.seen.state(), "seen_ahead": self.seen_ahead.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for bucket, arm, seconds in state.get("took", ()):
-            if (key := Strategy(*arm)) in self._known:
-                self._learn_seconds(Bucket(*bucket), key, seconds)
+            if seconds and (key := Strategy(*arm)) in self._known:
+                self._add_seconds(Bucket(*bucket), key, seconds)
         self.seen.load_state(state.get("seen", ()), {arm.drafter for arm in self.strategies})
         self.seen_ahead.load_state(state.get("seen_ahead", ()), {_LOOK_AHEAD[0]})
-
-
-def _blend(count: int, seen: float, prior: float) -> float:
-    """Return the mean of `count` rounds and of the prior, which counts as a few rounds."""
-    return (count * seen + _PRIOR_ROUNDS * prior) / (count + _PRIOR_ROUNDS)

@@ -79,22 +79,7 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
         work.note = "oracle drafter"
         exact = float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
         oracle, look_ahead = oracle_checks(*exact), look_ahead_checks(*exact)
-    allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
-    end = "with the same rewards" if config.train.importance_cap else "in the same sha256"
-    checks = {
-        f"runs that differ in no token end {end}": all(
-            run.steps_equal or run.tokens_different for run in runs.values()
-        ),
-        "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
-        f"forks: {len(forks)}, at most {allowed:.0f} are allowed": len(forks) <= allowed,
-        "the oracle's every token is accepted": all(
-            c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in oracle
-        ),
-        "what the target decoded ahead for itself is accepted to the last token": all(
-            c["drafted"] == c["accepted"] > 0 < c["preemptions"] and c["passes"] == c["fewest_passes"]
-            for c in look_ahead
-        ),
-    }
+    checks = _checks(runs, forks, oracle, look_ahead, tokens, dtype, bool(config.train.importance_cap))
     agree = all(checks.values())
     if config.train.importance_cap:
         console.print(
@@ -222,6 +207,37 @@ def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def _checks(
+    runs: dict[str, ModeRun],
+    forks: list[Fork],
+    oracle: list[dict[str, Any]],
+    look_ahead: list[dict[str, Any]],
+    tokens: int,
+    dtype: str,
+    weighted: bool,
+) -> dict[str, bool]:
+    """Return whether each condition of the verdict holds.
+
+    If the loss is `weighted` by rollout log-probs, rewards are compared instead of the sha256.
+    """
+    allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
+    end = "with the same rewards" if weighted else "in the same sha256"
+    return {
+        f"runs that differ in no token end {end}": all(
+            run.steps_equal or run.tokens_different for run in runs.values()
+        ),
+        "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
+        f"forks: {len(forks)}, at most {allowed:.0f} are allowed": len(forks) <= allowed,
+        "the oracle's every token is accepted": all(
+            c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in oracle
+        ),
+        "what the target decoded ahead for itself is accepted to the last token": all(
+            c["drafted"] == c["accepted"] > 0 < c["preemptions"] and c["passes"] == c["fewest_passes"]
+            for c in look_ahead
+        ),
+    }
 
 
 def _print(
