@@ -27,8 +27,9 @@ def config_of(prompts: int, workers: int, max_waves: int = 0, **train: Any) -> C
     return parse_config(tree | {"rollout": rollout, "cluster": cluster, "train": train})
 
 
-def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float]) -> Group:
-    prompt = Prompt(number, "", (number, 7))
+def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float], prompts: int = 999) -> Group:
+    """`prompts`: number of different prompts, after which they repeat."""
+    prompt = Prompt(number, "", (number % prompts, 7))
     requests = [Request(prompt, k, 0, 100 * number + k, SamplingParams()) for k in range(len(lengths))]
     tokens = [[number] * length for length in lengths]
     return Group(
@@ -49,14 +50,21 @@ groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st
     st.integers(2, 3),
     st.sampled_from([(0, True), (2, True), (2, False)]),
     st.sampled_from([0.0, 0.1]),
+    st.sampled_from([1, 3, 999]),
     st.randoms(use_true_random=False),
 )
 def test_what_is_certain_is_what_the_update_cuts(
-    drawn: list[Any], before: int, workers: int, waves: tuple[int, bool], kl_weight: float, chance: random.Random
+    drawn: list[Any],
+    before: int,
+    workers: int,
+    waves: tuple[int, bool],
+    kl_weight: float,
+    different: int,
+    chance: random.Random,
 ) -> None:
-    """In whatever order tokens and rewards arrive, and with groups of the step before."""
+    """In whatever order tokens and rewards arrive, with groups of the step before, and with prompts that repeat."""
     max_waves, is_last = waves
-    everything = [group_of(number, *one) for number, one in enumerate(drawn)]
+    everything = [group_of(number, *one, different) for number, one in enumerate(drawn)]
     prompts = max(1, len(everything) - before)
     config = config_of(prompts, workers, max_waves, kl_weight=kl_weight)
     known = usable(everything[:before], config)

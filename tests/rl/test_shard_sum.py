@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch_of() -> TrainBatch:
     """Eight groups of two, of which seven are in early shards, and nothing is to be learned from one response."""
     batch = random_batch(VOCAB, responses=2 * PROMPTS)
+    batch.rewards = [[0.0, 1.0]] * PROMPTS
     batch.prompt_ids = [batch.prompt_ids[i - i % 2] for i in range(2 * PROMPTS)]
     batch.advantages[6] = 0.0
     return batch
@@ -146,6 +147,15 @@ def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, 
 
     digest, shares = updated(folder, 2, before, steps=2)
     assert (digest, shares) == (expected, [0.0, 0.0])
+
+
+def test_each_member_has_shards_whatever_one_has_begun(folder: Path, expected: str) -> None:
+    """Also if it has begun shards that the update does not have."""
+
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        return [dict.fromkeys(range(99), 1.0), {}, {}]
+
+    assert updated(folder, 3, before, steps=2)[0] == expected
 
 
 def test_a_shard_that_two_have_computed_counts_once(folder: Path, expected: str) -> None:
