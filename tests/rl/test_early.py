@@ -91,6 +91,7 @@ def test_what_is_certain_is_what_the_update_cuts(
         shards = list(early.shards(so_far))
         assert shards[: len(found)] == found
         found = shards
+    found = early.shards({})
     settled = [*known, *everything[before:]]
     if max_waves and not is_last and len(usable(settled, config)) < prompts:
         assert found == [], "a later wave may bring shorter groups"
