@@ -46,7 +46,7 @@ groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st
 
 @given(
     st.lists(groups, min_size=1, max_size=12),
-    st.integers(0, 3),
+    st.integers(0, 8),
     st.integers(2, 3),
     st.sampled_from([(0, True), (2, True), (2, False)]),
     st.sampled_from([0.0, 0.1]),
@@ -175,3 +175,14 @@ def test_a_response_without_reward_is_in_no_shard() -> None:
         for response in group.responses:
             early.add_response(response)
     assert [shard.response_ids for shard in early.shards({})] == [[[1, 1], [1, 1, 1]]]
+
+
+def test_a_group_that_may_be_left_over_is_in_no_shard() -> None:
+    """The batch has room for four groups. The shortest one is in it only if the one before it has no spread."""
+    config = config_of(4, 2, max_waves=2)
+    *before, unfinished, shortest = [group_of(k, (9 - 2 * k, 9 - 2 * k), (0, 1)) for k in range(5)]
+    requests = [response.request for group in (unfinished, shortest) for response in group.responses]
+    early = EarlyGroups(config, before, requests, True, lambda some: True)
+    for response in shortest.responses:
+        early.add_response(response)
+    assert early.shards({response.request.seed: 2 for response in unfinished.responses}) == []
