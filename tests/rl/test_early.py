@@ -64,7 +64,7 @@ def test_what_is_certain_is_what_the_update_cuts(
 ) -> None:
     """In whatever order tokens and rewards arrive, with groups of the step before, and with prompts that repeat."""
     max_waves, is_last = waves
-    everything = [group_of(number, *one, different) for number, one in enumerate(drawn)]
+    everything = [group_of(number, *one, prompts=different) for number, one in enumerate(drawn)]
     prompts = max(1, len(everything) - before)
     config = config_of(prompts, workers, max_waves, kl_weight=kl_weight)
     known = usable(everything[:before], config)
