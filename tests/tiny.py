@@ -111,7 +111,8 @@ def tiny_config(folder: Path, **sections: dict[str, Any]) -> Config:
 
 
 def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: int = 6) -> TrainBatch:
-    """Random sequences of random lengths, advantages of both signs, rollout log-probs that mean nothing."""
+    """Random sequences of random lengths, each a group of its own; advantages of both signs; rollout log-probs and
+    rewards that mean nothing."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(shortest: int) -> list[int]:
@@ -121,7 +122,8 @@ def random_batch(vocab_size: int, seed: int = 0, longest: int = 9, responses: in
     prompts = [tuple(tokens(1)) for _ in range(responses)]
     answers = [tokens(1) for _ in range(responses)]
     advantages = torch.randn(responses, generator=generator, dtype=torch.float64).tolist()
-    return TrainBatch(prompts, answers, advantages, [[-1.0] * len(answer) for answer in answers])
+    logprobs = [[-1.0] * len(answer) for answer in answers]
+    return TrainBatch(prompts, answers, advantages, logprobs, rewards=[[0.0]] * responses)
 
 
 def compare_here(out: Path, facts: Path) -> None:

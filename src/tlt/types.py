@@ -298,6 +298,11 @@ class TrainBatch:
         """For each token of a response, whether the model sampled it."""
         return self.masks.get(i, [True] * len(self.response_ids[i]))
 
+    def groups(self) -> list[list[int]]:
+        """Return the responses of each group. Several groups may have the same prompt."""
+        numbers = iter(range(len(self.response_ids)))
+        return [[next(numbers) for _ in group] for group in self.rewards]
+
     def part(self, members: Sequence[int]) -> TrainBatch:
         """Return these responses as a batch, without the rewards."""
         return TrainBatch(

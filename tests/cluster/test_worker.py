@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny import tiny_config
+import torch
+from tiny import random_batch, tiny_config
 
 from tlt.cluster.worker import AheadWork, Slice, Work, Worker
 from tlt.draft.ahead import Ahead
@@ -135,3 +137,73 @@ def test_a_worker_that_took_the_state_of_another_trains_on_what_it_decodes(tmp_p
     new.take_state(old.state())
     assert new.spot.trainer is not None
     assert new.spot.trainer.trainer.heads[new.target.version] is new.target.head
+
+
+# -- early update ------------------------------------------------------------------------------------------------------
+
+SHARD = random_batch(257, responses=5)
+"""five micro-batches"""
+
+
+def updating(folder: Path) -> Worker:
+    train, cluster, no_drafter = {"micro_batch_tokens": 1}, {"workers": 2}, {"drafter": "off"}
+    return Worker(tiny_config(folder, speculation=no_drafter, train=train, cluster=cluster), 0, folder / "model")
+
+
+def share_done(worker: Worker, seconds: float, number: float) -> float:
+    done = worker.early_update(0, SHARD, seconds, number)
+    assert done
+    return done.share_done
+
+
+def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[], int]:
+    """Do something in this micro-batch. Return a function that returns the number of micro-batches so far."""
+    sums, done = worker.policy.sums, list[None]()
+    add = sums.add
+
+    def add_(*arguments: Any) -> None:
+        done.append(None)
+        add(*arguments)
+        if len(done) == number:
+            act()
+
+    sums.add = add_
+    return lambda: len(done)
+
+
+def test_an_early_update_ends_with_its_micro_batch(folder: Path) -> None:
+    """If its seconds are over, or the worker is interrupted. It continues in the next call."""
+    worker = updating(folder)
+    passes = at_pass(worker, 3, lambda: worker.interrupt(7))
+    first, second = share_done(worker, AT_ONCE, 7), share_done(worker, ALL, 7)
+    assert passes() == 3
+    assert 0.0 < first < second < 1.0
+    assert share_done(worker, ALL, 7) == 0.0, "it was interrupted before it began"
+    assert passes() == 3
+    assert share_done(worker, ALL, 8) == 1.0
+    assert passes() == 5
+
+
+def test_nothing_is_left_of_an_early_update_without_the_memory(folder: Path) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError
+
+    worker = updating(folder)
+    at_pass(worker, 7, fail)
+    assert share_done(worker, ALL, 1) == 1.0
+    assert worker.early_update(1, SHARD, ALL) is None
+    assert has_no_early_gradient(worker)
+
+
+@pytest.mark.parametrize("seconds", [AT_ONCE, ALL])
+def test_a_worker_that_takes_a_state_forgets_its_early_gradients(folder: Path, seconds: float) -> None:
+    """Because they are of other weights."""
+    worker = updating(folder)
+    worker.early_update(0, SHARD, seconds)
+    assert not has_no_early_gradient(worker)
+    worker.take_state(worker.state())
+    assert has_no_early_gradient(worker)
+
+
+def has_no_early_gradient(worker: Worker) -> bool:
+    return not worker.policy.sums.early and all(p.grad is None for p in worker.policy.model.parameters())

@@ -27,8 +27,9 @@ def config_of(prompts: int, workers: int, max_waves: int = 0, **train: Any) -> C
     return parse_config(tree | {"rollout": rollout, "cluster": cluster, "train": train})
 
 
-def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float]) -> Group:
-    prompt = Prompt(number, "", (number, 7))
+def group_of(number: int, lengths: Sequence[int], rewards: Sequence[float], prompts: int = 999) -> Group:
+    """`prompts`: number of different prompts, after which they repeat."""
+    prompt = Prompt(number, "", (number % prompts, 7))
     requests = [Request(prompt, k, 0, 100 * number + k, SamplingParams()) for k in range(len(lengths))]
     tokens = [[number] * length for length in lengths]
     return Group(
@@ -45,18 +46,25 @@ groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st
 
 @given(
     st.lists(groups, min_size=1, max_size=12),
-    st.integers(0, 3),
+    st.integers(0, 8),
     st.integers(2, 3),
     st.sampled_from([(0, True), (2, True), (2, False)]),
     st.sampled_from([0.0, 0.1]),
+    st.sampled_from([1, 3, 999]),
     st.randoms(use_true_random=False),
 )
 def test_what_is_certain_is_what_the_update_cuts(
-    drawn: list[Any], before: int, workers: int, waves: tuple[int, bool], kl_weight: float, chance: random.Random
+    drawn: list[Any],
+    before: int,
+    workers: int,
+    waves: tuple[int, bool],
+    kl_weight: float,
+    different: int,
+    chance: random.Random,
 ) -> None:
-    """In whatever order tokens and rewards arrive, and with groups of the step before."""
+    """In whatever order tokens and rewards arrive, with groups of the step before, and with prompts that repeat."""
     max_waves, is_last = waves
-    everything = [group_of(number, *one) for number, one in enumerate(drawn)]
+    everything = [group_of(number, *one, prompts=different) for number, one in enumerate(drawn)]
     prompts = max(1, len(everything) - before)
     config = config_of(prompts, workers, max_waves, kl_weight=kl_weight)
     known = usable(everything[:before], config)
@@ -83,6 +91,7 @@ def test_what_is_certain_is_what_the_update_cuts(
         shards = list(early.shards(so_far))
         assert shards[: len(found)] == found
         found = shards
+    found = early.shards({})
     settled = [*known, *everything[before:]]
     if max_waves and not is_last and len(usable(settled, config)) < prompts:
         assert found == [], "a later wave may bring shorter groups"
@@ -166,3 +175,14 @@ def test_a_response_without_reward_is_in_no_shard() -> None:
         for response in group.responses:
             early.add_response(response)
     assert [shard.response_ids for shard in early.shards({})] == [[[1, 1], [1, 1, 1]]]
+
+
+def test_a_group_that_may_be_left_over_is_in_no_shard() -> None:
+    """The batch has room for four groups. The shortest one is in it only if the one before it has no spread."""
+    config = config_of(4, 2, max_waves=2)
+    *before, unfinished, shortest = [group_of(k, (9 - 2 * k, 9 - 2 * k), (0, 1)) for k in range(5)]
+    requests = [response.request for group in (unfinished, shortest) for response in group.responses]
+    early = EarlyGroups(config, before, requests, True, lambda some: True)
+    for response in shortest.responses:
+        early.add_response(response)
+    assert early.shards({response.request.seed: 2 for response in unfinished.responses}) == []

@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch_of() -> TrainBatch:
     """Eight groups of two, of which seven are in early shards, and nothing is to be learned from one response."""
     batch = random_batch(VOCAB, responses=2 * PROMPTS)
+    batch.rewards = [[0.0, 1.0]] * PROMPTS
     batch.prompt_ids = [batch.prompt_ids[i - i % 2] for i in range(2 * PROMPTS)]
     batch.advantages[6] = 0.0
     return batch
@@ -138,6 +139,22 @@ def test_one_that_is_unfinished_is_finished(folder: Path, expected: str) -> None
     assert 0.0 < shares[0] < 0.5
 
 
+def test_a_shard_that_is_complete_as_the_time_is_over_is_kept(folder: Path, expected: str) -> None:
+    def one_by_one(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        for k in (0, 1):
+            while members[0].early_gradient(k, shards[k], lambda: True) < 1.0:
+                pass
+        return [{0: 1.0, 1: 1.0}, {}]
+
+    def at_once(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        return [{k: members[0].early_gradient(k, shards[k], whole) for k in (0, 1)}, {}]
+
+    turns = iter((one_by_one, at_once))
+    digest, shares = updated(folder, 2, lambda members, shards: next(turns)(members, shards), steps=2)
+    assert digest == expected
+    assert shares[0] == shares[1] > 0.0
+
+
 @pytest.mark.parametrize("stop", [whole, until(1)], ids=["whole", "unfinished"])
 def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, stop: Callable[[], bool]) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
@@ -148,11 +165,32 @@ def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, 
     assert (digest, shares) == (expected, [0.0, 0.0])
 
 
+def test_each_member_has_shards_whatever_one_has_begun(folder: Path, expected: str) -> None:
+    """Also if it has begun shards that the update does not have."""
+
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        return [dict.fromkeys(range(99), 1.0), {}, {}]
+
+    assert updated(folder, 3, before, steps=2)[0] == expected
+
+
 def test_a_shard_that_two_have_computed_counts_once(folder: Path, expected: str) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         return [{k: member.early_gradient(k, shards[k], whole) for k in (0, 1)} for member in members]
 
     assert updated(folder, 2, before, steps=2)[0] == expected
+
+
+def test_responses_of_the_step_before_keep_their_old_logprobs(folder: Path) -> None:
+    """As in an update without early shards."""
+    batch, alone, member = batch_of(), make_policy(folder), make_policy(folder)
+    batch.old_logprobs = {i: [-3.0] * len(batch.response_ids[i]) for i in range(0, 2 * PROMPTS, 3)}
+    held = {k: member.early_gradient(k, shard, whole) for k, shard in enumerate(early_shards(member, batch)[:2])}
+    group = Thread(Table(), 0, 1, Steady(), SHARDS)  # type: ignore[arg-type]
+    found, expected = member.update(batch, 0, group, [held]), alone.update(batch, 0)
+    assert 0.0 < found["early"] < 0.5
+    for name in ("loss", "clipped", "grad_norm", "mismatch_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("train", [{"kl_weight": 0.1}, {"loss": "gspo"}, {"lora": {"rank": 2}}], ids=str)

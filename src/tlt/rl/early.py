@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from tlt.config import Config, TrainConfig
-from tlt.rl.batching import by_prompt
 from tlt.rl.groups import make_batch, usable
 from tlt.types import Group, Request, Response, TrainBatch
 
@@ -48,7 +47,7 @@ class Cut(NamedTuple):
 def cut(batch: TrainBatch, learns: Callable[[int], bool], prompts: int, workers: int) -> Cut:
     """Cut a batch into early shards and the rest. `learns`: whether a response has a gradient. `prompts`: those of a
     step. `workers`: those of the recipe."""
-    groups = [g for g in by_prompt(range(len(batch.response_ids)), batch.prompt_ids) if any(map(learns, g))]
+    groups = [group for group in batch.groups() if any(map(learns, group))]
     order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
     early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
     taken = {i for shard in early for i in shard}

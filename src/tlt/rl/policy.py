@@ -147,7 +147,8 @@ class Policy:
         late = self.packer.all_shards(batch, found.late, group.shards)
         shards += [Shard(k, batch, own) for k, own in enumerate(late, len(shards))]
         work = [self.packer.work(shard.batch, shard.members) for shard in shards]
-        owners = owners_of(work, held or [{}] * group.size)
+        begun = [{k: share for k, share in own.items() if k < len(found.early)} for own in held]
+        owners = owners_of(work, begun or [{}] * group.size)
         return Plan(owners, [shards[k] for k in owners[group.rank]], len(found.early))
 
     def _early_shard(self, number: int, batch: TrainBatch) -> Shard:
