@@ -97,6 +97,7 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules", "estimated_cpu_joules", "cost")),
         *(f"episodes/{name}" for name in ("turns", "reply_tokens", "ended/<reason>")),
         "rollout/alarms/<drafter>",
+        "rollout/early_seconds",
         "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
     }

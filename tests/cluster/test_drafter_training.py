@@ -62,7 +62,8 @@ def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **tr
             "training": {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 3e-2} | training,
         },
         cluster={"workers": 2, "slice_seconds": 1e-9},
-        train={"steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 64},
+        # idle time is for the drafter here
+        train={"steps": steps, "learning_rate": 1e-3, "micro_batch_tokens": 64, "early_update": False},
         run={"folder": str(home / "run"), "overwrite": True, "seed": 1},
     )
 

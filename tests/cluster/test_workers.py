@@ -112,11 +112,11 @@ def test_workers_killed_in_a_rollout_and_in_an_update(home: Path, shm: Callable[
     pools: list[Any] = []
     real = remote.join
 
-    def join(pool: Any, config: Config) -> Any:
+    def join(pool: Any, *rest: Any) -> Any:
         pools.append(pool)
         killer.folder = pool.folder
         assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
-        return real(pool, config)
+        return real(pool, *rest)
 
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with patch.object(remote, "join", join):
@@ -137,9 +137,9 @@ def test_one_that_does_not_answer_is_replaced(home: Path, moment: tuple[int, str
     """Its process is stopped, not dead: no call to it fails."""
     killer, real = Killer({moment: 0.0}, signal.SIGSTOP), remote.join
 
-    def join(pool: Any, config: Config) -> Any:
+    def join(pool: Any, *rest: Any) -> Any:
         killer.folder = pool.folder
-        return real(pool, config)
+        return real(pool, *rest)
 
     with patch.object(remote, "join", join):
         config = config_of(home, 2, "disturbed", cluster={"patience": 5.0}, run={"save_every": 1})
@@ -168,9 +168,9 @@ def test_a_run_that_loses_the_control_process_of_ray_saves_and_says_so(
 
     killer, real = Steers({(1, "rollout"): 0.0}), remote.join
 
-    def join(pool: Any, config: Config) -> Any:
+    def join(pool: Any, *rest: Any) -> Any:
         killer.folder = pool.folder
-        return real(pool, config)
+        return real(pool, *rest)
 
     config = config_of(home, 2, "disturbed", run={"save_every": 1})
     with (
@@ -213,9 +213,9 @@ def test_a_policy_in_shards_ends_with_a_lost_worker_and_goes_on_from_its_checkpo
     expected = run_module.train(config_of(home, 2, "undisturbed", train=train, run=run), False, quiet())
     killer, real = Killer({(1, "update"): 0.0}), remote.join
 
-    def join(pool: Any, config: Config) -> Any:
+    def join(pool: Any, *rest: Any) -> Any:
         killer.folder = pool.folder
-        return real(pool, config)
+        return real(pool, *rest)
 
     config = config_of(home, 2, "disturbed", train=train, run=run)
     began = time.monotonic()
