@@ -284,6 +284,18 @@ def test_a_failed_environment_leaves_no_reward_and_is_told_once(caplog: pytest.L
     assert "KeyError: 'bonus'" in caplog.text
 
 
+def test_an_environment_that_failed_to_begin_is_not_asked_again() -> None:
+    """It might succeed then, and the episode would go on without its first text."""
+    pool = AtOnce(Game)
+    says = Says()
+    says.verdicts = iter([Verdict(None, "timeout", "slow"), Verdict(1.0)])
+    pool.environments = says  # type: ignore[assignment]
+    found = episodes(pool)
+    (row,) = found.begin(REQUESTS[:1])
+    ((response,), _) = found.take([Response(row.request, [1, STOP], [-1.0] * 2, [-1.0] * 2, "stop")])
+    assert (response.outcome, response.reward, pool.asked) == ("timeout", None, 1)
+
+
 def test_a_sum_that_float32_cannot_hold_is_no_number() -> None:
     assert ended(Verdict(3e38, reply="a"), Verdict(3e38)).outcome == "not a number"
 

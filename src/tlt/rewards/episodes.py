@@ -96,15 +96,17 @@ class Episodes:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, said: tuple[str, ...]) -> Future[Verdict]:
-        """Ask the environment, unless its reply is on record."""
-        if known := self.record.find(self.step, request.seed, said):
+        """Ask the environment, unless its reply is on record or it failed to begin."""
+        first = self.record.find(self.step, request.seed, ())
+        known = first if first and first.outcome else self.record.find(self.step, request.seed, said)
+        if known:
             verdict: Future[Verdict] = Future()
             verdict.set_result(known)
             return verdict
         return self.pool.submit(request.prompt, Turn(self._rollout, request.seed, said), key=request.seed)
 
     def _opened(self, request: Request, verdict: Verdict) -> Row:
-        """Return the row of an episode that begins. If its environment failed, it fails again after the first turn."""
+        """Return the row of an episode that begins. If its environment failed, it ends after the first turn."""
         self.record.add(self.step, request.seed, (), verdict)
         row = Row(request)
         if verdict.reply:
