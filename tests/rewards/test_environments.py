@@ -112,19 +112,6 @@ def test_the_turns_of_an_episode_go_to_one_process() -> None:
     pool.close()
 
 
-def test_episodes_whose_process_ended_go_to_any_process() -> None:
-    """Their first process had all of them. Ten that hang would take it 20 s."""
-    pool = ScorePool(lambda: IsolatedScore(config(timeout_seconds=2.0), opens=open_environments), 1)
-    for said in [(), ("hello",)]:
-        assert all(pool.result(pool.submit(PROMPT, Turn(1, seed, said), key=seed)).outcome == "" for seed in range(10))
-    assert len(pool._servers) == 1
-    verdicts = [pool.submit(PROMPT, Turn(1, seed, ("hello", "hang")), key=seed) for seed in range(10)]
-    assert [pool.result(verdict).outcome for verdict in verdicts] == ["timeout"] * 10
-    assert max(server.taken for server in pool._servers[1:]) > 1, "others took part"
-    assert pool._servers[0].taken - 20 < 6
-    pool.close()
-
-
 def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
     for name, why in [("NoStep", "has no method step"), ("missing", "cannot be imported")]:
         with pytest.raises(RewardError, match=f"reward.environment = 'tiny_environments:{name}' {why}"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +140,7 @@ def check(responses: Sequence[Response]) -> None:
         written = [i for start, end, _ in replies for i in range(start, end)]
         assert [i for i, own in enumerate(response.mask) if not own] == written
         assert response.num_sampled == len(response.token_ids) - len(written)
+        assert all(response.full_logprobs[i] == 0.0 for i in written)
 
 
 def rollout(engine: Engine, turns: Episodes) -> list[Response]:
@@ -212,6 +215,29 @@ def test_a_comparison_with_plain_decoding_asks_once() -> None:
     asked = pool.asked
     check(one.generate(REQUESTS, lambda response: None)[0])
     assert pool.asked == asked
+
+
+def test_a_comparison_waits_twice_for_an_environment_that_takes_long() -> None:
+    """Else the second way to decode would look faster."""
+
+    class Pool(AtOnce):
+        def submit(self, prompt: Prompt, turn: Turn, key: int) -> Future[Verdict]:
+            verdict: Future[Verdict] = Future()
+            answer = super().submit(prompt, turn, key).result()
+            Timer(0.3, verdict.set_result, [answer]).start()
+            return verdict
+
+        def ready(self, verdicts: Sequence[Future[Verdict]], seconds: float) -> set[Future[Verdict]]:
+            return wait(verdicts, seconds, FIRST_COMPLETED).done
+
+    pool = Pool(Game)
+    one, took = LocalRollout(build(TARGET), turns=episodes(pool)), list[float]()
+    for decode_all in (one.plainly, lambda *given: one.generate(*given)[0]):
+        began = time.monotonic()
+        check(decode_all(REQUESTS, lambda response: None))
+        took.append(time.monotonic() - began)
+    assert min(took) > 0.3 * (1 + TURNS)
+    assert pool.asked < 2 * TURNS * len(REQUESTS)
 
 
 def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:

@@ -196,6 +196,31 @@ def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
     pool.close()
 
 
+def test_keys_whose_process_ended_may_go_to_any_process() -> None:
+    """Else the episodes that a hanging process had would wait for it, one after the other."""
+    goes_on = threading.Event()
+
+    class Ends(Stand):
+        def score_all(self, asked: Any) -> list[Verdict]:
+            if not self.runs:
+                goes_on.wait(60)
+            self.runs = asked[0][1] != "ends"
+            return super().score_all(asked)
+
+    pool = ScorePool(lambda: Ends(0.0), 1)  # type: ignore[arg-type, return-value]
+    for key in range(3):
+        pool.result(pool.submit(PROMPT, "begins", key))
+    pool._serve(Stand(0.0))  # type: ignore[arg-type]
+    pool.result(pool.submit(PROMPT, "ends", 0))
+    verdicts = [pool.submit(PROMPT, "goes on", key) for key in (1, 2)]
+    try:
+        assert pool.ready(verdicts, 20), "the process that still runs has answered"
+    finally:
+        goes_on.set()
+    assert [pool.result(verdict).reward for verdict in verdicts] == [1.0, 1.0]
+    pool.close()
+
+
 # -- several at once ---------------------------------------------------------------------------------------------------
 
 
