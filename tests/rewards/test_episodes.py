@@ -322,6 +322,20 @@ def test_an_environment_that_failed_to_begin_is_not_asked_again() -> None:
     assert (response.outcome, response.reward, pool.asked) == ("timeout", None, 1)
 
 
+def test_a_prefill_is_seen_as_the_beginning_of_the_first_turn() -> None:
+    pool, told = AtOnce(Game), list[Turn]()
+    submit = pool.submit
+    pool.submit = lambda prompt, turn, key: (told.append(turn), submit(prompt, turn, key))[1]  # type: ignore[method-assign]
+    found = episodes(pool)
+    (row,) = found.begin([replace(REQUESTS[0], prompt=replace(REQUESTS[0].prompt, prefill="so "))])
+    for _ in range(2):
+        tokens = [*row.tokens, 1, 2, STOP]
+        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
+        response.replies = row.replies
+        _, (row,) = found.take([response])
+    assert told[-1].said == ("so bce", "bce")
+
+
 def test_a_sum_that_float32_cannot_hold_is_no_number() -> None:
     assert ended(Verdict(3e38, reply="a"), Verdict(3e38)).outcome == "not a number"
 
