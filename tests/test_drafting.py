@@ -112,7 +112,7 @@ def test_what_would_make_the_drafter_better(
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     home = tmp_path_factory.mktemp("home")
-    config = tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24})
+    config = tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24, "stop_strings": ["qz"]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "_HELD_OUT", 2)
         return Workbench.of(config)

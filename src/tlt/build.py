@@ -209,6 +209,11 @@ def _load_target(config: ModelConfig, folder: str | Path) -> Decoder:
     return target
 
 
+def load_detokenizer(model: ModelConfig) -> Detokenizer:
+    """Return what engines need for stop strings."""
+    return Detokenizer(load_tokenizer(model.path))
+
+
 class Workplace(NamedTuple):
     """What it takes to decode a recipe's prompts."""
 

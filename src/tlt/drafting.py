@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tlt.build import make_drafters, make_tuner, open_workplace
+from tlt.build import load_detokenizer, make_drafters, make_tuner, open_workplace
 from tlt.config import Config, ConfigError
 from tlt.draft.buffer import Harvest, HarvestBuffer, pieces
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
@@ -117,7 +117,8 @@ def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
     drafters, _ = make_drafters(speculation, bench.target)
     tuner = make_tuner(speculation, bench.config.engine, bench.target)
     layout = layer.options.layout
-    engine = Engine(bench.target, bench.config.engine, drafters, tuner, layout=layout, on_harvest=buffer.add)
+    spell = load_detokenizer(bench.config.model)
+    engine = Engine(bench.target, bench.config.engine, drafters, tuner, spell, layout, buffer.add)
     engine.start(bench.train)
     with working("harvest", wanted, "tokens") as work:
         while engine.busy and buffer.tokens < wanted:
@@ -206,7 +207,8 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
     """Accept length, with its 95 % interval, and acceptance rate by depth on the held-out prompts, decoded for up to so
     many seconds. Nothing is cut, so all depths are seen."""
     drafter = EagleDrafter(layer, bench.target)
-    engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), layout=layer.options.layout)
+    spell, layout = load_detokenizer(bench.config.model), layer.options.layout
+    engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), spell, layout)
     engine.start(bench.held_out)
     began, stats, lengths = time.perf_counter(), engine.stats, list[float]()
     with working(f"decode held-out prompts, {strategy.name}", len(bench.held_out), "responses") as work:

@@ -20,7 +20,9 @@ from tlt.build import open_workplace
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import engine
 from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
 from tlt.models.families import decoder_options, read_config
+from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Request, SamplingParams
 
 
@@ -117,7 +119,9 @@ def test_an_interval_holds_the_true_ratio_nineteen_times_in_twenty() -> None:
 
 
 def test_without_a_drafter_plain_is_all_there_is(home: Path, tmp_path: Path) -> None:
-    rows = bench(home, tmp_path / "bench.json", speculation={"drafter": "off"})["rows"]
+    """Also if the recipe has stop strings."""
+    sections = {"speculation": {"drafter": "off"}, "rollout": {"max_new_tokens": 12, "stop_strings": ["qz"]}}
+    rows = bench(home, tmp_path / "bench.json", **sections)["rows"]
     assert {row["strategy"].split(",")[0] for row in rows} == {"plain"}
 
 
@@ -126,9 +130,10 @@ def test_the_older_target_is_so_many_updates_behind(home: Path) -> None:
     for steps in (1, 2):
         older, present = older_and_present(config, steps)
         assert present.version - older.version == steps
-        request = Request(Prompt(0, "", (1, 2, 3)), 0, 0, 5, SamplingParams(max_new_tokens=20))
+        request = Request(Prompt(0, "", (1, 2, 3)), 0, 0, 5, SamplingParams(max_new_tokens=20, stop_strings=("a",)))
         (known,) = decode_ahead(older, config, [request])
-        (said,) = Engine(older, config.engine).generate([request])
+        detokenize = Detokenizer(load_tokenizer(config.model.path))
+        (said,) = Engine(older, config.engine, detokenize=detokenize).generate([request])
         assert known.tokens.tolist() == said.token_ids
         assert (known.version, known.ended) == (older.version, True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +14,16 @@ from rich.console import Console
 from tiny import tiny_tree
 
 from tlt import run as run_module
+from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import join
+from tlt.cluster.share import Share
+from tlt.cluster.worker import Slice
 from tlt.completions import read_completions
 from tlt.config import Config, parse_config
 from tlt.display import Display
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
+from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
 
 QUIET = Console(quiet=True)
 
@@ -141,3 +147,22 @@ def test_what_episodes_took_is_counted(tmp_path: Path) -> None:
     assert sum(line["episodes"]["ended"].values()) == 6
     assert line["episodes"]["turns"] >= 1
     assert line["episodes"]["reply_tokens"] > 0
+
+
+def test_what_a_lost_worker_said_in_an_earlier_turn_is_no_draft(tmp_path: Path) -> None:
+    """The row already has these tokens."""
+    crew: Any = SimpleNamespace(size=1, present=[0], break_off=lambda: None, pool=SimpleNamespace(put=None))
+    coordinator = Coordinator(crew, two(tmp_path))
+    request = Request(Prompt(0, "", (1, 2)), 0, 0, 0, SamplingParams(continues=True))
+    coordinator.shares, coordinator.queue = [Share(rows={0: Row(request)})], deque()
+    stats = RolloutStats(seconds={"prefill": 0.0})
+    coordinator._took(0, Slice([], [], stats, {0: 2}, [], 1.0, {0: [5, 6]}))
+    ended = Response(request, [5, 6, 7], [-1.0] * 3, [-1.0] * 3, "stop")
+    coordinator._took(0, Slice([ended], [], stats, {}, [], 1.0, {}))
+    coordinator.shares[0].rows[0] = Row(request, [5, 6, 7, 8], replies=[Reply(3, 4, "")])
+    coordinator._took(0, Slice([], [], stats, {0: 5}, [], 1.0, {0: [9]}))
+    coordinator._gone = stats
+    coordinator._reclaim(0)
+    known = coordinator.ahead.store.get(request)
+    assert known
+    assert known.tokens.tolist() == [5, 6, 7, 8, 9]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +140,7 @@ def check(responses: Sequence[Response]) -> None:
         written = [i for start, end, _ in replies for i in range(start, end)]
         assert [i for i, own in enumerate(response.mask) if not own] == written
         assert response.num_sampled == len(response.token_ids) - len(written)
+        assert all(response.full_logprobs[i] == 0.0 for i in written)
 
 
 def rollout(engine: Engine, turns: Episodes) -> list[Response]:
@@ -214,6 +217,29 @@ def test_a_comparison_with_plain_decoding_asks_once() -> None:
     assert pool.asked == asked
 
 
+def test_a_comparison_waits_twice_for_an_environment_that_takes_long() -> None:
+    """Else the second way to decode would look faster."""
+
+    class Pool(AtOnce):
+        def submit(self, prompt: Prompt, turn: Turn, key: int) -> Future[Verdict]:
+            verdict: Future[Verdict] = Future()
+            answer = super().submit(prompt, turn, key).result()
+            Timer(0.3, verdict.set_result, [answer]).start()
+            return verdict
+
+        def ready(self, verdicts: Sequence[Future[Verdict]], seconds: float) -> set[Future[Verdict]]:
+            return wait(verdicts, seconds, FIRST_COMPLETED).done
+
+    pool = Pool(Game)
+    one, took = LocalRollout(build(TARGET), turns=episodes(pool)), list[float]()
+    for decode_all in (one.plainly, lambda *given: one.generate(*given)[0]):
+        began = time.monotonic()
+        check(decode_all(REQUESTS, lambda response: None))
+        took.append(time.monotonic() - began)
+    assert min(took) > 0.3 * (1 + TURNS)
+    assert pool.asked < 2 * TURNS * len(REQUESTS)
+
+
 def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:
     spelled: Any = SimpleNamespace(spell=lambda token: bytes([token]))
     stops = Stops(spelled)
@@ -282,6 +308,32 @@ def test_a_failed_environment_leaves_no_reward_and_is_told_once(caplog: pytest.L
     found = ended(Verdict(1.0, reply="a"), Verdict(None, "error", "KeyError: 'bonus'"))
     assert (found.reward, found.outcome) == (None, "error")
     assert "KeyError: 'bonus'" in caplog.text
+
+
+def test_an_environment_that_failed_to_begin_is_not_asked_again() -> None:
+    """It might succeed then, and the episode would go on without its first text."""
+    pool = AtOnce(Game)
+    says = Says()
+    says.verdicts = iter([Verdict(None, "timeout", "slow"), Verdict(1.0)])
+    pool.environments = says  # type: ignore[assignment]
+    found = episodes(pool)
+    (row,) = found.begin(REQUESTS[:1])
+    ((response,), _) = found.take([Response(row.request, [1, STOP], [-1.0] * 2, [-1.0] * 2, "stop")])
+    assert (response.outcome, response.reward, pool.asked) == ("timeout", None, 1)
+
+
+def test_a_prefill_is_seen_as_the_beginning_of_the_first_turn() -> None:
+    pool, told = AtOnce(Game), list[Turn]()
+    submit = pool.submit
+    pool.submit = lambda prompt, turn, key: (told.append(turn), submit(prompt, turn, key))[1]  # type: ignore[method-assign]
+    found = episodes(pool)
+    (row,) = found.begin([replace(REQUESTS[0], prompt=replace(REQUESTS[0].prompt, prefill="so "))])
+    for _ in range(2):
+        tokens = [*row.tokens, 1, 2, STOP]
+        response = Response(row.request, tokens, [-1.0] * len(tokens), [-1.0] * len(tokens), "stop")
+        response.replies = row.replies
+        _, (row,) = found.take([response])
+    assert told[-1].said == ("so bce", "bce")
 
 
 def test_a_sum_that_float32_cannot_hold_is_no_number() -> None:

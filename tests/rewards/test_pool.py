@@ -105,7 +105,7 @@ def test_what_somebody_else_has_killed_is_scored_once_more() -> None:
 class Stand:
     """In the place of a process: answers after `seconds`, of which it computes a share."""
 
-    at_once = 1
+    at_once, runs = 1, True
 
     def __init__(self, seconds: float, share: float = 0.0) -> None:
         self.seconds, self.share, self.worked = seconds, share, 0.0
@@ -196,7 +196,53 @@ def test_one_of_several_that_is_lost_leaves_its_work_to_the_others() -> None:
     pool.close()
 
 
+def test_keys_whose_process_ended_may_go_to_any_process() -> None:
+    """Else the episodes that a hanging process had would wait for it, one after the other."""
+    goes_on = threading.Event()
+
+    class Ends(Stand):
+        def score_all(self, asked: Any) -> list[Verdict]:
+            if not self.runs:
+                goes_on.wait(60)
+            self.runs = asked[0][1] != "ends"
+            return super().score_all(asked)
+
+    pool = ScorePool(lambda: Ends(0.0), 1)  # type: ignore[arg-type, return-value]
+    for key in range(3):
+        pool.result(pool.submit(PROMPT, "begins", key))
+    pool._serve(Stand(0.0))  # type: ignore[arg-type]
+    pool.result(pool.submit(PROMPT, "ends", 0))
+    verdicts = [pool.submit(PROMPT, "goes on", key) for key in (1, 2)]
+    try:
+        assert pool.ready(verdicts, 20), "the process that still runs has answered"
+    finally:
+        goes_on.set()
+    assert [pool.result(verdict).reward for verdict in verdicts] == [1.0, 1.0]
+    pool.close()
+
+
 # -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def test_those_that_were_lost_together_are_asked_one_by_one() -> None:
+    """This test comes first: without the rule, the ones below repeat the same call for ever."""
+    sizes: list[int] = []
+
+    class Lost(Stand):
+        at_once = 3
+
+        def score_all(self, asked: Any) -> list[Verdict]:
+            sizes.append(len(asked))
+            if len(sizes) > 4:
+                raise RewardError("asked together again")
+            return [Verdict(1.0)] if len(asked) == 1 else []
+
+    pool = ScorePool(lambda: Lost(0.0), 1)  # type: ignore[arg-type, return-value]
+    with pool._changed:  # so that its process sees all three
+        verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(3)]
+    assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 3
+    assert sizes == [3, 1, 1, 1]
+    pool.close()
 
 
 def test_async_functions_are_awaited_together() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tlt.build import make_target
+from tlt.build import load_detokenizer, make_target
 from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
@@ -63,7 +63,8 @@ def older_and_present(config: Config, steps: int) -> tuple[Decoder, Decoder]:
 def decode_ahead(older: Decoder, config: Config, requests: Sequence[Request]) -> list[Ahead]:
     """What the older target decodes ahead for these requests."""
     store = AheadStore(sum(request.sampling.max_new_tokens for request in requests))
-    engine = Engine(older, config.engine.model_copy(update={"max_rows": _MOST_ROWS}), store=store)
+    rows = config.engine.model_copy(update={"max_rows": _MOST_ROWS})
+    engine = Engine(older, rows, detokenize=load_detokenizer(config.model), store=store)
     engine.look_ahead(requests)
     while engine.looks_ahead:
         engine.round()

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
-from tlt.build import make_drafters, make_tuner, open_workplace, settled
+from tlt.build import load_detokenizer, make_drafters, make_tuner, open_workplace, settled
 from tlt.config import Config
 from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import Ahead, AheadStore
@@ -255,6 +255,7 @@ class _Bench:
             self.config.engine.model_copy(update={"max_rows": batch}),
             drafters,
             contender.tuner,
+            load_detokenizer(self.config.model),
             layout=layout,
             on_harvest=buffer.add if contender.harvest else None,
             store=store,

@@ -278,6 +278,7 @@ class Coordinator:
             share.heard.setdefault(seed, []).extend(tokens)
         for response in done.responses:
             del share.rows[response.request.seed]
+            share.heard.pop(response.request.seed, None)
             self.forecast.lengths.append(len(response.token_ids))
         if not share.asked:  # so this slice has answered the request to move rows, if there was one
             for row in done.released:

@@ -11,6 +11,8 @@ If an environment fails, the episode has no reward, and its outcome says why.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from tlt.types import Reply, Request, Response, Row
 
 REPLY = "_"
 """letter of a reply's token in `Response.proposed`"""
+_AT_ONCE = 0.01  # seconds; a recorded reply that took less is there at once
 _CHARACTERS = 200  # of a token at most; a longer reply is not even encoded
 
 
@@ -34,6 +37,8 @@ class _Episode:
     """What the model said in each turn"""
     reward: float = 0.0
     """Sum over the turns"""
+    seconds: float = 0.0
+    """How long the last reply was awaited"""
 
 
 class Episodes:
@@ -96,16 +101,20 @@ class Episodes:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, said: tuple[str, ...]) -> Future[Verdict]:
-        """Ask the environment, unless its reply is on record."""
-        if known := self.record.find(self.step, request.seed, said):
-            verdict: Future[Verdict] = Future()
-            verdict.set_result(known)
-            return verdict
-        return self.pool.submit(request.prompt, Turn(self._rollout, request.seed, said), key=request.seed)
+        """Ask the environment, unless its reply is on record or it failed to begin. A recorded reply takes as long as
+        it took the first time, so that two ways to decode are compared fairly."""
+        first = self.record.find(self.step, request.seed, ())
+        known = first if first and first.outcome else self.record.find(self.step, request.seed, said)
+        if known:
+            return _after(self.record.seconds(self.step, request.seed, said), known)
+        episode, began = self._episodes[request.seed], time.monotonic()
+        verdict = self.pool.submit(request.prompt, Turn(self._rollout, request.seed, said), key=request.seed)
+        verdict.add_done_callback(lambda _: setattr(episode, "seconds", time.monotonic() - began))
+        return verdict
 
     def _opened(self, request: Request, verdict: Verdict) -> Row:
-        """Return the row of an episode that begins. If its environment failed, it fails again after the first turn."""
-        self.record.add(self.step, request.seed, (), verdict)
+        """Return the row of an episode that begins. If its environment failed, it ends after the first turn."""
+        self.record.add(self.step, request.seed, (), verdict, self._episodes[request.seed].seconds)
         row = Row(request)
         if verdict.reply:
             self.opens = True
@@ -122,7 +131,7 @@ class Episodes:
     def _continued(self, response: Response, verdict: Verdict) -> Row | None:
         """Return the row with which the episode goes on; None if it is finished."""
         request, episode = response.request, self._episodes[response.request.seed]
-        self.record.add(self.step, request.seed, episode.said, verdict)
+        self.record.add(self.step, request.seed, episode.said, verdict, episode.seconds)
         if verdict.outcome or verdict.reward is None:
             response.outcome = verdict.outcome
             self._faults.log(response, verdict.detail)
@@ -150,6 +159,18 @@ class Episodes:
             self._faults.log(response, f"the sum of its rewards is {episode.reward}")
         response.reward = None if response.outcome else episode.reward
         return response
+
+
+def _after(seconds: float, verdict: Verdict) -> Future[Verdict]:
+    """Return the verdict, which is there after this many seconds."""
+    found: Future[Verdict] = Future()
+    if seconds < _AT_ONCE:
+        found.set_result(verdict)
+    else:
+        timer = threading.Timer(seconds, found.set_result, [verdict])
+        timer.daemon = True
+        timer.start()
+    return found
 
 
 def _row_of(response: Response) -> Row:

@@ -96,7 +96,7 @@ class IsolatedScore:
 
     def score_all(self, asked: Sequence[tuple[Prompt, Any]]) -> list[Verdict]:
         """None, of several, where the process did not come back."""
-        if self._process is None:
+        if not self.runs:
             self._start()
         limit = self.config.reward.timeout_seconds
         # an async function keeps to the limit itself, so that the others of its batch are not lost
@@ -128,6 +128,11 @@ class IsolatedScore:
     def processor_seconds(self) -> float:
         """That it computed for, as far as the system tells; those that it took to start are not counted."""
         return max(0.0, processor_seconds(self._process.pid) - self._starting_seconds) if self._process else 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process runs. If not, the next call starts another."""
+        return self._process is not None
 
     def close(self) -> None:
         """End the process; the next call starts another."""

@@ -133,6 +133,8 @@ class ScorePool:
                 self._lose(server, taken, error)
                 return
             server.end()
+            if not server.scorer.runs:
+                self._free_keys(server)
             self._give(taken, verdicts)
 
     def _take(self, server: _Server) -> list[Waiting]:
@@ -178,10 +180,16 @@ class ScorePool:
             self._queue.extendleft(asked)
             self._changed.notify_all()
 
+    def _free_keys(self, server: _Server) -> None:
+        """Let any process take the keys of one that has ended, because what they stand for ended with it."""
+        with self._changed:
+            self._homes = {key: home for key, home in self._homes.items() if home is not server}
+            self._changed.notify_all()
+
     def _lose(self, server: _Server, taken: Sequence[Waiting], error: BaseException) -> None:
+        self._free_keys(server)
         with self._changed:
             self._servers.remove(server)
-            self._homes = {key: home for key, home in self._homes.items() if home is not server}
             self._queue.extendleft(reversed(taken))
             self._changed.notify_all()
             if not self._servers and not self._starting:

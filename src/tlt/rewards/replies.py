@@ -23,23 +23,30 @@ class ReplyRecord:
     def __init__(self) -> None:
         self.path: Path | None = None
         self._known: dict[Key, tuple[str, Verdict]] = {}  # what the model said in the turn, and the reply
+        self._seconds: dict[Key, float] = {}
 
     def find(self, step: int, seed: int, said: tuple[str, ...]) -> Verdict | None:
         """Return the reply to these turns, if there was one."""
         last, verdict = self._known.get((step, seed, len(said)), ("", None))
         return verdict if last == _last(said) else None
 
-    def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict) -> None:
+    def seconds(self, step: int, seed: int, said: tuple[str, ...]) -> float:
+        """Return how long this reply was awaited in this process."""
+        return self._seconds.get((step, seed, len(said)), 0.0)
+
+    def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
         known = _last(said), verdict
         if self._known.get((step, seed, len(said))) == known:
             return
         self._known[step, seed, len(said)] = known
+        self._seconds[step, seed, len(said)] = seconds
         line = {"step": step, "seed": seed, "turn": len(said), "said": known[0], **verdict._asdict()}
         self._write(json.dumps(line) + "\n", "a")
 
     def forget_before(self, step: int) -> None:
         """Forget the replies of earlier steps, which are not needed in memory any more."""
         self._known = {key: known for key, known in self._known.items() if key[0] >= step}
+        self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] >= step}
 
     def clear(self) -> None:
         """Empty the file, because a checkpoint holds all that it was kept for."""
