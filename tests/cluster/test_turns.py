@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from pools import Loses, TestPool, ThreadWorker
 from rich.console import Console
-from tiny import tiny_tree
+from tiny import QUESTIONS, tiny_tree
 
 from tlt import run as run_module
 from tlt.cluster.coordinator import Coordinator
@@ -28,13 +29,6 @@ from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, Sampl
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File that has a line for each call of `Unsure`, in whatever process."""
-    monkeypatch.setenv("TLT_TEST_CALLS", str(tmp_path / "calls"))
-    return tmp_path / "calls"
-
-
 def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any]) -> Config:
     folder = str(Path(__file__).parent.parent)
     sections = {
@@ -46,6 +40,8 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
     sections["run"] = {"folder": str(home / "run"), "overwrite": True, "seed": 1, **sections.get("run", {})}
     tree = tiny_tree(home, **sections)
     tree["reward"].pop("name", None)
+    rows = [{"question": question, "calls": str(home / "calls")} for question in QUESTIONS]
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return parse_config(tree)
 
 
@@ -125,7 +121,8 @@ def test_a_run_that_is_killed_and_resumed_leaves_no_trace(tmp_path: Path, undist
     assert train(config, resume=True) == undisturbed
 
 
-def test_a_resumed_run_takes_recorded_replies_and_asks_no_environment_again(tmp_path: Path, calls: Path) -> None:
+def test_a_resumed_run_takes_recorded_replies_and_asks_no_environment_again(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
     config = config_of(tmp_path, "Unsure", run={"save_every": 2}, train={"steps": 4, "learning_rate": 1e-3})
     with pytest.raises(KeyboardInterrupt):
         train(config, display=Stops(2))
