@@ -55,6 +55,16 @@ def test_a_drafter_that_look_ahead_leaves_out_is_named_at_the_start(tmp_path: Pa
     assert "leaves out" not in about_model(by_vllm(tmp_path, 2))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "is_said"),
+    [({"workers": 2}, True), ({"workers": 1}, False), ({"workers": 2, "address": "auto"}, False)],
+)
+def test_workers_that_share_one_cpu_are_told_of_one_with_all_cores(
+    cluster: dict[str, Any], is_said: bool, tmp_path: Path
+) -> None:
+    assert ("one worker with all cores may be faster" in about_model(tiny_config(tmp_path, cluster=cluster))) == is_said
+
+
 def test_a_family_that_was_never_tried_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path)
     assert "not tried" not in about_model(config)

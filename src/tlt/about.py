@@ -26,6 +26,8 @@ def about_model(config: Config) -> str:
     model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
     device, workers = torch_device(config.model), config.cluster.workers
     many = f" by each of {workers} workers" if workers > 1 else ""
+    if workers > 1 and device.type == "cpu" and config.cluster.address is None:
+        many += " (one worker with all cores may be faster for a large model: compare them with tlt estimate)"
     start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
     new = "" if family.model_type in TRIED else f" ({family.model_type}: not tried with tlt yet, compared at each sync)"
     return f"model: {model}{new}, on {device}{many}; speculation: {_about_speculation(config)}{start}"

@@ -19,13 +19,15 @@ _WORTH = 1.05  # gain below which a run is not worth a drafter's setup
 def add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
     parser.add_argument("--steps", type=int, default=3, help="number of steps to measure")
+    parser.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     parser.set_defaults(command=_estimate)
 
 
 def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps must be a number of at least 1, not {arguments.steps}")
-    config = load_config(arguments.recipe, overrides)
+    workers = [] if arguments.workers is None else [f"--cluster.workers={arguments.workers}"]
+    config = load_config(arguments.recipe, [*overrides, *workers])
     from rich.console import Console
 
     from tlt.display import Display
