@@ -27,11 +27,11 @@ from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
 from tlt.workers_view import BARS, COLOURS, WorkersView, stacked
 
-_GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
-_NO_GAIN = (
+GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
+NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
-    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes) and give "
-    "--speculation.path FOLDER. Short responses and a high temperature gain least"
+    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more --tokens "
+    "make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
 )
 _SHOWN_STEPS = 10
 _OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
@@ -281,8 +281,8 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
     if summary["compared"]:
         lines.append(Text(_compared(summary)))
     times = summary["times_plain"]
-    if times is not None and times < _GAIN:
-        lines.append(Text(_NO_GAIN))
+    if times is not None and times < GAIN:
+        lines.append(Text(NO_GAIN))
     if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
         last = summary["by_step"]["drafter_version"][-1]
         better = f"the last one that was better is number {last:.0f}" if last else "none was better"

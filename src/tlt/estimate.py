@@ -13,8 +13,6 @@ from tlt.config import Config, ConfigError, load_config
 if TYPE_CHECKING:
     from tlt.display import Display
 
-_WORTH = 1.05  # gain below which a run is not worth a drafter's setup
-
 
 def add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
@@ -56,6 +54,8 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     """Return what a run of `steps` steps may take, from the summary of one whose steps were all compared with plain
     decoding."""
+    from tlt.display import GAIN, NO_GAIN
+
     found, measured = summary["compared"], summary["steps"]
     ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))
     rest = sum(summary["seconds"].get(phase, 0.0) for phase in ("reward", "update", "sync")) / measured
@@ -70,11 +70,8 @@ def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     ]
     if ours < rest:
         lines.append("most of a step is not decoding, so faster rollouts can gain little here")
-    if plain / ours < _WORTH:
-        lines.append(
-            "speculation gained little yet: a drafter made with tlt draft train gains from the first step on, and idle "
-            "training and look-ahead gain over many steps (several workers)"
-        )
+    if plain / ours < GAIN:
+        lines.append(NO_GAIN)
     return lines
 
 
