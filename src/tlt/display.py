@@ -30,8 +30,8 @@ from tlt.workers_view import BARS, COLOURS, WorkersView, stacked
 GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
 NO_GAIN = (
     "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
-    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more --tokens "
-    "make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
+    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more "
+    "--tokens make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
 )
 _SHOWN_STEPS = 10
 _OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
