@@ -3,7 +3,7 @@ target takes weights, because nothing else would show that a run trains one mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
+from tlt.draft.tree import DraftTree, stack
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError
@@ -74,26 +75,30 @@ def _logits(target: Target, tokens: Tensor) -> Tensor:
 def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
     """Decode a text [N] as the engine does, and return the logits at each token [N, V]. The first half is prefilled.
     Each further pass verifies a tree of the next tokens, with a wrong draft token beside each right one."""
-    device = target.device
+    device, text = target.device, tokens.tolist()
     store = attention_for(HeadShape.of(target.options, target.dtype, device))
-    store.resize(1, 2 * len(tokens))
+    store.resize(1, 2 * len(text))
     done, found = 0, list[Tensor]()
-    while done < len(tokens):
-        right = tokens[done:][: _DRAFT if done else max(1, len(tokens) // 2)]
-        depths = torch.arange(len(right), device=device)
-        nodes, visible, accepted = right, None, depths
-        if done:  # nodes: the root, then at each depth a wrong token and the right one
-            accepted = 2 * depths
-            nodes, depths = ((x.repeat_interleave(2)[1:]) for x in (right, depths))
-            nodes[1::2] = (nodes[1::2] + 1) % target.options.vocab_size
-            visible = torch.eye(len(nodes), dtype=torch.bool, device=device)
-            visible[:, accepted] |= depths[:, None] > depths[accepted]
-        plan = store.plan(0, [done], len(nodes), None if visible is None else visible[None], depths[None])
-        hidden = target.forward(nodes[None], done + depths[None], partial(store.attend, plan))
+    while done < len(text):
+        right = text[done:][: _DRAFT if done else max(1, len(text) // 2)]
+        tree = _with_wrong_tokens(right, target.options.vocab_size) if done else DraftTree.chain(right[0], right[1:])
+        batch = stack([tree], device)
+        accepted = torch.arange(0, len(tree.tokens), 2 if done else 1, device=device)
+        plan = store.plan(0, [done], len(tree.tokens), batch.visible, batch.depths)
+        hidden = target.forward(batch.tokens, done + batch.depths, partial(store.attend, plan))
         found.append(target.logits(hidden)[0, accepted])
         store.move(torch.zeros_like(accepted), done + accepted, done + torch.arange(len(right), device=device))
         done += len(right)
     return torch.cat(found)
+
+
+def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
+    """Return a tree with the right tokens at nodes 0, 2, 4, ... and a wrong sibling before each but the first."""
+    levels = list(enumerate(right[1:], 1))
+    tokens = [node for _, token in levels for node in ((token + 1) % vocab_size, token)]
+    parents = [2 * (depth - 1) for depth, _ in levels for _ in range(2)]
+    depths = [depth for depth, _ in levels for _ in range(2)]
+    return DraftTree([right[0], *tokens], [0, *parents], [0, *depths])
 
 
 def _law(logits: Tensor, whose: str, version: int) -> Tensor:
