@@ -144,7 +144,7 @@ def test_what_is_parked_takes_a_bounded_part_of_host_memory(monkeypatch: pytest.
     looking.look_ahead(())
     size = looking.parking.bytes
     assert size == sum(parked.keys_values.nbytes for parked in looking.parking._parked.values()) > 0
-    monkeypatch.setattr("tlt.engine.parking._MOST_BYTES", size // 2)
+    monkeypatch.setattr("tlt.engine.parking.MOST_BYTES", size // 2)
     looking.look_ahead(requests())
     rounds(looking, 3)
     looking.look_ahead(())

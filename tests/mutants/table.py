@@ -63,7 +63,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("seat", "drop", 20, "A sibling gets a copy of its prompt's keys and values."),
     ],
     ("engine.parking", "engine/test_parking.py"): [
-        ("Parking.park", "drop", 11, "Swapped-out rows use a bounded amount of memory."),
+        ("Parking.park", "never", 2, "Swapped-out rows use a bounded amount of memory."),
         ("Parking.restore", "drop", 1, "A restored row frees its swapped-out memory."),
         ("Parking.restore", "drop", 2, "A restored row gets its keys and values back."),
     ],

@@ -29,6 +29,14 @@ class FeatureLayout(NamedTuple):
         return (len(self.taps) + 1) * hidden_size
 
 
+class SavedEntries(NamedTuple):
+    """A copy of a row's entries from `first` on, in host memory: features [M, F], the token that follows each [M]."""
+
+    first: int
+    features: Tensor
+    next_tokens: Tensor
+
+
 class FeatureWindow:
     """Per-row store. Entry p of a row has the hidden states of its token p, and token p + 1. Entries [first, length)
     exist; the last `window` of them are used.
@@ -86,11 +94,18 @@ class FeatureWindow:
         self._tokens[target, :used] = self._tokens[source, :used]
         self.first[target], self.length[target] = min(max(first, held), length), length
 
-    def restore(self, row: int, first: int, features: Tensor, next_tokens: Tensor) -> None:
-        """Write the entries from `first` on, as `read` returned them before the row left."""
-        count = len(next_tokens)
-        self.first[row] = first
-        self.write([row] * count, range(first, first + count), features.to(self.device), next_tokens.tolist())
+    def save(self, row: int) -> SavedEntries:
+        """Return a copy of the row's entries in use, in host memory."""
+        first = self.start(row)
+        features, next_tokens = self.read(row, first, self.length[row])
+        return SavedEntries(first, features.cpu(), next_tokens.cpu())
+
+    def restore(self, row: int, saved: SavedEntries) -> None:
+        """Write the entries that `save` returned before the row left."""
+        count = len(saved.next_tokens)
+        self.first[row] = saved.first
+        positions = range(saved.first, saved.first + count)
+        self.write([row] * count, positions, saved.features.to(self.device), saved.next_tokens.tolist())
 
     def write(
         self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]

@@ -12,19 +12,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tlt.draft.features import FeatureWindow
+from tlt.draft.features import FeatureWindow, SavedEntries
 from tlt.engine.kv_cache import KVCache
 from tlt.types import Row
 
-_MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30  # of host memory for keys and values
 
 
 class _Parked(NamedTuple):
     row: Row
     keys_values: Tensor
-    first: int
-    """first entry of the row in its feature window"""
-    features: tuple[Tensor, Tensor] | None
+    entries: SavedEntries | None
+    """of its feature window"""
 
 
 class Parking:
@@ -45,15 +44,11 @@ class Parking:
         self.forget([row.request.seed])
         if not row.tokens:
             return
-        first, features = 0, None
-        if self.window:
-            first = self.window.start(place)
-            features = self.window.read(place, first, self.window.length[place])
-            features = features[0].cpu(), features[1].cpu()
         keys_values = self.cache.read(place, row.kv_length)
-        self._parked[row.request.seed] = _Parked(row, keys_values, first, features)
+        entries = self.window.save(place) if self.window else None
+        self._parked[row.request.seed] = _Parked(row, keys_values, entries)
         self.tokens, self.bytes = self.tokens + row.kv_length, self.bytes + keys_values.nbytes
-        while self.tokens > self.cache.bound_tokens or self.bytes > _MOST_BYTES:
+        while self.tokens > self.cache.bound_tokens or self.bytes > MOST_BYTES:
             self.forget([next(iter(self._parked))])
 
     def row(self, seed: int) -> Row | None:
@@ -65,8 +60,8 @@ class Parking:
         parked = self._parked[row.request.seed]
         self.forget([row.request.seed])
         self.cache.write(place, parked.keys_values)
-        if self.window and parked.features:
-            self.window.restore(place, parked.first, *parked.features)
+        if self.window and parked.entries:
+            self.window.restore(place, parked.entries)
 
     def keep_only(self, seeds: Collection[int]) -> None:
         self.forget([seed for seed in self._parked if seed not in seeds])

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from torch import Tensor
-
-from tlt.draft.features import FeatureWindow
+from tlt.draft.features import FeatureWindow, SavedEntries
 from tlt.engine.kv_cache import KVCache, Saved
+from tlt.engine.parking import MOST_BYTES
 from tlt.types import Row
-
-_MOST_BYTES = 1 << 30
 
 
 class _Kept(NamedTuple):
     context: tuple[int, ...]
     """Tokens whose keys and values are kept"""
     saved: Saved
-    first: int
-    """First entry of the row in its feature window"""
-    features: tuple[Tensor, Tensor] | None
+    entries: SavedEntries | None
+    """Of its feature window"""
 
 
 class TurnStore:
@@ -44,15 +40,11 @@ class TurnStore:
         self._rows.pop()
 
     def _keep(self, place: int, row: Row) -> None:
-        first, features = 0, None
-        if self.window:
-            first = self.window.start(place)
-            features = self.window.read(place, first, self.window.length[place])
-            features = features[0].cpu(), features[1].cpu()
-        kept = _Kept(row.context[:-1], self.cache.save(place, row.kv_length), first, features)
+        entries = self.window.save(place) if self.window else None
+        kept = _Kept(row.context[:-1], self.cache.save(place, row.kv_length), entries)
         self._kept[row.request.seed] = kept
         self.bytes += kept.saved.values.nbytes
-        while self.bytes > _MOST_BYTES:
+        while self.bytes > MOST_BYTES:
             self._drop(next(iter(self._kept)))
 
     def known(self, row: Row) -> int:
@@ -64,8 +56,8 @@ class TurnStore:
         """Copy them to the row's new place."""
         kept = self._drop(row.request.seed)
         self.cache.restore(place, kept.saved)
-        if self.window and kept.features:
-            self.window.restore(place, kept.first, *kept.features)
+        if self.window and kept.entries:
+            self.window.restore(place, kept.entries)
 
     def _drop(self, seed: int) -> _Kept:
         kept = self._kept.pop(seed)
