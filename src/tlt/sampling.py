@@ -61,8 +61,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """g(seed, position, v) for M (seed, position) pairs -> [M, V] float32. The bits depend on nothing else.
 
     `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the place in the response.
-    u has 32 bits, so the small u of the winners are fine-grained; -log(-log1p(-u)) is taken in float64 and rounded
-    once.
+    u has 32 bits, so the small u of the winners are fine-grained. 1 - u is exact in float64; -log(-log(1 - u)) is
+    rounded once.
     """
     lanes = torch.arange((vocab_size + 3) // 4, device=seeds.device)
     out = torch.empty(len(seeds), 4 * len(lanes), dtype=torch.float32, device=seeds.device)
@@ -81,7 +81,7 @@ def _gumbel_block(seeds: Tensor, positions: Tensor, lanes: Tensor) -> Tensor:
     seed, position, lane, zero = arrays
     words = philox((lane, zero, position, zero), (seed & _MASK, seed >> 32 & _MASK))
     u = torch.stack([torch.as_tensor(word) for word in words], dim=-1).double().add_(0.5).mul_(2.0**-32)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    return u.neg_().add_(1).log_().neg_().log_().neg_()  # log takes a third of the time of log1p
 
 
 class Law(NamedTuple):
