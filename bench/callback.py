@@ -21,9 +21,9 @@ from rich.console import Console
 
 from tlt.cluster.crew import Crew
 from tlt.config import load_config
-from tlt.display import Display
 from tlt.metrics import provenance, write_json
-from tlt.run import train
+from tlt.run.display import Display
+from tlt.run.train import train
 
 
 def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dict[str, Any]:

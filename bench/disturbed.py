@@ -25,7 +25,7 @@ PATIENCE = 4.0  # seconds: cluster.patience
 _GONE_WITHIN = 20.0  # seconds for all processes and folders of an ended run to go
 _HOOKS = ROOT / "bench" / "faults"
 _WORKER, _COORDINATOR = "tlt.cluster.worker:Worker.", "tlt.cluster.coordinator:Coordinator."
-_EVALUATION = "tlt.run:_evaluate"
+_EVALUATION = "tlt.run.train:_evaluate"
 
 
 def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **kept: int) -> Path:
@@ -89,8 +89,8 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "rollback": {"at": (f"{_WORKER}rollback",), "first": "update"},
         "gives its state": {"at": (f"{_WORKER}state",), "first": "decode"},
         "comes up": {"at": (f"{_WORKER}take_state",), "first": "decode"},
-        "spot": {"at": (f"{_WORKER}train_drafter", "tlt.draft.trainer:DrafterTrainer.step"), "call": 3},
-        "judgement": {"at": (f"{_WORKER}evaluate_drafter", "tlt.draft.spot:SpotTrainer.evaluate")},
+        "spot": {"at": (f"{_WORKER}train_drafter", "tlt.spot.trainer:DrafterTrainer.step"), "call": 3},
+        "judgement": {"at": (f"{_WORKER}evaluate_drafter", "tlt.spot.spot:SpotTrainer.evaluate")},
         "publication": {"at": (f"{_WORKER}take_drafter", "tlt.engine.engine:Engine.draft_with")},
     },
     "driver": {
@@ -98,11 +98,11 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "look-ahead": {"at": ("tlt.cluster.ahead:LookingAhead.heard",)},
         "update": {"at": (f"{_COORDINATOR}_look_at_update",)},
         "sync": {"at": (f"{_COORDINATOR}sync",)},
-        "save": {"at": ("tlt.checkpoint:flush",), "call": 2},
+        "save": {"at": ("tlt.store.checkpoint:flush",), "call": 2},
         "evaluation": {"at": (_EVALUATION, f"{_COORDINATOR}_took")},
-        "saving a drafter": {"at": ("tlt.draft.saving:flush",)},
-        "spot": {"at": ("tlt.draft.schedule:Schedule.trained",), "call": 3},
-        "publication": {"at": ("tlt.draft.schedule:Schedule.publishes",)},
+        "saving a drafter": {"at": ("tlt.spot.saving:flush",)},
+        "spot": {"at": ("tlt.spot.schedule:Schedule.trained",), "call": 3},
+        "publication": {"at": ("tlt.spot.schedule:Schedule.publishes",)},
     },
     "reward": {
         "evaluation": {"at": ("tiny_rewards:share_of_low_bytes",), "during": (_EVALUATION,)},

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
+from tlt.commands.drafting import Workbench, evaluate, harvest
 from tlt.config import Config, load_config
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
-from tlt.draft.trainer import DrafterTrainer
 from tlt.draft.tree import NoiseOf
-from tlt.drafting import Workbench, evaluate, harvest
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.metrics import provenance, write_json
 from tlt.progress import shown
+from tlt.spot.trainer import DrafterTrainer
 
 CHAIN, TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
 PACK = 512  # tokens of a micro-batch; a recipe may have smaller ones, so that workers come back sooner

@@ -28,8 +28,8 @@ from tlt.bench.rollout import ratio
 from tlt.build import settled
 from tlt.config import Config, load_config, parse_config
 from tlt.metrics import provenance, write_json
-from tlt.resume import at_the_time_of_the_run
 from tlt.rl.early import PER_WORKER, in_shards, owners_of
+from tlt.run.resume import at_the_time_of_the_run
 
 SIZES = ((2, 8), (8, 32), (8, 64), (64, 256), (64, 512))
 """(workers, prompts per step) of the simulations"""

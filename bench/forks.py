@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from tlt.build import open_workplace
 from tlt.config import Config
-from tlt.fidelity.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.models.weights import read_safetensors
 from tlt.rl.groups import from_plain, to_plain
 from tlt.types import Group, Response
+from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 
 FILE = "responses.jsonl"
 

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tlt.commands.drafting import Workbench
 from tlt.config import load_config
-from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.eagle import eagle_options
-from tlt.drafting import Workbench
 from tlt.engine.engine import Engine
 from tlt.metrics import provenance, write_json
+from tlt.spot.buffer import HarvestBuffer
 from tlt.types import Request, Response
 
 LENGTHS = {"short": 48, "long": 640}

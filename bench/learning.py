@@ -50,9 +50,8 @@ class Shuffled:
 def run(config: Config, shuffled: bool) -> dict[str, Any]:
     from rich.console import Console
 
-    from tlt import parts
-    from tlt.display import Display
-    from tlt.run import train
+    from tlt.run.display import Display
+    from tlt.run import parts, train
 
     make_reward = parts.make_reward
 

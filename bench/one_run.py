@@ -14,7 +14,7 @@ from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.workers import RayPool
 from tlt.config import parse_config
 from tlt.loop import Rollout, StepResult
-from tlt.run import train
+from tlt.run.train import train
 from tlt.stopping import Stopped
 
 

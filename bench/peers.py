@@ -82,9 +82,9 @@ def alone(config: Any, folder: str, speculation: dict[str, Any]) -> dict[str, An
     from rich.console import Console
 
     from tlt.config import SpeculationConfig, section_of
-    from tlt.display import Display
     from tlt.metrics import read_metrics
-    from tlt.run import train
+    from tlt.run.display import Display
+    from tlt.run.train import train
 
     run_section = config.run.model_copy(update={"folder": f"{folder}/run", "save_every": 0})
     speculation_section = section_of(SpeculationConfig, speculation, "speculation")
@@ -167,9 +167,9 @@ def trl_steps(config: Any, folder: str, batching: bool, rollout: Any) -> dict[st
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from tlt.data import encoder, load_prompts
+    from tlt.data.prompts import encoder, load_prompts
+    from tlt.data.tokenizer import load_tokenizer
     from tlt.models.weights import sha256
-    from tlt.tokenizer import load_tokenizer
 
     prompts = load_prompts(config.data, encoder(load_tokenizer(config.model.path), config.data))
     score, close = reward_of(config, prompts)

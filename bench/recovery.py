@@ -179,8 +179,8 @@ def train_here(recipe: Path, folder: Path, resume: bool = False, steps: int = ST
     from rich.console import Console
 
     from tlt.config import load_config
-    from tlt.display import Display
-    from tlt.run import train
+    from tlt.run.display import Display
+    from tlt.run.train import train
 
     overrides = ["--run.folder", str(folder), "--train.steps", str(steps), "--run.keep", str(keep)]
     config = load_config(recipe, overrides)

@@ -29,8 +29,8 @@ from rich.console import Console
 from train import Mode, mode_config, run_in_turn
 
 from tlt.bench.rollout import ratio
+from tlt.commands.drafting import train_drafter
 from tlt.config import Config, load_config, parse_config
-from tlt.drafting import train_drafter
 from tlt.metrics import provenance, write_json
 
 RECIPE = "recipes/longtail.toml"

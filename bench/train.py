@@ -33,7 +33,7 @@ from tlt.bench.rollout import ratio
 from tlt.build import settled
 from tlt.config import Config, ConfigError, load_config, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
-from tlt.resume import at_the_time_of_the_run
+from tlt.run.resume import at_the_time_of_the_run
 from tlt.trace import AHEAD, EARLY, ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from tlt.cluster.sweeper import marked
 from tlt.config import Config
-from tlt.display import Display
 from tlt.loop import StepResult
 from tlt.progress import working
+from tlt.run.display import Display
 from tlt.types import WorkerNow
 
 _ONE_RUN = Path(__file__).with_name("one_run.py")

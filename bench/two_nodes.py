@@ -37,7 +37,7 @@ _LIMIT = 240.0  # seconds for a run to end
 _TELLS = """
 import sys
 from tlt import cli
-from tlt.display import Display
+from tlt.run.display import Display
 
 def phase(self, step, name, total, real=Display.phase):
     print(f"phase {step} {name}", flush=True)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt.fidelity.oracle import last_logits
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
+from tlt.verify.oracle import last_logits
 from tlt.vllm.look_ahead import LookAheadProposer
 from tlt.vllm.worker import WorkerExtension
 

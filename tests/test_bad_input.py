@@ -21,8 +21,8 @@ from tiny import tiny_config, tiny_tree
 from transformers import MistralConfig, MistralForCausalLM
 
 from tlt.cli import main
-from tlt.display import Display
-from tlt.run import train
+from tlt.run.display import Display
+from tlt.run.train import train
 
 
 class Case:
@@ -513,7 +513,11 @@ def test_a_run_that_cannot_go_on_says_why(
     ("owner", "name", "expected"),
     [
         ("tlt.rl.policy.save_file", None, r"step_00000001 cannot be saved .*No space left.*; .*nothing was saved yet$"),
-        ("tlt.checkpoint.flush", None, r"step_00000001 cannot be saved .*No space left.*; .*nothing was saved yet$"),
+        (
+            "tlt.store.checkpoint.flush",
+            None,
+            r"step_00000001 cannot be saved .*No space left.*; .*nothing was saved yet$",
+        ),
         (
             "pathlib.Path.open",
             "metrics.jsonl",

@@ -22,8 +22,8 @@ from tiny import tiny_tree
 
 from tlt.config import Config, ConfigError, parse_config
 from tlt.config.section import Section
-from tlt.display import Display
-from tlt.run import train
+from tlt.run.display import Display
+from tlt.run.train import train
 
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tiny import tiny_config
 
-from tlt.about import about_model
 from tlt.build import open_target, open_workplace, settled, steps_ahead
 from tlt.config import Config
-from tlt.data import DataError
+from tlt.data.prompts import DataError
+from tlt.data.tokenizer import load_tokenizer
 from tlt.models.families import ModelError
-from tlt.parts import make_parts
-from tlt.tokenizer import load_tokenizer
+from tlt.run.about import about_model
+from tlt.run.parts import make_parts
 
 
 def test_a_bench_decodes_the_prompts_that_training_sees(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_workers_that_share_one_cpu_are_told_of_one_with_all_cores(
 def test_a_family_that_was_never_tried_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(tmp_path)
     assert "not tried" not in about_model(config)
-    monkeypatch.setattr("tlt.about.TRIED", frozenset())
+    monkeypatch.setattr("tlt.run.about.TRIED", frozenset())
     assert "(qwen3: not tried with tlt yet, compared at each sync)" in about_model(config)
 
 

@@ -21,8 +21,8 @@ from tiny import QUESTIONS, tiny_tree
 
 from tlt import __version__
 from tlt.cli import _parser, main
-from tlt.display import Display
-from tlt.generate import _shown
+from tlt.commands.generate import _shown
+from tlt.run.display import Display
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Response, SamplingParams
 
@@ -303,9 +303,9 @@ def test_generate_can_be_greedy(capsys: pytest.CaptureFixture[str], home: Path) 
 def test_the_exit_code_of_verify_is_its_verdict(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agree: bool, code: int
 ) -> None:
-    """tests/fidelity shows what the verdict says."""
+    """tests/verify shows what the verdict says."""
     asked: list[Any] = []
-    monkeypatch.setattr("tlt.fidelity.verify.verify", lambda config, *rest: bool(asked.append(rest)) or agree)
+    monkeypatch.setattr("tlt.verify.verify.verify", lambda config, *rest: bool(asked.append(rest)) or agree)
     assert exit_code("verify", recipe, "--steps", "1", "--json", str(tmp_path / "v.json")) == code
     assert asked == [(1, "float64", False, tmp_path / "v.json")]
 
@@ -367,7 +367,7 @@ def test_a_lack_of_memory_is_one_sentence(
             error.add_note("saved after step 3: go on with --resume")
             raise
 
-    monkeypatch.setattr("tlt.run.train", train)
+    monkeypatch.setattr("tlt.run.train.train", train)
     assert exit_code("train", recipe) == 75
     (said,) = capsys.readouterr().err.splitlines()
     assert re.match(

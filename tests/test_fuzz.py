@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tiny import tiny_tree
 
-from tlt.checkpoint import CheckpointError, latest
 from tlt.cli import main
 from tlt.config import Config, ConfigError, load_config
-from tlt.display import Display
-from tlt.run import train
+from tlt.run.display import Display
+from tlt.run.train import train
+from tlt.store.checkpoint import CheckpointError, latest
 
 TIMES = int(os.environ.get("TLT_FUZZ", "1"))
 CASES = {"recipe": 160, "file of the recipe": 30, "data": 40, "model": 50, "checkpoint": 25}

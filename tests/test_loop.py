@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt.config import Config, parse_config
-from tlt.data import Cursor
+from tlt.data.prompts import Cursor
 from tlt.loop import Parts, StepResult, Trainable, make_batch, one_step
 from tlt.rewards import RewardError
 from tlt.rl.advantages import grpo

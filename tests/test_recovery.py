@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tlt import run as run_module
-from tlt.checkpoint import CheckpointError, latest
 from tlt.config import load_config
-from tlt.display import Display
-from tlt.folder import RunFolder
 from tlt.models.weights import read_safetensors
+from tlt.run.display import Display
+from tlt.run.folder import RunFolder
+from tlt.run import train as run_module
+from tlt.store.checkpoint import CheckpointError, latest
 
 ROOT = Path(__file__).parent.parent
 

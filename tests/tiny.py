@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tlt.commands.export_check import difference
 from tlt.config import Config, parse_config
 from tlt.draft.tree import DraftTree
-from tlt.export_check import difference
 from tlt.models.families import DecoderOptions, ModelError
 from tlt.types import TrainBatch
 

@@ -39,20 +39,20 @@ POINTS = {
         "take_weights",
     ),
     "tlt.engine.engine": ("Engine.round", "Engine.draft_with"),
-    "tlt.draft.spot": ("SpotTrainer.evaluate",),
-    "tlt.draft.trainer": ("DrafterTrainer.step",),
+    "tlt.spot.spot": ("SpotTrainer.evaluate",),
+    "tlt.spot.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
     "tlt.rl.policy": ("save_file",),
     "tlt.cluster.coordinator": ("Coordinator._took", "Coordinator._look_at_update", "Coordinator.sync"),
     "tlt.cluster.ahead": ("LookingAhead.heard",),
-    "tlt.draft.schedule": ("Schedule.trained", "Schedule.publishes"),
-    "tlt.draft.saving": ("flush",),
-    "tlt.checkpoint": ("flush",),
-    "tlt.run": ("_evaluate",),
+    "tlt.spot.schedule": ("Schedule.trained", "Schedule.publishes"),
+    "tlt.spot.saving": ("flush",),
+    "tlt.store.checkpoint": ("flush",),
+    "tlt.run.train": ("_evaluate",),
     "tiny_rewards": ("share_of_low_bytes",),
 }
 """module -> functions and methods in it, which are called there"""
-_OF_THE_DRIVER = ("tlt.run:_evaluate",)
+_OF_THE_DRIVER = ("tlt.run.train:_evaluate",)
 """which the other processes are to know of"""
 _HOME = os.environ.get("TLT_FAULTS", "")
 
@@ -169,7 +169,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if module.__name__ == "tlt.draft.schedule":
+        if module.__name__ == "tlt.spot.schedule":
             _hurry(module)
         for name in POINTS.get(module.__name__, ()):
             owner_name, _, own = name.rpartition(".")

@@ -13,12 +13,12 @@ from tlt_rl import package_in_the_way
 
 if TYPE_CHECKING:
     from tlt.build import load_engine
+    from tlt.commands.drafting import train_drafter
     from tlt.config import Config, load_config
-    from tlt.drafting import train_drafter
     from tlt.engine.engine import Engine
     from tlt.rl.choose import make_policy
     from tlt.rl.policy import Policy
-    from tlt.run import train
+    from tlt.run.train import train
     from tlt.sampling import make_requests
     from tlt.types import Prompt, Request, Response, SamplingParams, TrainBatch
 
@@ -47,11 +47,11 @@ __all__ = [
 _HOMES = {
     "tlt.build": ("load_engine",),
     "tlt.config": ("Config", "load_config"),
-    "tlt.drafting": ("train_drafter",),
+    "tlt.commands.drafting": ("train_drafter",),
     "tlt.engine.engine": ("Engine",),
     "tlt.rl.choose": ("make_policy",),
     "tlt.rl.policy": ("Policy",),
-    "tlt.run": ("train",),
+    "tlt.run.train": ("train",),
     "tlt.sampling": ("make_requests",),
     "tlt.types": ("Prompt", "Request", "Response", "SamplingParams", "TrainBatch"),
 }

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tlt.checkpoint import policy_in
 from tlt.config import Config, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig, section_of
 from tlt.config.registry import DRAFTERS, learned, maker, may_be_learned
-from tlt.data import encoder, load_prompts, refuse_foreign_tokens
+from tlt.data.prompts import encoder, load_prompts, refuse_foreign_tokens
+from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import AheadStore
-from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.drafter import Drafter, Sources
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import FeatureLayout
@@ -27,12 +26,13 @@ from tlt.engine.protocol import RolloutEngine, Target
 from tlt.engine.spelling import Detokenizer
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.files import read_json, telling
-from tlt.hub import local_model
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.progress import working
-from tlt.tokenizer import load_tokenizer
+from tlt.spot.buffer import Harvest, Transcript
+from tlt.store.checkpoint import policy_in
+from tlt.store.hub import local_model
 from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 

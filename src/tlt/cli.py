@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
+from tlt.commands.estimate import add_estimate
+from tlt.commands.options import Parser, joined
 from tlt.config import (
     Config,
     ConfigError,
@@ -24,11 +26,9 @@ from tlt.config import (
 )
 from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
-from tlt.estimate import add_estimate
-from tlt.options import Parser, joined
 from tlt.progress import shown
 from tlt.report.command import add_report
-from tlt.restarts import LOST, keep_running, newest
+from tlt.run.restarts import LOST, keep_running, newest
 from tlt.stopping import Stopped
 
 _LONGEST = 1200  # characters of what an error says
@@ -233,7 +233,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
     _at_least_one("--tokens", arguments.tokens)
     _at_least_one("--seconds", arguments.seconds)
     config = load_config(arguments.recipe, overrides)
-    from tlt.drafting import train_drafter
+    from tlt.commands.drafting import train_drafter
 
     train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
     return 0
@@ -242,7 +242,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
 def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _at_least_one("--seconds", arguments.seconds)
     config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])  # it judges a learned one
-    from tlt.drafting import eval_drafter
+    from tlt.commands.drafting import eval_drafter
 
     eval_drafter(config, arguments.seconds, arguments.json)
     return 0
@@ -252,7 +252,7 @@ def _has_checkpoints(config: Config) -> bool:
     """Here, or in the mirror."""
     if newest(Path(config.run.folder) / "checkpoints"):
         return True
-    from tlt.mirror import mirror_of
+    from tlt.store.mirror import mirror_of
 
     mirror = mirror_of(config.run)
     return mirror is not None and mirror.newest > 0
@@ -279,8 +279,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         resume, config = False, load_config(arguments.recipe, overrides)
     from rich.console import Console
 
-    from tlt.display import Display, closing
-    from tlt.run import train
+    from tlt.run.display import Display, closing
+    from tlt.run.train import train
 
     console = Console(markup=False, emoji=False)
     summary = train(config, resume, Display(console), force=arguments.force)
@@ -312,7 +312,7 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     if not arguments.prompt and not arguments.data:
         raise ConfigError("nothing is asked: give --prompt TEXT or --data FILE")
-    from tlt.generate import Asked, generate
+    from tlt.commands.generate import Asked, generate
 
     backend = parse_section(EngineConfig, {"backend": arguments.backend}, "tlt generate")
     asked = Asked(arguments.prompt, arguments.data, arguments.prompt_column, arguments.chat, arguments.system)
@@ -323,8 +323,8 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0].partition('=')[0]}: see tlt export --help")
-    from tlt.export import export
-    from tlt.hub import push, refuse_no_repository
+    from tlt.commands.export import export
+    from tlt.store.hub import push, refuse_no_repository
 
     if arguments.push:
         refuse_no_repository(arguments.push)
@@ -358,7 +358,7 @@ def _verify(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(arguments.recipe, [*overrides, *backend])
     if config.engine.backend == "vllm" and arguments.dtype == "float64":
         raise ConfigError("vLLM has no float64: give tlt verify --dtype float32")
-    from tlt.fidelity.verify import verify
+    from tlt.verify.verify import verify
 
     return 0 if verify(config, arguments.steps, arguments.dtype, arguments.full, arguments.json) else 1
 

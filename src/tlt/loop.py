@@ -21,10 +21,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tlt.config import Config
-from tlt.data import Cursor
+from tlt.data.prompts import Cursor
 from tlt.draft.ahead import Ahead
 from tlt.energy import MeteredTracer
-from tlt.measure import measure
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.alike import warn_if_alike
@@ -33,6 +32,7 @@ from tlt.rewards.unrewarded import Unrewarded
 from tlt.rl.early import EarlyGroups, has_early_shards
 from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
+from tlt.rl.measure import measure
 from tlt.sampling import request_seed
 from tlt.trace import Span
 from tlt.types import (

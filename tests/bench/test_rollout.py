@@ -17,12 +17,12 @@ from tlt.bench.ahead import decode_ahead, older_and_present
 from tlt.bench.peers import peers
 from tlt.bench.rollout import bench_rollout
 from tlt.build import open_workplace
+from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import engine
 from tlt.engine.engine import Engine
 from tlt.engine.spelling import Detokenizer
 from tlt.models.families import decoder_options, read_config
-from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Request, SamplingParams
 
 

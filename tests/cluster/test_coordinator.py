@@ -20,15 +20,15 @@ from pools import Choose, Loses, TestPool, ThreadWorker
 from rich.console import Console
 from tiny import tiny_config
 
-from tlt import run as run_module
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew
 from tlt.cluster.pool import ClusterError
 from tlt.cluster.remote import join
 from tlt.config import Config
-from tlt.display import Display
 from tlt.metrics import read_metrics
 from tlt.rl.parallel import GroupBroken
+from tlt.run.display import Display
+from tlt.run import train as run_module
 
 STEPS = 2
 AT_ONCE = 1e-9  # seconds of a slice: one round
@@ -64,7 +64,7 @@ def train(
         return join(pools[0], config, turns)
 
     enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
-    with patch("tlt.parts._many_workers", many_workers), enough_cores:
+    with patch("tlt.run.parts._many_workers", many_workers), enough_cores:
         summary = run_module.train(config, resume, Display(Console(quiet=True)))
     assert pools[0].closed
     kept = ("step", "reward", "lengths", "tokens", "batch", "prompts")
@@ -307,7 +307,7 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     pool = TestPool(2, lambda i: ThreadWorker(config, i, config.model.path), loses=loses)
     no_shards = patch.object(ThreadWorker, "shard_policy", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
-    many_workers = patch("tlt.parts._many_workers", lambda config, folder, turns: join(pool, config, turns))
+    many_workers = patch("tlt.run.parts._many_workers", lambda config, folder, turns: join(pool, config, turns))
     sentence = rf"{who} was lost amid {method}, and its shard of the policy with it"
     with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
         run_module.train(shards, False, Display(Console(quiet=True)))
@@ -347,7 +347,7 @@ def test_those_who_train_are_called_back(home: Path) -> None:
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3 * STEPS})})
     turn, decodes, real = count(), count(), ThreadWorker.train_drafter
     expected = train(config, lambda n: next(turn))[:2]
-    always = patch("tlt.draft.schedule.Schedule.rests", False)
+    always = patch("tlt.spot.schedule.Schedule.rests", False)
     trained: list[tuple[bool, int]] = []  # whether it was wanted, and micro-batches
 
     def training(self: ThreadWorker, start: Any, seconds: float, number: float) -> Any:

@@ -20,7 +20,6 @@ from pools import TestPool, ThreadWorker
 from rich.console import Console
 from tiny import tiny_config
 
-from tlt import run as run_module
 from tlt.build import starting_drafter
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.crew import Crew, Done
@@ -29,15 +28,16 @@ from tlt.cluster.pool import ClusterError, Handle
 from tlt.cluster.remote import ClusterRollout, join
 from tlt.cluster.share import Share
 from tlt.config import Config
-from tlt.display import Display
-from tlt.draft import schedule as schedules
-from tlt.draft.saving import load_latest, weights_of
-from tlt.draft.schedule import RULE, Evaluation, Schedule, SpotReport
-from tlt.draft.spot import SpotTrainer
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
+from tlt.run.display import Display
+from tlt.run import train as run_module
+from tlt.spot import schedule as schedules
+from tlt.spot.saving import load_latest, weights_of
+from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
+from tlt.spot.spot import SpotTrainer
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 
@@ -86,7 +86,7 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
 
     learned = Strategy("eagle", 3, 2, 6)  # without a profile at start-up
     with (
-        patch("tlt.parts._many_workers", many_workers),
+        patch("tlt.run.parts._many_workers", many_workers),
         patch("tlt.build.make_tuner", lambda *arguments: Fixed(learned)),
         rule(**changed),
     ):

@@ -7,8 +7,8 @@ from pathlib import Path
 from tiny import tiny_config
 
 from tlt.cluster.local import LocalRollout
-from tlt.parts import make_parts
-from tlt.tokenizer import load_tokenizer
+from tlt.data.tokenizer import load_tokenizer
+from tlt.run.parts import make_parts
 from tlt.types import Request
 
 

@@ -13,11 +13,11 @@ from tiny import tiny_config
 
 from tlt.cluster.local import LocalRollout, OwnTraining
 from tlt.config import Config
-from tlt.draft import schedule
-from tlt.draft.schedule import RULE
-from tlt.draft.spot import SpotTrainer
-from tlt.parts import make_parts
-from tlt.tokenizer import load_tokenizer
+from tlt.data.tokenizer import load_tokenizer
+from tlt.run.parts import make_parts
+from tlt.spot import schedule
+from tlt.spot.schedule import RULE
+from tlt.spot.spot import SpotTrainer
 from tlt.types import Request, RolloutStats
 
 

@@ -14,14 +14,14 @@ from pools import ThreadWorker
 from test_coordinator import STEPS, train
 from test_coordinator import config_of as workers
 
-from tlt import checkpoint
-from tlt.checkpoint import CheckpointError
 from tlt.cluster.remote import ClusterPolicy, ClusterRollout
 from tlt.config import Config
-from tlt.record import Record
 from tlt.rl.parallel import ProcessGroup
 from tlt.rl.policy import Policy
+from tlt.run.record import Record
 from tlt.stopping import Stopped
+from tlt.store import checkpoint
+from tlt.store.checkpoint import CheckpointError
 from tlt.types import TrainBatch
 
 

@@ -14,16 +14,16 @@ from pools import Loses, TestPool, ThreadWorker
 from rich.console import Console
 from tiny import QUESTIONS, tiny_tree
 
-from tlt import run as run_module
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import join
 from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice
-from tlt.completions import read_completions
 from tlt.config import Config, parse_config
-from tlt.display import Display
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
+from tlt.run.display import Display
+from tlt.run import train as run_module
+from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
 
 QUIET = Console(quiet=True)
@@ -52,7 +52,7 @@ def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, 
         size = config.cluster.workers
         return join(TestPool(size, lambda i: ThreadWorker(config, i, folder), lambda n: 0, loses), config, turns)
 
-    with patch("tlt.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
+    with patch("tlt.run.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
         summary = run_module.train(config, resume, display or Display(QUIET))
     return summary["policy_sha256"], said_in(config)
 

@@ -27,7 +27,6 @@ from test_recovery import recovery
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
-from tlt import run as run_module
 from tlt.cluster import remote
 from tlt.cluster.actor import portable
 from tlt.cluster.pool import ClusterError
@@ -35,9 +34,10 @@ from tlt.cluster.sweeper import marked
 from tlt.cluster.worker import Work
 from tlt.cluster.workers import RayPool, _own_signals, share_of_cores
 from tlt.config import Config, ConfigError
-from tlt.display import Display
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
+from tlt.run.display import Display
+from tlt.run import train as run_module
 from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -242,7 +242,7 @@ def in_this_process(config: Config) -> str:
         pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
         return remote.join(pool, config, turns)
 
-    with patch("tlt.parts._many_workers", many_workers):
+    with patch("tlt.run.parts._many_workers", many_workers):
         return run_module.train(config, False, quiet())["policy_sha256"]
 
 
@@ -419,7 +419,7 @@ import faulthandler, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
-from tlt import run
+from tlt.run import train as run
 home, workers, address, folder = sys.argv[1:]
 config = config_of(Path(home), int(workers), folder, cluster={"address": address}, train={"steps": 1})
 print(run.train(config, False, quiet())["policy_sha256"])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from twin import Model, make_layer, make_model
 
 from tlt.draft.eagle import DrafterError, EagleLayer, Kind, eagle_options, load_drafter, save_drafter
-from tlt.draft.unroll import Pack, unroll
+from tlt.spot.unroll import Pack, unroll
 
 CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
-from tlt.draft.buffer import Harvest
 from tlt.draft.drafter import Drafter, Node, NodeDrafter, Offer
 from tlt.draft.features import FeatureLayout, FeatureWindow
 from tlt.draft.hostile import RandomDrafter
@@ -23,6 +22,7 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.harvest import Harvester
 from tlt.engine.tuner import Fixed
+from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from tlt.engine.engine import Round as Round_
 from tlt.engine.laws import law_of
 from tlt.engine.rows import RowTable
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.fidelity.modes import InTurn
 from tlt.types import Prompt, Request, Row, SamplingParams
+from tlt.verify.modes import InTurn
 
 TREE = Strategy("eagle", 3, 2, 8)
 CHAIN = Strategy("eagle", 4, 1, 5)

@@ -14,13 +14,13 @@ from twin import make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
-from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import eagle_options
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.tree import DraftTree
 from tlt.engine import noise
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
+from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 LAWS = [SamplingParams(max_new_tokens=n, stop_token_ids=stops) for n, stops in ((7, (3,)), (40, ()), (90, ()))]

@@ -35,8 +35,8 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.bandit import Bandit, strategies
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import RoundResult
-from tlt.fidelity.modes import InTurn, Swapping
 from tlt.types import Prompt, Request, SamplingParams
+from tlt.verify.modes import InTurn, Swapping
 
 TREE = Strategy("", depth=3, branching=2, verify_tokens=8)
 CHAIN = Strategy("", depth=6, branching=1, verify_tokens=7)

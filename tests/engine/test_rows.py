@@ -18,7 +18,6 @@ from torch import Tensor
 import tlt.engine.engine
 from tlt.attention.slots import SlotAttention
 from tlt.config import EngineConfig
-from tlt.draft.buffer import Harvest
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
@@ -26,6 +25,7 @@ from tlt.engine.kv_cache import KVCache
 from tlt.engine.placing import place_new_rows
 from tlt.engine.rows import RowTable
 from tlt.engine.tuner import Fixed
+from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 TARGET = Target(seed=0)

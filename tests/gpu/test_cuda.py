@@ -10,20 +10,20 @@ import torch
 from tiny import qwen3
 
 from tlt.config import DrafterTrainConfig, EngineConfig
-from tlt.draft.buffer import Harvest
 from tlt.draft.eagle import EagleLayer, Kind, eagle_options
 from tlt.draft.hostile import RandomDrafter
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.draft.suffix import SuffixDrafter
-from tlt.draft.trainer import DrafterTrainer
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
-from tlt.fidelity.oracle import last_logits
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
 from tlt.sampling import gumbel_noise, request_seed
+from tlt.spot.buffer import Harvest
+from tlt.spot.trainer import DrafterTrainer
 from tlt.types import Prompt, Request, SamplingParams
+from tlt.verify.oracle import last_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB = 300

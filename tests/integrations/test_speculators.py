@@ -16,11 +16,11 @@ from tiny import qwen3
 
 from tlt.draft.eagle import EagleLayer, eagle_options
 from tlt.draft.formats import Words, write_drafter
-from tlt.draft.unroll import Pack, unroll
 from tlt.files import read_json
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.spot.unroll import Pack, unroll
 
 T, STEPS = 24, 3
 

@@ -90,7 +90,7 @@ def test_completions_and_final_weights_are_the_same_whatever_drafts(home: Path, 
     """With accumulation, several generations in a global step, two iterations over each, and evaluation between."""
     turns = itertools.count()  # training ends after turns, not seconds, so that a busy machine trains as much
     clock = SimpleNamespace(perf_counter=lambda: next(turns) * 1e-3)
-    with patch("tlt.draft.schedule.Schedule.rests", False), patch("tlt.cluster.local.time", clock):
+    with patch("tlt.spot.schedule.Schedule.rests", False), patch("tlt.cluster.local.time", clock):
         found = run(home, Rollout(speculation=modes(home)[mode]), **HARD, **EVALUATED)
     assert found.completions == plain.completions
     assert found.sha256 == plain.sha256

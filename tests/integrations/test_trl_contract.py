@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tlt.cluster.local import OwnTraining
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
-from tlt.draft.saving import write
-from tlt.draft.spot import SpotTrainer
 from tlt.engine.engine import Engine
 from tlt.integrations import trl, trl_terms
 from tlt.integrations.trl import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options
+from tlt.spot.saving import write
+from tlt.spot.spot import SpotTrainer
 
 PROMPTS = ["two and two"] * 3 + ["why?"] * 3
 

@@ -34,7 +34,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Stops.reason", "compare", 0, "A response ends at a stop token."),
         ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
     ],
-    ("engine.spelling", "test_tokenizer.py"): [
+    ("engine.spelling", "data/test_tokenizer.py"): [
         ("Detokenizer.__call__", "constant", 1, "Text is what the tokens spell, with no space removed."),
     ],
     ("engine.spelling", "engine/test_spelling.py"): [
@@ -237,24 +237,24 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.packer", "rl/test_policy.py"): [
         ("Packer.pack", "always", 1, "Tokens that an environment wrote are not trained on."),
     ],
-    ("checkpoint", "test_checkpoint.py"): [
+    ("store.checkpoint", "store/test_checkpoint.py"): [
         ("save", "drop", 7, "A checkpoint appears whole or not at all."),
         ("save", "always", 0, "A damaged newer checkpoint does not push out a good one."),
         ("fault", "compare", 0, "A damaged file is detected."),
         ("_lists_all", "operator", 1, "A manifest without weights is damaged."),
     ],
-    ("journal", "test_journal.py"): [
+    ("store.journal", "store/test_journal.py"): [
         ("Journal.read", "drop", 5, "A torn record at the end is ignored."),
         ("Journal.add", "drop", 3, "A journal has a bounded size."),
         ("Journal._keep", "unwrap", 0, "The newest records are kept."),
     ],
-    ("resume", "test_resume.py"): [
+    ("run.resume", "run/test_resume.py"): [
         ("allowed_changes", "drop", 2, "A resumed run cannot have fewer steps than are done."),
         ("allowed_changes", "negate", 3, "A change that alters the result is refused."),
         ("_is_of", "operand", 1, "A section's name covers its fields."),
         ("_differences", "drop", 6, "Another model under the same path is noticed."),
     ],
-    ("export", "test_export.py"): [
+    ("commands.export", "commands/test_export.py"): [
         ("export", "drop", 0, "An export never overwrites a folder."),
         ("_serve_with_a_cache", "drop", 0, "An exported model serves with a key-value cache."),
     ],
@@ -287,7 +287,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("draft.features", "draft/test_features.py"): [
         ("FeatureWindow.copy", "unwrap", 1, "A sibling claims only entries that its source still has."),
     ],
-    ("draft.buffer", "draft/test_buffer.py"): [
+    ("spot.buffer", "spot/test_buffer.py"): [
         ("Harvest.cut", "operand", 3, "A piece keeps its position in the sequence."),
         ("HarvestBuffer.past", "element", 0, "The drafter is trained one step behind its evaluation data."),
         ("HarvestBuffer.add", "drop", 4, "The training data is bounded."),
@@ -304,13 +304,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("draft.eagle", "draft/test_eagle.py"): [
         ("load_drafter", "never", 10, "A drafter that is not finite is refused."),
     ],
-    ("draft.unroll", "draft/test_trainer.py"): [
+    ("spot.unroll", "spot/test_trainer.py"): [
         ("_blocks", "compare", 1, "The attention window in training is that of inference."),
     ],
-    ("draft.losses", "draft/test_drafter_losses.py"): [
+    ("spot.losses", "spot/test_drafter_losses.py"): [
         ("loss_of_guesses", "drop", 2, "A loss under way can be interrupted."),
     ],
-    ("draft.rounds", "draft/test_rounds.py"): [
+    ("spot.rounds", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),
     ],
     ("cluster.deadlines", "cluster/test_deadlines.py"): [

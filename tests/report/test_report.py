@@ -14,14 +14,15 @@ from made_up_run import completion, line, make_run
 from rich.console import Console
 from tiny import tiny_config
 
-from tlt import cli, report, run
-from tlt.completions import read_completions, runs_of
-from tlt.display import Display
+from tlt import cli, report
 from tlt.report import Page, ReportError, write_report
 from tlt.report import page as page_module
 from tlt.report.charts import MOST_POINTS, Series, thinned
 from tlt.report.read import FILES, read_run
 from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
+from tlt.run.display import Display
+from tlt.run import train as run
+from tlt.store.completions import read_completions, runs_of
 
 VOID = {"meta", "input", "br", "path", "rect"}
 

@@ -12,7 +12,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from tlt.config import Config, parse_config
-from tlt.data import load_prompts
+from tlt.data.prompts import load_prompts
 from tlt.rewards.answers import Answer, RewardError, extract_answer
 from tlt.rewards.isolated import score
 from tlt.rewards.scores import RAISES_ON_MALFORMED, Score, make_terms

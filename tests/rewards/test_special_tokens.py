@@ -10,9 +10,9 @@ from tiny import tiny_config, tiny_model
 from transformers import AutoTokenizer
 
 from tlt.config import parse_config
+from tlt.data.tokenizer import load_tokenizer
 from tlt.rewards import RewardError, refuse_special_tokens
-from tlt.run import train
-from tlt.tokenizer import load_tokenizer
+from tlt.run.train import train
 
 
 @pytest.fixture(scope="module")

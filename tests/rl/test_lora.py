@@ -17,11 +17,9 @@ from safetensors.torch import load_file, save_file
 from tiny import compare_here, random_batch, save_tokenizer, save_weights, tiny_tree
 from transformers import AutoModelForCausalLM
 
-from tlt.checkpoint import policy_in
 from tlt.cli import main
+from tlt.commands.export import export
 from tlt.config import ConfigError, RolloutConfig, TrainConfig, parse_config
-from tlt.display import Display
-from tlt.export import export
 from tlt.metrics import read_metrics
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
@@ -30,8 +28,10 @@ from tlt.models.weights import sha256
 from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
-from tlt.run import train
+from tlt.run.display import Display
+from tlt.run.train import train
 from tlt.stopping import Stopped
+from tlt.store.checkpoint import policy_in
 
 VOCAB = 31
 TOKENS = torch.tensor([[1, 7, 3, 20, 5]])
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_small_is_pefts_and_goes_on_to_the_bit(folder: Path, tmp
 
 
 def test_an_export_is_a_whole_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.export.check_in_new_process", compare_here)
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
     policy = adapted(folder, folder)
     policy.update(random_batch(VOCAB), 0)
     policy.save(tmp_path)
@@ -238,7 +238,7 @@ def test_another_alpha_is_another_model_and_another_rank_does_not_fit(folder: Pa
 def test_who_asks_a_run_of_adapters_for_its_model_is_told_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt.export.check_in_new_process", compare_here)
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
     run(tmp_path, "run", steps=1)
     with pytest.raises(ModelError, match=r"holds adapters alone: merge them by tlt export .*policy FOLDER"):
         read_config(policy_in(tmp_path / "run"))

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from tlt.cluster.worker import Worker
 from tlt.config import Config, RolloutConfig, TrainConfig
-from tlt.fidelity.oracle import last_logits
+from tlt.data.tokenizer import load_tokenizer
 from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.parts import make_parts
 from tlt.rl.parity import check_parity, speculative_logits, take_weights
 from tlt.rl.policy import Policy
-from tlt.tokenizer import load_tokenizer
+from tlt.run.parts import make_parts
+from tlt.verify.oracle import last_logits
 
 CPU = torch.device("cpu")
 VOCAB = 31

@@ -11,14 +11,14 @@ from tiny import tiny_config
 
 from tlt.build import open_workplace
 from tlt.config import DrafterTrainConfig
-from tlt.draft.buffer import Harvest, Transcript
 from tlt.draft.eagle import EagleLayer, eagle_options
-from tlt.draft.recompute import Recompute
-from tlt.draft.spot import SpotTrainer
-from tlt.draft.trainer import Interrupted
 from tlt.engine.engine import Engine
 from tlt.rl.choose import make_policy
 from tlt.rl.teacher import PolicyTeacher, spot_trainer
+from tlt.spot.buffer import Harvest, Transcript
+from tlt.spot.recompute import Recompute
+from tlt.spot.spot import SpotTrainer
+from tlt.spot.trainer import Interrupted
 from tlt.types import Prompt, Request, SamplingParams
 
 WINDOW = 16

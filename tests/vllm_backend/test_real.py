@@ -19,13 +19,13 @@ from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config, load_config
 from tlt.draft.eagle import EagleLayer, load_drafter, save_drafter
 from tlt.engine.engine import Engine
-from tlt.fidelity.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
 from tlt.rl.parity import check_parity
 from tlt.rl.policy import Policy
 from tlt.sampling import request_seed
 from tlt.types import Request, Response, SamplingParams
+from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError, is_tested, vllm_version
 
@@ -287,7 +287,7 @@ _KILLED = """
 import sys
 sys.path[:0] = ["{tests}", "{tests}/cluster"]
 from test_workers import Killer
-from tlt import run
+from tlt.run import train as run
 from tlt.cluster import remote
 from tlt.config import load_config
 

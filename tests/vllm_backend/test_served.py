@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tlt.build import open_engine, open_workplace
+from tlt.commands.export import export
 from tlt.config import Config, load_config
-from tlt.export import export
 from tlt.sampling import make_requests
 from tlt.types import SamplingParams
 from tlt.vllm.versions import is_tested, vllm_version

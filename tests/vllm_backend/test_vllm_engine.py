@@ -17,14 +17,14 @@ from tiny import tiny_config
 
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
-from tlt.draft.buffer import Transcript
 from tlt.draft.eagle import EagleLayer, checkpoint_tensors, eagle_options, save_drafter
-from tlt.draft.schedule import RULE
 from tlt.engine.engine import Engine
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
 from tlt.sampling import gumbel_noise
+from tlt.spot.buffer import Transcript
+from tlt.spot.schedule import RULE
 from tlt.types import Request, Response
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.versions import VllmError
@@ -339,9 +339,9 @@ def test_idle_workers_train_the_drafter_and_all_draft_with_what_is_published(
         return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
 
     plain = train(longer(config_of(tmp_path, 2, rollout=SHORT)))[:2]
-    monkeypatch.setattr("tlt.draft.schedule.RULE", replace(RULE, stretch=1, burst=10**9))
-    monkeypatch.setattr("tlt.draft.spot._ENOUGH", 1)
-    monkeypatch.setattr("tlt.draft.schedule.Schedule.publishes", lambda schedule, whole: whole.entries > 0)
+    monkeypatch.setattr("tlt.spot.schedule.RULE", replace(RULE, stretch=1, burst=10**9))
+    monkeypatch.setattr("tlt.spot.spot._ENOUGH", 1)
+    monkeypatch.setattr("tlt.spot.schedule.Schedule.publishes", lambda schedule, whole: whole.entries > 0)
     digest, learned_from, pool = train(longer(run_of(tmp_path, "eagle")), random.Random(5).randrange)
     assert (digest, learned_from) == plain
     log = [method for _, method in pool.log]

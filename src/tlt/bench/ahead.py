@@ -8,12 +8,12 @@ from torch import Tensor
 
 from tlt.build import load_detokenizer, make_target
 from tlt.config import Config
+from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.loop import one_step
 from tlt.models.decoder import Decoder
-from tlt.parts import make_parts
-from tlt.tokenizer import load_tokenizer
+from tlt.run.parts import make_parts
 from tlt.types import Request, Response
 
 _FIRST_STEPS = 2  # the optimizer's first steps are not like those that follow

@@ -27,16 +27,16 @@ from tlt.build import load_detokenizer, make_drafters, make_tuner, open_workplac
 from tlt.config import Config
 from tlt.config.registry import DRAFTERS
 from tlt.draft.ahead import Ahead, AheadStore
-from tlt.draft.buffer import HarvestBuffer
 from tlt.draft.calibration import Calibration
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed, Tuner
-from tlt.hub import from_hub
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.progress import working
 from tlt.sampling import request_seed
+from tlt.spot.buffer import HarvestBuffer
+from tlt.store.hub import from_hub
 from tlt.types import Prompt, Request, RolloutStats, SamplingParams
 
 _PEER_PROMPT, _PEER_TOKENS = 64, 128

@@ -21,16 +21,16 @@ from tlt.bench.ahead import decode_ahead, trained
 from tlt.bench.rollout import bench_requests
 from tlt.build import Workplace, make_engine, make_target, open_target, open_workplace
 from tlt.config import Config
+from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.ahead import AheadStore
 from tlt.engine.engine import Engine
 from tlt.engine.protocol import RolloutEngine
 from tlt.engine.spelling import Detokenizer
-from tlt.hub import from_hub
 from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import read_safetensors
 from tlt.progress import working
-from tlt.tokenizer import load_tokenizer
+from tlt.store.hub import from_hub
 from tlt.types import RolloutStats
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.target import VllmTarget

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from tlt.cluster.crew import Done
 from tlt.cluster.pool import ClusterError, Handle
 from tlt.config import Config
-from tlt.draft.baton import Baton
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.faults import FaultBarrier, contained
-from tlt.draft.saving import DrafterSaver, TrainerState, load_latest, newest_number
-from tlt.draft.schedule import Due, Evaluation, Schedule, SpotReport
 from tlt.models.families import DecoderOptions
+from tlt.spot.baton import Baton
+from tlt.spot.faults import FaultBarrier, contained
+from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_number
+from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
 """calls whose results the driver waits for"""

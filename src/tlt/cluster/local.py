@@ -13,7 +13,6 @@ from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.spot_worker import SpotWorker
 from tlt.draft.strategy import LEARNED
 from tlt.engine.protocol import RolloutEngine
 from tlt.loop import Trainable
@@ -22,6 +21,7 @@ from tlt.rewards.turns import SingleTurn, Turns
 from tlt.rl.early import EarlyGroups
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
+from tlt.spot.spot_worker import SpotWorker
 from tlt.trace import COMPARE, IDLE, ROLLOUT, SPOT, UPDATE, Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
 

@@ -25,9 +25,6 @@ from tlt.build import (
 )
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
-from tlt.draft.saving import TrainerState
-from tlt.draft.schedule import Evaluation, SpotReport
-from tlt.draft.spot_worker import SpotWorker
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import peak_memory
 from tlt.rl.choose import make_policy, weights_folder
@@ -35,6 +32,9 @@ from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendez
 from tlt.rl.parity import take_weights
 from tlt.rl.sharded import ShardedPolicy
 from tlt.rl.teacher import spot_trainer
+from tlt.spot.saving import TrainerState
+from tlt.spot.schedule import Evaluation, SpotReport
+from tlt.spot.spot_worker import SpotWorker
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row, TrainBatch
 

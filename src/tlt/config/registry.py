@@ -32,7 +32,7 @@ class RewardEntry(NamedTuple):
 
 class TrackerEntry(NamedTuple):
     make: str
-    """`module:class`, called as f(Place) -> Tracker: see `tlt.trackers`"""
+    """`module:class`, called as f(Place) -> Tracker: see `tlt.run.trackers`"""
     package: str
     """that it needs"""
 
@@ -56,9 +56,9 @@ REWARDS = {
     "length": RewardEntry("tlt.rewards.scores:brief", quick=True),
 }
 TRACKERS = {
-    "tensorboard": TrackerEntry("tlt.trackers:TensorBoard", "tensorboard"),
-    "wandb": TrackerEntry("tlt.trackers:WeightsAndBiases", "wandb"),
-    "mlflow": TrackerEntry("tlt.trackers:MLflow", "mlflow"),
+    "tensorboard": TrackerEntry("tlt.run.trackers:TensorBoard", "tensorboard"),
+    "wandb": TrackerEntry("tlt.run.trackers:WeightsAndBiases", "wandb"),
+    "mlflow": TrackerEntry("tlt.run.trackers:MLflow", "mlflow"),
 }
 
 

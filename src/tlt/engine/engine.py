@@ -15,7 +15,6 @@ from tlt.attention.backend import HeadShape
 from tlt.attention.choose import attention_for
 from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore, LookAhead
-from tlt.draft.buffer import Harvest
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow
@@ -41,6 +40,7 @@ from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
 from tlt.engine.walk import walk
 from tlt.models.decoder import Decoder
+from tlt.spot.buffer import Harvest
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 

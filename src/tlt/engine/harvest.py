@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tlt.draft.buffer import Harvest
 from tlt.draft.features import FeatureWindow
+from tlt.spot.buffer import Harvest
 from tlt.types import Row
 
 _GROWN = 16  # tokens of a row between two checks for full windows; the ring has room for more than a window

@@ -10,11 +10,11 @@ from tlt.build import make_engine, starting_drafter
 from tlt.cluster.local import OwnTraining
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config
 from tlt.draft.ahead import AheadStore
-from tlt.draft.spot import SpotTrainer
-from tlt.draft.spot_worker import SpotWorker
 from tlt.engine.engine import Engine
 from tlt.models.decoder import Decoder
 from tlt.sampling import request_seed
+from tlt.spot.spot import SpotTrainer
+from tlt.spot.spot_worker import SpotWorker
 from tlt.trace import Tracer
 
 

@@ -15,6 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tlt.build import stop_token_ids
 from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
+from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.strategy import LEARNED
 from tlt.engine.asynchronous import ABORTED, AsyncEngine
 from tlt.engine.protocol import RolloutEngine
@@ -22,7 +23,6 @@ from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
 from tlt.integrations.verl_terms import Seeds, law_of, refuse
 from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.families import read_config
-from tlt.tokenizer import load_tokenizer
 from tlt.types import Prompt, Request, Response
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tlt.config import Config, RewardConfig, RewardTerm
 from tlt.config.registry import REWARDS, RewardEntry, maker
-from tlt.data import task_dataset
+from tlt.data.prompts import task_dataset
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.arguments import Fill, fills
 from tlt.rewards.golds import right_answers, same

@@ -12,13 +12,13 @@ from torch import Tensor
 from tlt.config import Config
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout
-from tlt.draft.recompute import Recompute
-from tlt.draft.spot import SpotTrainer
-from tlt.draft.trainer import Interrupted
 from tlt.engine.protocol import Target
 from tlt.models.decoder import Decoder, rotary_table
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
+from tlt.spot.recompute import Recompute
+from tlt.spot.spot import SpotTrainer
+from tlt.spot.trainer import Interrupted
 
 
 def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Config, worker: int = 0) -> SpotTrainer:

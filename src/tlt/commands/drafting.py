@@ -1,0 +1,259 @@
+"""`tlt draft train` and `tlt draft eval`: a learned drafter from prompts alone, and what it is worth.
+
+Harvest, then train: the target answers the recipe's prompts, and the drafter learns from what that computed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, count
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tlt.build import load_detokenizer, make_drafters, make_tuner, open_workplace
+from tlt.config import Config, ConfigError
+from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.engine import Engine
+from tlt.engine.tuner import Fixed
+from tlt.files import refuse_to_overwrite, share
+from tlt.metrics import provenance, write_json
+from tlt.models.decoder import Decoder
+from tlt.progress import working
+from tlt.sampling import make_requests
+from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
+from tlt.spot.trainer import DrafterTrainer
+from tlt.spot.unroll import Pack, packs
+from tlt.store.hub import from_hub
+from tlt.types import Request
+
+_HELD_OUT = 16  # prompts that no drafter is trained on; each is answered once to judge it
+_HELD_BACK = 5  # one of so many of the others is not either: training keeps the weights that are best on these
+_EVALUATING, _JUDGING = 0.1, 0.2  # seconds of evaluations, and of the judgement at the end, by those of training
+_EVALUATED = 2048  # entries of an evaluation
+_OVERFITTED = 0.1  # by which the first guess is right more often in training than on prompts held back
+_LEAST_ROUNDS = 8  # of a judgement, however long they take
+_RISING = 1.01  # factor in the last quarter of training
+_CHAIN, _TREE = Strategy("eagle", 6, 1, 7), Strategy("eagle", 6, 2, 13)
+
+
+@dataclass
+class Workbench:
+    """The target of a recipe and requests for its prompts: those to train on, and those held out."""
+
+    config: Config
+    target: Decoder
+    train: list[Request]
+    held_out: list[Request]
+
+    @classmethod
+    def of(cls, config: Config) -> Workbench:
+        _, prompts, target, params = open_workplace(config)
+        if len(prompts) <= _HELD_OUT:
+            raise ConfigError(f"{len(prompts)} prompts are too few: {_HELD_OUT} are held out, so give more")
+        size = config.rollout.group_size
+        random.Random(config.run.seed).shuffle(prompts)
+        held_out, train = (
+            make_requests(part, size, params, config.run.seed, "draft")
+            for part in (prompts[:_HELD_OUT], prompts[_HELD_OUT:])
+        )
+        in_order = sorted(train, key=lambda request: request.index)  # many prompts teach more than many responses
+        return cls(config, target, in_order, [request for request in held_out if request.index == 0])
+
+
+def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: float) -> None:
+    """Write a drafter's folder: weights, config, and training.json with how it was made. The recipe's model answers its
+    prompts until it has harvested so many tokens, and the drafter is trained on these for so many seconds. Raises
+    ValueError where the folder holds anything, ConfigError, DataError, ModelError or HubError."""
+    refuse_to_overwrite(folder)
+    bench = Workbench.of(from_hub(config))
+    torch.manual_seed(config.run.seed)
+    layer = EagleLayer(eagle_options(bench.target.options, config.speculation.kind, config.speculation.window))
+    began = time.perf_counter()
+    buffer = harvest(bench, layer, harvest_tokens)
+    harvested = time.perf_counter() - began
+    trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
+    held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
+    taught = [item for item in buffer.items if item.prompt_id not in held]
+    if not taught:
+        raise ConfigError(f"{buffer.tokens} tokens of harvest leave none to train on: give more of them")
+    curve = fit(trainer, taught, [item for item in buffer.items if item.prompt_id in held], seconds)
+    results = judge(bench, layer, _JUDGING * seconds)
+    layer.agreement = results[0]["agreement"][0]
+    save_drafter(layer, folder)
+    facts = {
+        "harvest_tokens": buffer.tokens,
+        "harvest_seconds": harvested,
+        "train_seconds": seconds,
+        "steps": int(trainer.steps),
+        "curve": curve.points,
+        "config": config.speculation.model_dump(include={"kind", "window", "training"}),
+    }
+    write_json(folder / "training.json", {**facts, "held_out": results, **provenance()})
+    share(folder)
+    console = Console(highlight=False, markup=False, emoji=False)
+    _print(console, results)
+    console.print(curve.advice())
+    console.print(f"the drafter is in {folder}: --speculation.drafter adaptive --speculation.path {folder}")
+
+
+def harvest(bench: Workbench, layer: EagleLayer, tokens: int) -> HarvestBuffer:
+    """Decode the prompts to train on, until so many entries were kept or all are answered."""
+    wanted = min(tokens, bench.config.speculation.training.buffer_tokens)
+    buffer = HarvestBuffer(wanted + layer.options.window)  # an item is no longer than the window
+    changes = {"drafter": "adaptive", "path": None, "look_ahead": 0}
+    speculation = bench.config.speculation.model_copy(update=changes)
+    drafters, _ = make_drafters(speculation, bench.target)
+    tuner = make_tuner(speculation, bench.config.engine, bench.target)
+    layout = layer.options.layout
+    spell = load_detokenizer(bench.config.model)
+    engine = Engine(bench.target, bench.config.engine, drafters, tuner, spell, layout, buffer.add)
+    engine.start(bench.train)
+    with working("harvest", wanted, "tokens") as work:
+        while engine.busy and buffer.tokens < wanted:
+            engine.round()
+            work.update(buffer.tokens, f"{engine.stats.tokens:,} decoded")
+    return buffer
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Curve:
+    """How often guesses are right while a drafter is trained: on prompts that are held back, and on those that it is
+    trained on."""
+
+    def __init__(self, trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest]) -> None:
+        self.trainer = trainer
+        self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
+        self.seconds = self.longest = 0.0
+        """of all evaluations, and of the longest one"""
+        self.points: list[dict[str, Any]] = []
+        """seconds of training, the accept length of a chain on prompts held back, and the acceptance rate by depth
+        there (`held_back`) and in training (`taught`)"""
+        self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
+
+    def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
+        drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
+        return list(packs(drawn, trainer.config.micro_batch_tokens, trainer.target.device, random.Random(0)))
+
+    def evaluate(self, spent: float) -> None:
+        """Keep the weights if they are the best so far on the prompts that are held back."""
+        began, layer = time.perf_counter(), self.trainer.layer
+        held_back, taught = (self.trainer.acceptance(packs) for packs in (self.held_back, self.taught))
+        accepted = 1 + sum(accumulate(held_back, mul))
+        if accepted > max((point["accept_length"] for point in self.points), default=0.0):
+            self.best = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        point = {"seconds": spent, "accept_length": accepted, "held_back": held_back, "taught": taught}
+        self.points.append(point)
+        took = time.perf_counter() - began
+        self.seconds, self.longest = self.seconds + took, max(self.longest, took)
+
+    def advice(self) -> str:
+        """Whether more training, or more data, would make the drafter better."""
+        held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
+        said = f"the first guess is right {taught:.0%} of the time in training, {held_back:.0%} on prompts held back"
+        lengths = [point["accept_length"] for point in self.points]
+        if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
+            return f"{said}: raise --seconds, as it still learned at the end"
+        if taught - held_back > _OVERFITTED:
+            return f"{said}: raise --tokens, as more data is needed rather than more seconds"
+        return said
+
+
+def fit(trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest], seconds: float) -> Curve:
+    """Train for so many seconds, evaluations included, with a learning rate that falls to a tenth. The layer ends with
+    the weights that were best on the prompts held back."""
+    began = time.perf_counter()
+    trainer.prepare(taught, from_scratch=True)
+    curve = Curve(trainer, taught, held_back)
+    with working("train the drafter", seconds) as work:
+        for _ in chain.from_iterable(trainer.epoch(taught) for _ in count()):
+            spent = time.perf_counter() - began
+            work.update(spent, f"{trainer.steps:.0f} steps")
+            left = seconds - spent
+            ends = left <= curve.longest
+            is_due = curve.seconds <= _EVALUATING * spent and left > 2 * curve.longest
+            if ends or is_due:
+                curve.evaluate(spent)
+            if ends:
+                break
+            trainer.rate_scale = 1 - 0.9 * spent / seconds
+    trainer.layer.load_state_dict(curve.best)
+    return curve
+
+
+# -- judgement ---------------------------------------------------------------------------------------------------------
+
+
+def judge(bench: Workbench, layer: EagleLayer, seconds: float) -> list[dict[str, Any]]:
+    """A chain and a tree, each compared with plain decoding of the same prompts, all within so many seconds."""
+    plain, *found = (evaluate(bench, layer, strategy, seconds / 3) for strategy in (PLAIN, _CHAIN, _TREE))
+    return [result | {"times_plain": result["tokens_per_second"] / plain["tokens_per_second"]} for result in found]
+
+
+def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: float = math.inf) -> dict[str, Any]:
+    """Accept length, with its 95 % interval, and acceptance rate by depth on the held-out prompts, decoded for up to so
+    many seconds. Nothing is cut, so all depths are seen."""
+    drafter = EagleDrafter(layer, bench.target)
+    spell, layout = load_detokenizer(bench.config.model), layer.options.layout
+    engine = Engine(bench.target, bench.config.engine, [drafter], Fixed(strategy), spell, layout)
+    engine.start(bench.held_out)
+    began, stats, lengths = time.perf_counter(), engine.stats, list[float]()
+    with working(f"decode held-out prompts, {strategy.name}", len(bench.held_out), "responses") as work:
+        while engine.busy and (time.perf_counter() - began < seconds or len(lengths) < _LEAST_ROUNDS):
+            tokens, passes = stats.tokens, stats.row_passes
+            work.advance(len(engine.round()))
+            lengths.append((stats.tokens - tokens) / max(1, stats.row_passes - passes))
+    spent = time.perf_counter() - began
+    return {
+        "strategy": strategy.name,
+        "accept_length": stats.accept_length,
+        "interval": 1.96 * statistics.pstdev(lengths) / len(lengths) ** 0.5,
+        "agreement": engine.drafters.calibrations[drafter.name].agreement(strategy.depth, strategy.branching),
+        "tokens_per_second": stats.tokens / spent,
+        "tokens": stats.tokens,
+    }
+
+
+def eval_drafter(config: Config, seconds: float, json_file: Path | None) -> None:
+    if config.speculation.path is None:
+        raise ConfigError("tlt draft eval needs a drafter: give --speculation.path FOLDER")
+    bench = Workbench.of(from_hub(config))
+    layer = load_drafter(config.speculation.path, bench.target.options)
+    results = judge(bench, layer, seconds)
+    _print(Console(highlight=False, markup=False, emoji=False), results)
+    if json_file:
+        write_json(json_file, {"held_out": results, "options": asdict(layer.options), **provenance()})
+
+
+def _print(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    """In 80 columns."""
+    depth = max(len(result["agreement"]) for result in results)
+    table = Table(title=f"held-out prompts, {results[0]['tokens']:,} tokens", box=None, pad_edge=False, title_style="")
+    table.add_column("strategy", no_wrap=True)
+    for column in ("accept\nlength", "times\nplain", *(str(d + 1) for d in range(depth))):
+        table.add_column(column, justify="right", min_width=5)
+    for result in results:
+        agreement = (f"{a:.2f}" if a is not None else "-" for a in result["agreement"])
+        length = f"{result['accept_length']:.2f} ±{result['interval']:.2f}"
+        numbers = (length, f"{result['times_plain']:.2f}")
+        table.add_row(result["strategy"], *numbers, *agreement)
+    console.print(table)
+    console.print(
+        "accept length: tokens a target pass commits, its own counted, ± half of the 95 % interval; times plain: "
+        "tokens per second against plain decoding on this machine; 1, 2, ...: how often a guess so deep is right if "
+        "those before it were. Strategies: depth d, branching b, nodes verified n.",
+        style="dim",
+    )

@@ -1,0 +1,79 @@
+"""`tlt estimate`: a few steps of a recipe, each decoded by plain decoding too, and what to expect of the whole run."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from tlt.config import Config, ConfigError, load_config
+
+if TYPE_CHECKING:
+    from tlt.run.display import Display
+
+
+def add_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps to measure")
+    parser.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
+    parser.set_defaults(command=_estimate)
+
+
+def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps must be a number of at least 1, not {arguments.steps}")
+    workers = [] if arguments.workers is None else [f"--cluster.workers={arguments.workers}"]
+    config = load_config(arguments.recipe, [*overrides, *workers])
+    from rich.console import Console
+
+    from tlt.run.display import Display
+
+    console = Console(markup=False, emoji=False)
+    for line in estimate(config, arguments.steps, Display(console)):
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def estimate(config: Config, steps: int, display: Display) -> list[str]:
+    """Train for this many steps in a temporary folder, and return what was measured, in sentences. Nothing is kept.
+    Raises what `tlt train` raises."""
+    from tlt.run.train import train  # not before the recipe is checked, because it imports torch
+
+    with tempfile.TemporaryDirectory(prefix="tlt-estimate-") as folder:
+        run = {"folder": folder, "compare_every": 1, "save_every": 0, "trackers": [], "completions_mb": 0}
+        changes = {
+            "run": config.run.model_copy(update={**run, "mirror": None, "report": False, "overwrite": True}),
+            "train": config.train.model_copy(update={"steps": steps}),
+            "eval": config.eval.model_copy(update={"path": None}),
+        }
+        return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
+
+
+def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
+    """Return what a run of `steps` steps may take, from the summary of one whose steps were all compared with plain
+    decoding."""
+    from tlt.run.display import GAIN, NO_GAIN
+
+    found, measured = summary["compared"], summary["steps"]
+    ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))
+    rest = sum(summary["seconds"].get(phase, 0.0) for phase in ("reward", "update", "sync")) / measured
+    step, times = ours + rest, (plain + rest) / (ours + rest)
+    same = "the same tokens" if not found["differ"] else f"{found['differ']} responses differ: see tlt verify"
+    lines = [
+        f"measured on {measured} steps, {same}:",
+        f"  rollout   {ours:.1f} s a step, {plain:.1f} s with plain decoding: {plain / ours:.2f} times as fast",
+        f"  the rest  {rest:.1f} s a step (reward, update, sync)",
+        f"  a step    {step:.1f} s: {times:.2f} times as fast as with plain decoding",
+        f"{steps:,} steps would take {_time(steps * step)}, with plain decoding {_time(steps * (step * times))}",
+    ]
+    if ours < rest:
+        lines.append("most of a step is not decoding, so faster rollouts can gain little here")
+    if plain / ours < GAIN:
+        lines.append(NO_GAIN)
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

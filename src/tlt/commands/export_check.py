@@ -1,0 +1,144 @@
+"""Comparison of an export with the model that was exported.
+
+The exporting process writes down the facts of the model in its memory. `python -m tlt.commands.export_check FOLDER
+FACTS`, a process of its own, loads the folder by transformers, as anybody would, and finds the same or says what
+differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tlt.data.tokenizer import PROBES, load_tokenizer
+from tlt.draft.eagle import DrafterError
+from tlt.files import read_json
+from tlt.models.families import DecoderOptions, ModelError, decoder_options
+from tlt.models.hugging_face import is_tied
+from tlt.models.weights import sha256
+
+_PROMPTS, _NEW = PROBES[1:4], 8  # texts, and greedy tokens that each is continued by
+_ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # total variation of one program on one machine
+_CHAT = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "Why?"},
+]
+_MAY_DIFFER = {
+    "_from_model_config",
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "tie_word_embeddings",
+    "use_cache",
+}
+
+
+def write_facts(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write down, in `folder`, what an export of the two must agree with."""
+    continued = [_continued(model, tokenizer(prompt)["input_ids"]) for prompt in _PROMPTS]
+    facts = _facts(model, tokenizer) | {"continued": continued}
+    (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+    save_file({"probs": _distributions(model, continued)}, folder / "facts.safetensors")
+
+
+def check_in_new_process(export: Path, facts: Path) -> None:
+    """Raise ModelError, in one sentence, if the export differs from the facts or cannot be loaded."""
+    command = [sys.executable, "-m", "tlt.commands.export_check", str(export), str(facts)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        last = (done.stderr.strip() or f"it ended with code {done.returncode}").splitlines()[-1]
+        raise ModelError(done.stdout.strip() or f"the export cannot be loaded by transformers ({last})")
+
+
+def difference(export: Path, facts: Path) -> str:
+    """Load an export by transformers, and say what differs from the facts; empty if nothing does."""
+    wanted = read_json(facts / "facts.json")
+    continued = wanted.pop("continued")
+    model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True, attn_implementation="sdpa").eval()
+    found = json.loads(json.dumps(_facts(model, load_tokenizer(export))))
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            return f"the export is not what was trained: {name} was {_short(value)}, and is {_short(found.get(name))}"
+    apart = _distributions(model, continued) - load_file(facts / "facts.safetensors")["probs"]
+    worst = 0.5 * apart.abs().sum(-1).max().item()
+    if not worst <= _ALLOWED[model.dtype]:  # NaN is not
+        return f"the export is not what was trained: its next token's distribution is {worst:.2g} apart"
+    return ""
+
+
+def check_drafter(folder: Path, target: DecoderOptions) -> None:
+    """Raise DrafterError if a drafter's config.json makes a layer that does not fit its target."""
+    config = read_json(folder / "config.json")
+    found = decoder_options(LlamaConfig(**config.get("transformer_layer_config", config)))
+    for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "attention_scaling"):
+        if getattr(found, name) != getattr(target, name):
+            raise DrafterError(f"the drafter's {name} would be {getattr(found, name)}, and is {getattr(target, name)}")
+    if not torch.allclose(found.inv_freq, target.inv_freq):
+        raise DrafterError(f"the drafter's rope would not be the target's: see rope_parameters in {config}")
+
+
+def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return what must be equal, by names for the user."""
+    names = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
+    return {
+        **_fields("config.json", model.config),
+        **_fields("generation_config.json", model.generation_config),
+        "whether the head is the embedding": is_tied(model),
+        "the dtype": str(model.dtype),
+        "the sha256 of the weights": sha256(model.state_dict()),
+        **{f"the tokens of {text!r}": tokenizer(text)["input_ids"] for text in PROBES},
+        **{f"the {name}": getattr(tokenizer, f"{name}_id") for name in names},
+        "a chat in the chat template": _rendered(tokenizer),
+    }
+
+
+def _fields(file: str, config: Any) -> dict[str, Any]:
+    return {f"{name} of {file}": value for name, value in config.to_dict().items() if name not in _MAY_DIFFER}
+
+
+def _rendered(tokenizer: Any) -> str:
+    """A template is a program, which may refuse."""
+    try:
+        return tokenizer.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@torch.no_grad()
+def _continued(model: Any, prompt: Sequence[int]) -> list[int]:
+    """Return the tokens of a prompt that the model has, and greedy ones behind them."""
+    config = model.config
+    tokens = [token for token in prompt if token < config.vocab_size][: config.max_position_embeddings - _NEW] or [0]
+    for _ in range(_NEW):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens
+
+
+@torch.no_grad()
+def _distributions(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+    """[N, V] of the next token, at each token of the sequences."""
+    logits = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
+    return torch.cat(logits).float().softmax(-1)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+if __name__ == "__main__":
+    found = difference(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(found)
+    sys.exit(bool(found))

@@ -1,0 +1,164 @@
+"""`tlt generate`: answer prompts with a model folder, through the same engine that training uses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from tlt import progress
+from tlt.build import load_engine, sampling_params
+from tlt.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, SpeculationConfig
+from tlt.data.prompts import DataError, Encode, encoder, load_prompts, refuse_foreign_tokens
+from tlt.data.tokenizer import load_tokenizer
+from tlt.files import is_text, read_json, refuse_to_overwrite
+from tlt.models.families import decoder_options, read_config
+from tlt.run.about import VLLM_STARTS
+from tlt.sampling import make_requests
+from tlt.store.checkpoint import policy_in
+from tlt.store.hub import local_data, local_model
+from tlt.types import Prompt, Request, Response
+
+OURS = ("row", "index", "response", "finish_reason")
+"""what a line of --out has of a response, behind the row's own columns"""
+
+
+class Asked(NamedTuple):
+    """What is asked, and in which words."""
+
+    prompts: Sequence[str]
+    file: str | None
+    """of more prompts, as `data.path`"""
+    column: str
+    chat: str
+    """`on`, `off`, or `auto`: where the tokenizer has a chat template"""
+    system: str
+
+
+def generate(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    speculation: SpeculationConfig,
+    asked: Asked,
+    samples: int,
+    seed: int,
+    backend: EngineConfig,
+    out: Path | None,
+) -> None:
+    """Print `samples` responses to each prompt, each as it finishes, or write them to the JSONL file `out` in the order
+    of the prompts; and the speed at the end. Raises DataError, and ValueError where the file holds anything."""
+    if out:
+        refuse_to_overwrite(out)
+    console = progress.console()
+    model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})
+    tokenizer = load_tokenizer(model.path)
+    prompts = _prompts(asked, tokenizer, _time_of_the_run(Path(model.path)))
+    if out:
+        refuse_our_columns(prompts, asked.file)
+    refuse_foreign_tokens(prompts, decoder_options(read_config(model.path)).vocab_size)
+    params = sampling_params(rollout, model.path, tokenizer)
+    if backend.backend == "vllm":
+        console.print(VLLM_STARTS, style="dim")
+    longest = max(len(prompt.token_ids) for prompt in prompts) + params.max_new_tokens
+    engine = load_engine(model, speculation, backend, longest)
+    requests = make_requests(prompts, samples, params, seed)
+    start = time.perf_counter()
+    with _shown(out, requests, console) as show, progress.working("generate", len(requests), "responses") as work:
+        for response in engine.generate(requests):
+            show(response)
+            work.advance()
+    seconds = time.perf_counter() - start
+    stats = engine.stats
+    speed = f"{stats.tokens} tokens in {seconds:.1f} s ({stats.tokens / seconds:,.0f} tokens/s)"
+    console.rule(style="dim")
+    console.print(f"{speed}, accept length {stats.accept_length:.2f}", style="dim")
+
+
+def _time_of_the_run(policy: Path) -> str | None:
+    """Return what chat templates took for now in the run that this folder's checkpoint is from, if it is from one."""
+    state = policy.parent / "state.json"
+    return read_json(state).get("config", {}).get("data", {}).get("now") if state.is_file() else None
+
+
+def _prompts(asked: Asked, tokenizer: Any, now: str | None) -> list[Prompt]:
+    chat = asked.chat == "on" or (asked.chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
+    if asked.system and not chat:
+        raise DataError("--system needs a chat template, and the tokenizer has none, or --chat is off")
+    config = DataConfig(
+        path=local_data(asked.file)[0] if asked.file else "-",
+        prompt_column=asked.column,
+        max_prompt_tokens=sys.maxsize,
+        chat=chat,
+        system=asked.system,
+        now=now if chat else None,
+    )
+    encode = encoder(tokenizer, config)
+    typed = [_typed(i, text, asked.column, encode) for i, text in enumerate(asked.prompts)]
+    if not asked.file:
+        return typed
+    return typed + [replace(p, prompt_id=len(typed) + p.prompt_id) for p in load_prompts(config, encode)]
+
+
+def _typed(number: int, text: str, column: str, encode: Encode) -> Prompt:
+    """Raises DataError."""
+    if not is_text(text):
+        raise DataError(f"--prompt holds what is no text in UTF-8: {text[:80]!a}")
+    token_ids = tuple(encode(text)) if text else ()
+    if not token_ids:
+        raise DataError(f"--prompt {text!r} is empty: it needs at least one token")
+    return Prompt(number, text, token_ids, {column: text})
+
+
+def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
+    """Raises DataError for rows with a column that a line of --out has of the response."""
+    if taken := [name for name in OURS if any(name in prompt.data for prompt in prompts)]:
+        raise DataError(f"{file} has columns that --out writes of each response: rename {', '.join(taken)}")
+
+
+@contextmanager
+def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> Iterator[Callable[[Response], None]]:
+    def print_it(response: Response) -> None:
+        request = response.request
+        console.rule(f"prompt {request.prompt.prompt_id}, response {request.index}", align="left")
+        console.print(response.text, soft_wrap=True)
+
+    if out is None:
+        yield print_it
+        return
+    try:
+        file = out.open("w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{out} cannot be written ({error.strerror}): give another --out") from None
+    places = {request.seed: place for place, request in enumerate(requests)}
+    waiting: dict[int, Response] = {}
+    written = 0
+
+    def write(response: Response) -> None:
+        """Write all responses of which none before them is still to come."""
+        nonlocal written
+        waiting[places[response.request.seed]] = response
+        while written in waiting:
+            file.write(_line(waiting.pop(written)))
+            written += 1
+        file.flush()
+
+    with file:
+        try:
+            yield write
+        finally:  # if it was interrupted, some before them never come
+            file.writelines(_line(waiting[place]) for place in sorted(waiting))
+
+
+def _line(response: Response) -> str:
+    """Return a JSON line with the row as it was and what was generated."""
+    request = response.request
+    generated = (request.prompt.prompt_id, request.index, response.text, response.finish_reason)
+    line = {**request.prompt.data, **dict(zip(OURS, generated, strict=True))}
+    return json.dumps(line, ensure_ascii=False, default=str) + "\n"

@@ -1,0 +1,1 @@
+"""Prompts: files and data sets, chat templates, tokenizers."""

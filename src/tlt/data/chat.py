@@ -1,0 +1,267 @@
+"""Prompts as messages, and the chat template that makes text of them: a program of the model's maker."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tlt.config import DataConfig
+from tlt.data.tables import DataError
+from tlt.files import parse_json
+
+log = logging.getLogger(__name__)
+Messages = list[dict[str, Any]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_TRIES = 8  # renderings in which a template that draws one of two texts almost surely shows both
+
+
+# -- messages of a file's row ------------------------------------------------------------------------------------------
+
+
+def messages_of(question: Any, where: str) -> Messages | None:
+    """Return the messages of a prompt as TRL, verl and OpenAI write them, their content as text or as several texts, or
+    None if the prompt is none. Raises DataError for content that is no text; `where` names the row."""
+    if isinstance(question, str):
+        question = _parsed(question)
+    if not isinstance(question, Sequence) or isinstance(question, str) or not question:
+        return None
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.keys() & _CARRIES for m in question):
+        return None
+    return [_of_texts(message, f"{where}, message {number}") for number, message in enumerate(question)]
+
+
+_CARRIES = {"content", "tool_calls"}
+
+
+def _parsed(text: str) -> Any:
+    """Return the messages that a table without nested columns holds as JSON text."""
+    if not (text.lstrip().startswith("[") and '"role"' in text):
+        return None
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
+def text_of(messages: Messages) -> str:
+    """Return what messages say, for people."""
+    contents = [message.get("content") or "" for message in messages]
+    return "\n".join(content if isinstance(content, str) else "\n".join(content) for content in contents)
+
+
+def _of_texts(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the message with the texts of its parts as content: a list, or the text itself if there is one."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        texts = [_text_of(part, where) for part in content]
+        return message | {"content": texts if len(texts) > 1 else texts[0]}
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    raise DataError(f"{where} ({message['role']}) has no text: its content is {content!r:.60}")
+
+
+def _text_of(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part
+    if isinstance(text, str):
+        return text
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise DataError(f"{where} has a part of type {kind!r:.60}, but tlt trains on text alone: leave such rows out")
+
+
+# -- the template ------------------------------------------------------------------------------------------------------
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, at one time for all prompts. It is tried out on every new sequence of roles, because
+    templates drop what they do not know without a word."""
+
+    def __init__(self, tokenizer: Any, config: DataConfig) -> None:
+        """Raises DataError if the tokenizer has none."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError("data.chat = true, but the model's tokenizer has no chat template: set data.chat = false")
+        self.tokenizer, self.arguments = tokenizer, config.chat_arguments
+        self.now = datetime.fromisoformat(config.now) if config.now else datetime.now()
+        self._tried: set[tuple[Any, ...]] = set()
+        self._refuse_unread_arguments()
+
+    def render(self, turns: Messages) -> str:
+        """Return the text up to where the model's answer begins, or goes on if the last message is the assistant's.
+        Raises DataError."""
+        turns = [self._joined(turn) for turn in turns]
+        shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
+        if shape not in self._tried:
+            self._refuse_unknown_roles(turns)
+            self._refuse_chance(turns)
+            self._refuse_dropped(turns)
+            self._tried.add(shape)
+        return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
+
+    def around_reply(self) -> tuple[str, str]:
+        """Return the texts that the template writes before and after a user's message that follows an answer of the
+        model. Raises DataError if it writes no such message."""
+        turns = [("user", _mark(0)), ("assistant", _mark(1)), ("user", _mark(2))]
+        text = self._apply([{"role": role, "content": content} for role, content in turns])
+        before, found, after = text.rpartition(_mark(1))[2].partition(_mark(2))
+        if _mark(1) not in text or not found:
+            raise DataError(
+                "the tokenizer's chat template does not write a user's message behind an answer: take another"
+            )
+        return before, after
+
+    def _joined(self, turn: dict[str, Any]) -> dict[str, Any]:
+        texts = turn.get("content")
+        if not isinstance(texts, list):
+            return turn
+        between, strips = self._between_parts
+        return turn | {"content": between.join(text.strip() if strips else text for text in texts)}
+
+    @cached_property
+    def _between_parts(self) -> tuple[str, bool]:
+        """What the template writes between two parts of a message, and whether it strips them.
+
+        Most templates that know parts write nothing between them, such as those of Gemma 3, Qwen 2.5 VL and GLM 4.5. A
+        template that takes text alone is given lines, as vLLM and llama.cpp do."""
+        parts = [{"type": "text", "text": text} for text in (f"{_mark(0)} ", f" {_mark(1)}")]
+        try:
+            text = self._apply([{"role": "user", "content": parts}])
+        except DataError:
+            return "\n", False
+        found = re.search(f"{_mark(0)}(\\s*){_mark(1)}", text)
+        if not found:
+            return "\n", False
+        between = found[1]
+        strips = not (between.startswith(" ") and between.endswith(" ") and len(between) > 1)
+        return (between, True) if strips else (between[1:-1], False)
+
+    def _apply(self, turns: Messages) -> str:
+        try:
+            with _time_stands_at(self.now):
+                return self.tokenizer.apply_chat_template(
+                    turns, add_generation_prompt=turns[-1]["role"] != "assistant", tokenize=False, **self.arguments
+                )
+        except Exception as error:  # a template is a program of its own
+            raise DataError(f"the tokenizer's chat template refuses a prompt: {error}") from None
+
+    def _goes_on(self, turns: Messages) -> str:
+        """Cut the text where the last message ends. transformers' `continue_final_message` would lose the white space
+        at the end of the message, and that before an empty one, if the template trims messages."""
+        content = turns[-1].get("content") or ""
+        text = self._apply([*turns[:-1], turns[-1] | {"content": content + _mark(0)}])
+        whole, mark, _ = text.rpartition(_mark(0))
+        if not mark or not _bare(whole).endswith(_bare(content)):
+            raise DataError(
+                f"the chat template changes the assistant's message {content[:40]!r}, with which the answer is to "
+                "begin: write it as the template does"
+            )
+        return whole
+
+    def _refuse_unread_arguments(self) -> None:
+        from jinja2 import meta
+        from transformers.utils import chat_template_utils
+
+        asked = self.arguments.get("chat_template"), self.arguments.get("tools")
+        template = self.tokenizer.get_chat_template(*asked)
+        try:
+            # with the tags that transformers adds to the language
+            environment = cast(Any, chat_template_utils)._compile_jinja_template(template).environment
+        except Exception as error:
+            raise DataError(f"the tokenizer's chat template is not one: {error}") from None
+        read = meta.find_undeclared_variables(environment.parse(template)) | {"chat_template"}
+        for name in self.arguments.keys() - read:
+            near = difflib.get_close_matches(name, read, cutoff=0.5)
+            raise DataError(
+                f"the chat template does not read {name} of data.chat_arguments: "
+                + (f"did you mean {' or '.join(near)}?" if near else "leave it out")
+            )
+
+    def _refuse_unknown_roles(self, turns: Messages) -> None:
+        """Many templates write whatever role they are given."""
+        for turn in turns:
+            if turn["role"] not in ROLES and turn["role"] not in str(self.tokenizer.chat_template):
+                raise DataError(
+                    f"the chat template does not know the role {turn['role']!r}: write {', '.join(ROLES[:-1])} or "
+                    f"{ROLES[-1]}"
+                )
+
+    def _refuse_chance(self, turns: Messages) -> None:
+        texts = sorted({self._apply(turns) for _ in range(_TRIES)})
+        if len(texts) > 1:
+            differ = (i for i in range(len(texts[0])) if not texts[1].startswith(texts[0][: i + 1]))
+            place = next(differ, len(texts[0]))
+            one, other = (text[place : place + 20] for text in texts[:2])
+            raise DataError(
+                "the tokenizer's chat template writes another text each time, so that no run could be resumed: take "
+                f"out of chat_template what writes {one!r}, then {other!r}"
+            )
+
+    def _refuse_dropped(self, turns: Messages) -> None:
+        """Raise DataError for a message that does not reach the text. What a template leaves out of a model's own
+        earlier words is as in its training: its reasoning, and what it says with a tool call."""
+        plain = self._apply(turns)
+        marked = [
+            turn if turn.get("tool_calls") else turn | {"content": turn["content"] + _mark(i)}
+            for i, turn in enumerate(turns)
+        ]
+        text = self._apply(marked)
+        for i, turn in enumerate(turns):
+            said = f"the {turn['role']} message {(turn.get('content') or '')[:40]!r}"
+            if _mark(i) not in text and not turn.get("tool_calls"):
+                raise DataError(
+                    f"the tokenizer's chat template leaves out {said}: move its text into a message that the "
+                    "template keeps, or take another template"
+                )
+            for key in ("tool_calls", "tools"):
+                without = [*turns[:i], {k: v for k, v in turn.items() if k != key}, *turns[i + 1 :]]
+                if turn.get(key) and self._writes(without, plain):
+                    raise DataError(
+                        f"the tokenizer's chat template leaves out the {key} of {said}: leave such rows out"
+                    )
+
+    def _writes(self, turns: Messages, text: str) -> bool:
+        """Return whether the template makes this text of the messages. It may refuse a message that lost a key."""
+        try:
+            return self._apply(turns) == text
+        except DataError:
+            return False
+
+
+def _mark(place: int) -> str:
+    return f"zq{place}qz"
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+@contextmanager
+def _time_stands_at(now: datetime) -> Iterator[None]:
+    """Let the `strftime_now` of templates tell this time. transformers makes a placeholder of a function among the
+    template's arguments, so its clock has to be replaced."""
+    from transformers.utils import chat_template_utils  # takes seconds, which only chat templates need
+
+    module: Any = chat_template_utils
+    clock = module.datetime
+    module.datetime = SimpleNamespace(now=lambda: now)
+    try:
+        yield
+    finally:
+        module.datetime = clock
+
+
+def refuse_tag_twice(text: str, prefill: str) -> None:
+    """Raise DataError if the template's generation prompt opens a tag, such as <think>, and the prefill does so too."""
+    tag = re.match(r"\s*(<[^<>\s]+>)", prefill)
+    if tag and text.rstrip().endswith(tag[1]):
+        raise DataError(
+            f"data.prefill begins with {tag[1]}, with which the chat template ends a prompt already: leave it out of "
+            "data.prefill"
+        )

@@ -1,0 +1,306 @@
+"""Prompts: from reasoning-gym tasks by name, or from files; and the cursor that hands each out once an epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from tlt.config import DataConfig, EvalConfig
+from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
+from tlt.data.tables import DataError, read_rows
+from tlt.files import is_text
+from tlt.types import Prompt, column
+from tlt_rl import install_hint
+
+log = logging.getLogger(__name__)
+Question = str | Messages
+"""text, or messages"""
+Encode = Callable[[Question], Sequence[int]]
+Row = tuple[Question, dict[str, Any]]
+
+DEFAULT_ANSWER_COLUMN = DataConfig.model_fields["answer_column"].default
+_MOST_TASKS = 50
+_NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seeds item i of a task with seed + i
+
+
+def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
+    """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
+    DataError."""
+    rows = list(_task_rows(config) if config.tasks else _file_rows(config))
+    answers_in = "answer" if config.tasks else config.answer_column
+    prompts: list[Prompt] = []
+    for row, (question, data) in enumerate(rows):
+        asked = _asked(question, config)
+        written = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False, default=str)
+        if not is_text(written):
+            raise DataError(f"prompt {row} holds half of a surrogate pair, which is no text: {written[:80]!a}")
+        try:
+            token_ids = tuple(encode(asked))
+        except DataError as error:
+            raise DataError(f"prompt {row}: {error}") from None
+        if not token_ids:
+            raise DataError(f"prompt {row} is empty: every prompt needs at least one token")
+        if len(token_ids) > config.max_prompt_tokens:
+            if config.long_prompts == "drop":
+                continue
+            raise DataError(
+                f"prompt {row} has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens}: shorten it, raise the limit, or set data.long_prompts = 'drop'"
+            )
+        text = asked if isinstance(asked, str) else text_of(asked)
+        prompts.append(Prompt(len(prompts), text, token_ids, data, answers_in, config.prefill))
+    if left_out := len(rows) - len(prompts):
+        said = "%d of %d prompts have more than data.max_prompt_tokens = %d and are left out"
+        log.warning(said, left_out, len(rows), config.max_prompt_tokens)
+    if not prompts:
+        raise DataError(f"no prompt has at most data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
+    return _without_many_tasks(prompts, config)
+
+
+def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
+    """Let the metrics pass over the tasks of a file if they are free text, because each would be a metric."""
+    tasks = {prompt.task for prompt in prompts}
+    if not config.path or len(tasks) <= _MOST_TASKS:
+        return prompts
+    said = "%s has %d different texts under task or data_source: no metric is kept for each, as for up to %d of them"
+    log.warning(said, config.path, len(tasks), _MOST_TASKS)
+    return [replace(prompt, counts_by_task=False) for prompt in prompts]
+
+
+def _asked(question: Question, config: DataConfig) -> Question:
+    if isinstance(question, str):
+        return config.template.replace("{question}", question)
+    if config.template != "{question}":
+        raise DataError("data.template is for prompts that are text, and these are lists of messages: leave it out")
+    return question
+
+
+def load_held_out(config: DataConfig, held_out: EvalConfig, encode: Encode, training: Sequence[Prompt]) -> list[Prompt]:
+    """`eval.size` prompts that training has not, evenly from `eval.path`, or from the tasks with another seed."""
+    tasks = [] if held_out.path else config.tasks
+    changes = {"path": held_out.path, "tasks": tasks, "size": 4 * held_out.size, "seed": config.seed + _HELD_OUT}
+    seen = {prompt.text for prompt in training}
+    new = [prompt for prompt in load_prompts(config.model_copy(update=changes), encode) if prompt.text not in seen]
+    if not new:
+        source = held_out.path or "the tasks"
+        raise DataError(f"no prompt is held out: all that {source} can give eval are among the training prompts")
+    return new[:: max(1, len(new) // held_out.size)][: held_out.size]
+
+
+def encoder(tokenizer: Any, config: DataConfig) -> Encode:
+    """Prompt -> token ids, in the tokenizer's chat template where asked. Raises DataError where it has none."""
+    if not config.chat:
+        _refuse_end_token(tokenizer)
+
+        def plain(question: Question) -> Sequence[int]:
+            if not isinstance(question, str):
+                raise DataError("the prompts are lists of messages: set data.chat = true")
+            return _one_bos(tokenizer, tokenizer(question + config.prefill)["input_ids"])
+
+        return plain
+    template = ChatTemplate(tokenizer, config)
+
+    def encode(question: Question) -> Sequence[int]:
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        if config.system and turns[0]["role"] not in ("system", "developer"):
+            turns.insert(0, {"role": "system", "content": config.system})
+        whole = template.render(turns)
+        refuse_tag_twice(whole, config.prefill)
+        # the template has written the special tokens already
+        return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
+
+    return encode
+
+
+def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
+    """Return a function of a text and the token before it, which returns the tokens of a reply to the model.
+
+    With a chat template, the reply is a user's message. Without a token before it, it is plain text. A special token's
+    name in it is text. Raises DataError."""
+    before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
+    begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
+
+    def encode(text: str, last: int | None) -> list[int]:
+        content = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if last is None:
+            return content
+        own = begins[:1] == [last]  # the end token, which the model wrote itself
+        return [*begins[own:], *content, *ends]
+
+    return encode
+
+
+def _refuse_end_token(tokenizer: Any) -> None:
+    """Raise DataError if the tokenizer ends every text with the end token: the response would begin behind it."""
+    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+        raise DataError(
+            f"the tokenizer ends every text with {tokenizer.eos_token}, so that a prompt is over before its response: "
+            "remove that token from post_processor in tokenizer.json, or set data.chat = true"
+        )
+
+
+def _one_bos(tokenizer: Any, token_ids: Sequence[int]) -> Sequence[int]:
+    """A text that begins with the BOS token's text would have two: the tokenizer adds one of its own."""
+    bos = tokenizer.bos_token_id
+    if bos is None or list(token_ids[:2]) != [bos, bos]:
+        return token_ids
+    _tell_of_two(tokenizer.bos_token)
+    return token_ids[1:]
+
+
+@cache
+def _tell_of_two(bos: str) -> None:
+    log.warning("prompts begin with two %s, the text's own and the tokenizer's: one is left out", bos)
+
+
+def refuse_foreign_tokens(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """A tokenizer of another model gives tokens that this one has no row for."""
+    for prompt in prompts:
+        if max(prompt.token_ids) >= vocab_size:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has token {max(prompt.token_ids)}, beyond the model's vocabulary of "
+                f"{vocab_size}: the tokenizer in model.path is not this model's"
+            )
+
+
+def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
+    """Return the sha256 of the prompts as tokens, as texts, and with every column of a file's rows, all of which a
+    reward can see. A resumed run must be given the same. If the tokens alone differ, the tokenizer does."""
+    answers = [str(prompt.ground_truth) for prompt in prompts]
+    rows = [prompt.data for prompt in prompts] if config.path else []  # generated ones follow from the recipe
+    return {
+        "prompts": _sha256([prompt.token_ids, answer] for prompt, answer in zip(prompts, answers, strict=True)),
+        "texts": _sha256([prompt.text, answer] for prompt, answer in zip(prompts, answers, strict=True)),
+        "columns": _sha256(rows, sort_keys=True, default=str),
+    }
+
+
+def _sha256(values: Iterable[Any], **options: Any) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(json.dumps(value, **options).encode())
+    return digest.hexdigest()
+
+
+# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+
+
+def task_dataset(config: DataConfig, stage: int) -> Any:
+    """The reasoning-gym mixture of one stage; its `score_answer(answer, entry)` is the tasks' own checker. Raises
+    DataError."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+    except ImportError:
+        raise DataError(f"data.tasks needs reasoning-gym: {install_hint('tasks')}") from None
+    tasks = [task for task in config.tasks if task.stage == stage]
+    specs = [DatasetSpec(task.name, task.weight, dict(task.params)) for task in tasks]
+    seed = _first_seed(config.seed) + stage * _NEXT_STAGE
+    try:
+        return reasoning_gym.create_dataset("composite", size=config.size, seed=seed, datasets=specs)
+    except (ValueError, TypeError, AssertionError) as error:
+        names = ", ".join(task.name for task in tasks)
+        raise DataError(f"reasoning-gym refuses data.tasks ({names}): {error}") from None
+
+
+def _first_seed(seed: int) -> int:
+    """Of the first item. Neighbouring seeds would share all items but one."""
+    held_out = _HELD_OUT if seed >= _HELD_OUT else 0
+    number = seed - held_out
+    return held_out + (int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:4]) % _HELD_OUT if number else 0)
+
+
+def _task_rows(config: DataConfig) -> Iterator[Row]:
+    for stage, size in _stage_sizes(config).items():
+        dataset = task_dataset(config, stage)
+        for entry in (dataset[i] for i in range(size)):
+            task = entry["metadata"]["source_dataset"]
+            yield entry["question"], {"entry": entry, "answer": entry["answer"], "stage": stage, "task": task}
+
+
+def _stage_sizes(config: DataConfig) -> dict[int, int]:
+    """Each stage's share of `size`, by the weights of its tasks."""
+    weights = dict.fromkeys(sorted(task.stage for task in config.tasks), 0.0)
+    for task in config.tasks:
+        weights[task.stage] += task.weight
+    total = sum(weights.values()) or 1.0  # a file has no stages
+    borders = [round(config.size * weight / total) for weight in accumulate(weights.values(), initial=0.0)]
+    return {stage: end - start for stage, (start, end) in zip(weights, pairwise(borders), strict=True)}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _file_rows(config: DataConfig) -> list[Row]:
+    assert config.path is not None, "the configuration has either tasks or a path"
+    rows: list[Row] = []
+    for where, row in read_rows(config.path):
+        question = column(row, config.prompt_column)
+        messages = messages_of(question, where)
+        if messages is None and not isinstance(question, str):
+            raise DataError(
+                f"{where} has no text under {config.prompt_column!r}, and no messages: set data.prompt_column"
+            )
+        rows.append((messages or question, row))
+    if config.chat and "tools" not in config.chat_arguments and any(data.get("tools") for _, data in rows):
+        log.warning("the tools in the rows of %s reach no prompt: set data.chat_arguments.tools", config.path)
+    if not rows:
+        raise DataError(f"{config.path} holds no prompts: give one JSON object a line, or one row each")
+    answers = [column(row, config.answer_column) for _, row in rows]
+    if config.answer_column != DEFAULT_ANSWER_COLUMN and all(answer is None for answer in answers):
+        names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
+        raise DataError(
+            f"{config.path} has nothing under data.answer_column = {config.answer_column!r}: its columns are {names}"
+        )
+    # a column of this name stays what it is, whatever data.answer_column says
+    return [(question, {"answer": answer, **row}) for (question, row), answer in zip(rows, answers, strict=True)]
+
+
+# -- the cursor --------------------------------------------------------------------------------------------------------
+
+
+def make_cursor(config: DataConfig, size: int, seed: int) -> Cursor:
+    """A cursor over the `size` prompts of `config`."""
+    return Cursor(size, seed, config.shuffle, stages=list(_stage_sizes(config).values()))
+
+
+@dataclass
+class Cursor:
+    """Hands out each row once an epoch, in an order that is a function of (seed, epoch); a batch may span two
+    epochs."""
+
+    size: int
+    seed: int
+    shuffle: bool
+    epoch: int = 0
+    position: int = 0
+    stages: list[int] = field(default_factory=list)
+    """sizes of the curriculum's stages, whose rows lie one after another: the first epoch takes them in turn"""
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """The next `count` (row, epoch)."""
+        taken: list[tuple[int, int]] = []
+        while len(taken) < count:
+            rows = self._order()[self.position : self.position + count - len(taken)]
+            taken += [(row, self.epoch) for row in rows]
+            self.position += len(rows)
+            if self.position == self.size:
+                self.epoch, self.position = self.epoch + 1, 0
+        return taken
+
+    def _order(self) -> list[int]:
+        rows = list(range(self.size))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{self.epoch}").shuffle(rows)
+        if self.stages and self.epoch == 0:
+            borders = list(accumulate(self.stages))
+            rows.sort(key=lambda row: bisect_right(borders, row))  # stable: the order within a stage stays
+        return rows

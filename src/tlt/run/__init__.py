@@ -1,0 +1,1 @@
+"""A training run in its folder: parts, records, resume, live view."""

@@ -1,0 +1,331 @@
+"""What a person sees while a run goes on: a live panel in a terminal, a line a step anywhere else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.console import Group as Group_
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlt.config import Config
+from tlt.loop import StepResult
+from tlt.metrics import against_plain, useful_share
+from tlt.progress import Work, working
+from tlt.run.keys import listening
+from tlt.run.sample_view import KEYS, SAMPLE, choose, picture
+from tlt.run.workers_view import BARS, COLOURS, WorkersView, stacked
+from tlt.trace import STATES
+from tlt.types import Group, Response, StepMetrics, WorkerNow
+
+GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
+NO_GAIN = (
+    "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
+    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more "
+    "--tokens make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
+)
+_SHOWN_STEPS = 10
+_OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
+_PHASES = {
+    "rollout": "green",
+    "compare": "red",
+    "reward": "yellow",
+    "update": "blue",
+    "sync": "magenta",
+    "save": "cyan",
+    "eval": "bright_black",
+    "other": "white",
+}
+
+
+class Display:
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(markup=False, emoji=False)
+        self.history: list[StepMetrics] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.workers = WorkersView()
+        self.groups: Sequence[Group] = ()
+        """of the last step"""
+        self.which = SAMPLE
+        self.asked_to_stop = ""
+        self._live: Live | None = None
+        self._work = Work("train", None, "steps")
+        self._step_began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="dim", highlight=False)
+
+    def stopping(self, text: str) -> None:
+        """Show that the run was asked to stop. In a signal handler a console cannot be written to, but its file can."""
+        self.asked_to_stop = text
+        if self._live is None:
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"tlt: {text}\n".encode())
+
+    @contextmanager
+    def live(
+        self,
+        config: Config,
+        first: int,
+        workers_now: Callable[[], Sequence[WorkerNow]],
+        updated: Callable[[], float] = lambda: 0.0,
+    ) -> Iterator[None]:
+        """Show the run until the block ends. `updated` says how much of the update under way is done."""
+        self.config, self.workers_now, self.updated = config, workers_now, updated
+        self.now = ("starting", first, 0, 0)
+        self._step_began = time.monotonic()
+        if not self.console.is_terminal:
+            with working("train", config.train.steps - first, "steps") as self._work:
+                yield
+            return
+        with listening(self.key), Live(self, console=self.console, refresh_per_second=4) as self._live:
+            yield
+        self._live = None
+
+    def key(self, key: str) -> None:
+        """Pressed by whoever looks on."""
+        self.which = KEYS.get(key, self.which)
+
+    # -- events (the loop's Watcher) -----------------------------------------------------------------------------------
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        self.now = (name, step, 0, total)
+        self._work.note = name
+        self.workers.phase()
+
+    def response(self, response: Response) -> None:
+        name, step, done, total = self.now
+        self.now = (name, step, done + 1, total)
+        self._work.note = f"{name} {done + 1}/{total}"
+
+    def step(self, result: StepResult) -> None:
+        self.history.append(result.metrics)
+        self.groups, self._step_began = result.groups, time.monotonic()
+        self._work.advance()
+        if self._live is None:
+            self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
+
+    def evaluation(self, step: int, found: dict[str, float]) -> None:
+        """After `step` steps, on held-out prompts."""
+        self.evaluations.append((step, found))
+        if self._live is None:
+            self.console.print(self._held_out(), highlight=False, soft_wrap=True)
+
+    # -- pictures -----------------------------------------------------------------------------------------------------
+
+    def __rich__(self) -> RenderableType:
+        name, step, done, total = self.now
+        steps, length = self.config.train.steps, 40 if self.console.width >= 80 else 20
+        share = self.updated() if name == "update" else done / max(1, total)
+        counted = f"{done}/{total}" if total and name != "update" else ""
+        head = Table.grid(padding=(0, 1))
+        head.add_row("step", f"{step + 1}/{steps}", ProgressBar(steps, step, width=length), self._time_left())
+        head.add_row(name, counted, ProgressBar(1.0, min(1.0, share), width=length), "")
+        parts: list[RenderableType] = [head, self._workers(step)]
+        if self.asked_to_stop:
+            parts.insert(0, Text(self.asked_to_stop, "bold yellow"))
+        if self.history:
+            parts += [self._rewards(), self._table(), *self._where_time_went(), self._strategies(), self._drafters()]
+        if self.evaluations:
+            parts.append(Text(self._held_out()))
+        if found := choose(self.groups, self.which):
+            parts.append(picture(found, self.which, self.console.width - 4))
+        folder = Text(self.config.run.folder)
+        return Panel(Group_(*parts), title="tlt", title_align="left", subtitle=folder, subtitle_align="right")
+
+    def _workers(self, step: int) -> RenderableType:
+        now = self.workers_now()
+        self.workers.look(now)
+        return self.workers.table(now, step, self._width)
+
+    @property
+    def _width(self) -> int:
+        """Of the bars that share a line with something else."""
+        return 40 if self.console.width >= 100 else 24
+
+    def _held_out(self) -> str:
+        step, found = self.evaluations[-1]
+        missing = f"  without reward: {found['without_reward']}" if found.get("without_reward") else ""
+        shares = "".join(f"  {name} {value:.3f}" for name, value in found.items() if "@" in name)
+        return f"held out, after step {step}{shares}{missing}  length {found['length_mean']:.0f} mean"
+
+    def _time_left(self) -> str:
+        """Falls while a step runs, and by no more than what one is expected to take."""
+        if not self.history:
+            return ""
+        last = self.history[-1]
+        steps = self.config.train.steps - last.step - 1
+        gone = min(time.monotonic() - self._step_began, last.seconds_left / max(1, steps))
+        return f"{timedelta(seconds=round(last.seconds_left - gone))} left"
+
+    def _rewards(self) -> Text:
+        rewards = [m.reward for m in self.history][-60:]
+        low, high = min(rewards), max(rewards)
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+        return Text.assemble(
+            "reward ",
+            ("".join(BARS[round((r - low) * scale)] for r in rewards), "green"),
+            f"  {low:.2f} .. {high:.2f}",
+        )
+
+    def _table(self) -> Table:
+        """Of the last steps, 74 columns wide at most."""
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        columns = ("step", "reward", "median", "longest", "cut off", "tokens/s", "accept length", "seen ahead")
+        for column in (*columns, "mismatch", "seconds"):
+            table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
+        shown = max(3, min(_SHOWN_STEPS, self.console.height - _OTHER_LINES))
+        for m in self.history[-shown:]:
+            table.add_row(
+                str(m.step + 1),
+                f"{m.reward:.3f}",
+                *(f"{m.lengths[key]:.0f}" for key in ("median", "max")),
+                f"{m.lengths['truncated']:.0%}",
+                f"{m.tokens_per_second:,.0f}",
+                f"{m.accept_length:.2f}",
+                f"{_seen_ahead(m):.0%}",
+                f"{m.update['mismatch_mean']:.1e}",
+                f"{m.seconds['total']:.1f}",
+            )
+        return table
+
+    def _where_time_went(self) -> list[Text]:
+        """Of the step, and of the workers together."""
+        phases = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
+        workers = [worker for m in self.history for worker in m.workers]
+        states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
+        width = self._width - 8
+        useful = useful_share((m.workers, m.rollout) for m in self.history)
+        spent = stacked("workers", states, COLOURS, width).append(f"  useful\N{NO-BREAK SPACE}{useful:.0%}", "bold")
+        return [stacked("time", phases, _PHASES, width), spent]
+
+    def _strategies(self) -> Text:
+        """What the last rollout's rounds used, the most frequent first, and drafters that went wrong."""
+        rollout = self.history[-1].rollout
+        rounds = sorted(rollout["strategies"].items(), key=lambda item: -item[1])
+        total = sum(count for _, count in rounds) or 1
+        used = ", ".join(f"{name} {count / total:.0%}" for name, count in rounds[:4])
+        return Text.assemble("rounds  ", used, *((f"\n{line}", "bold red") for line in _alarms(self.history[-1])))
+
+    def _drafters(self) -> Text:
+        """Return the acceptance rate of each drafter's first token in the last rollout, and the gain so far."""
+        rollout = self.history[-1].rollout
+        spot = rollout["spot"]
+        right = ", ".join(f"{name} {share:.0%}" for name, share in rollout["agreement"].items())
+        learned = f"learned drafter: version {spot['version']:.0f}{_training(spot)}; " if "version" in spot else ""
+        guesses = f"first token accepted: {right}" * bool(right)
+        found = against_plain(m.rollout["against_plain"] for m in self.history)
+        faster = f"\nspeed   {found['times']:.2f} times as fast as plain decoding" if found else ""
+        return Text(f"draft   {learned}{guesses}{faster}")
+
+    def _line(self, m: StepMetrics) -> str:
+        spent = ", ".join(f"{name} {m.seconds[name]:.1f}" for name in _PHASES if m.seconds.get(name, 0.0) >= 0.05)
+        missing = ", ".join(f"{count} {outcome}" for outcome, count in m.outcomes.items())
+        return (
+            f"step {m.step + 1}/{self.config.train.steps}  reward {m.reward:.3f}  "
+            f"{f'without reward: {missing}  ' if missing else ''}"
+            f"length {m.lengths['median']:.0f} median {m.lengths['max']:.0f} longest "
+            f"{m.lengths['truncated']:.0%} cut off  "
+            f"{m.tokens_per_second:,.0f} tokens/s  accept length {m.accept_length:.2f}  "
+            f"seen ahead {_seen_ahead(m):.0%}  {_version(m)}"
+            f"{m.seconds['total']:.1f} s ({spent})  {self._time_left()}" + "".join(f"\n{line}" for line in _alarms(m))
+        )
+
+
+def _version(m: StepMetrics) -> str:
+    """Of the learned drafter, where one may be trained."""
+    return f"drafter {m.rollout['spot']['version']:.0f}  " if "version" in m.rollout["spot"] else ""
+
+
+def _training(spot: dict[str, float]) -> str:
+    """Return whether the drafter is trained or rests."""
+    return ", at rest" if spot["rests"] else ", in training"
+
+
+def _seen_ahead(m: StepMetrics) -> float:
+    """Of the step's tokens."""
+    return m.rollout["seen_ahead"] / max(1, m.tokens)
+
+
+def _alarms(m: StepMetrics) -> list[str]:
+    alarms: dict[str, float] = m.rollout["alarms"]
+    return [
+        f"the {name} drafter's first guess is right {now:.0%} of the time, less than half of what it was: no token is "
+        "wrong, but its speed is gone; train it anew"
+        for name, now in alarms.items()
+    ]
+
+
+def closing(summary: dict[str, Any], folder: str) -> list[Text]:
+    """The last lines of a run."""
+    found, missing = summary["against_plain"], summary["without_reward"]
+    faster = ""
+    if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
+        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
+    lines = [
+        Text(
+            f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
+            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}, "
+            f"{summary['useful_share']:.0%} of the workers' time useful"
+        )
+    ]
+    if summary["compared"]:
+        lines.append(Text(_compared(summary)))
+    times = summary["times_plain"]
+    if times is not None and times < GAIN:
+        lines.append(Text(NO_GAIN))
+    if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
+        last = summary["by_step"]["drafter_version"][-1]
+        better = f"the last one that was better is number {last:.0f}" if last else "none was better"
+        lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
+    if missing:
+        share = sum(missing.values()) / summary["responses"]
+        named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
+        said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
+        lines.append(Text(said, "bold red"))
+    if peaks := summary["peak_memory"]:
+        lines.append(Text(_memory(**peaks)))
+    return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
+
+
+def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
+    """Return the peak memory of the driver and of the worker that had most."""
+    shown = [f"driver {_mib(driver)}"]
+    if workers:
+        shown.append(f"largest worker {_mib(max(workers.values(), key=lambda peak: peak['resident']))}")
+    return f"peak memory: {', '.join(shown)}"
+
+
+def _mib(peak: dict[str, float]) -> str:
+    return f"{peak['resident']:,.0f} MiB" + (f" and {peak['cuda']:,.0f} MiB on CUDA" if "cuda" in peak else "")
+
+
+def _first_and_last(summary: dict[str, Any]) -> str:
+    """Return the rewards of the first and the last tenth of the run, and how many steps that is."""
+    first, last, steps = (summary[f"reward_{name}"] for name in ("first_tenth", "last_tenth", "tenth_steps"))
+    some = "step" if steps == 1 else f"{steps} steps"
+    return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
+
+
+def _compared(summary: dict[str, Any]) -> str:
+    """What a run that was compared with plain decoding found."""
+    found, rollouts = summary["compared"], summary["seconds"]["rollout"]
+    same = "same tokens"
+    if found["differ"]:
+        same = (
+            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` says whether by rounding alone"
+        )
+    seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
+    return (
+        f"rollouts took {rollouts:.1f} s: {summary['times_plain']:.2f} times as fast as plain decoding, measured on "
+        f"{found['steps']} steps ({seconds}), {same}"
+    )

@@ -1,0 +1,90 @@
+"""From a recipe to all that the loop needs: prompts, reward, the policy, and one worker or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt.build import (
+    open_engine,
+    open_target,
+    refuse_misfits,
+    sampling_params,
+    starting_drafter,
+    steps_ahead,
+)
+from tlt.cluster.local import LocalRollout, OwnTraining
+from tlt.config import Config
+from tlt.data.prompts import encoder, load_prompts, make_cursor, reply_encoder
+from tlt.energy import Meter, MeteredTracer
+from tlt.engine.spelling import Detokenizer
+from tlt.loop import Parts, Rollout, Trainable
+from tlt.progress import working
+from tlt.rewards import make_reward, make_turns, refuse_special_tokens
+from tlt.rewards.turns import Turns
+from tlt.rl.choose import make_policy, weights_folder
+from tlt.rl.parity import take_weights
+from tlt.rl.teacher import spot_trainer
+from tlt.run.about import about_model, about_prompts
+from tlt.spot.spot_worker import SpotWorker
+
+
+class Lasting(Trainable, Protocol):
+    """A policy that goes into checkpoints."""
+
+    version: int | None
+    """the steps that it was updated in, those of a run that it goes on from among them; None amid an update"""
+
+    @property
+    def updated(self) -> float:
+        """Share of the update under way that is done; others may ask at any time."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load_optimizer(self, folder: Path) -> None: ...
+
+    def sha256(self) -> str: ...
+
+
+def make_parts(
+    config: Config, tokenizer: Any, policy_folder: Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> tuple[Parts, Lasting]:
+    """All that the loop needs, what is quickly checked first; the engine holds the policy's weights."""
+    folder = policy_folder or config.model.path
+    prompts = load_prompts(config.data, encoder(tokenizer, config.data))
+    note(about_prompts(config, prompts))
+    refuse_special_tokens(config, tokenizer)
+    log = Path(config.run.folder) / "reward.log"
+    reward = make_reward(config, prompts, log)
+    turns = make_turns(config, reply_encoder(tokenizer, config.data), Detokenizer(tokenizer), log)
+    refuse_misfits(config, prompts)
+    sampling = sampling_params(config.rollout, config.model.path, tokenizer)
+    sampling = replace(sampling, continues=config.reward.environment is not None)
+    cursor = make_cursor(config.data, len(prompts), config.run.seed)
+    note(about_model(config))
+    with working("start the policy and its workers"):
+        rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder, turns)
+    tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
+    return Parts(prompts, cursor, rollout, reward, policy, sampling, tracer=tracer, turns=turns), policy
+
+
+def _one_worker(config: Config, folder: str | Path, turns: Turns) -> tuple[Rollout, Lasting]:
+    target = open_target(config, weights_folder(config, folder), trains=True)
+    layer = starting_drafter(config, target.options)
+    policy = make_policy(config, folder)
+    trainer = spot_trainer(layer, target, policy, config) if layer else None
+    worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
+    engine = open_engine(config, target, layer, worker.harvest if layer else None)
+    take_weights(target, policy, version=0)
+    training = OwnTraining(worker, config, target.options, layer)
+    return LocalRollout(engine, training, steps_ahead(config.speculation), turns), policy
+
+
+def _many_workers(config: Config, folder: str | Path, turns: Turns) -> tuple[Rollout, Lasting]:
+    from tlt.cluster.remote import join
+    from tlt.cluster.workers import RayPool  # Ray is an extra
+
+    return join(RayPool(config, folder), config, turns)

@@ -1,0 +1,84 @@
+"""Everything that a run writes down of a step: metrics.jsonl, completions.jsonl, and its trackers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tlt.config import Config
+from tlt.loop import StepResult, Watcher
+from tlt.metrics import MetricsWriter
+from tlt.report import Page
+from tlt.rl.measure import tokens_of
+from tlt.run.trackers import Place, Trackers, names_of
+from tlt.store.completions import CompletionsWriter
+from tlt.store.completions_parquet import ParquetCompletions
+from tlt.store.journal import Journal
+from tlt.types import Response
+
+_LAST = 10  # steps that the time left is told from
+
+
+class Record:
+    """Of a run that begins with `first_step`; `last` is the line of the step before that the checkpoint holds."""
+
+    def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
+        names = names_of(config.run.trackers)
+        self.metrics = MetricsWriter(folder, first_step, last)
+        limit = config.run.completions_mb * 2**20
+        # each forgets the steps that are done again; a resumed run may write in the other format
+        kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
+        writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
+        self.completions = writers[config.run.completions_format] if limit else None
+        self.page = Page(folder, config.run.report)
+        self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
+
+    def write(self, result: StepResult) -> None:
+        """Raises MetricsError."""
+        metrics = result.metrics
+        if self.completions:
+            self.completions.write(metrics.step, result.settled)
+        self.metrics.write(metrics)
+        self.trackers.log(metrics.step, asdict(metrics))
+
+    def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
+        """Of the policy after `step` steps, which no line of metrics.jsonl holds: summary.json does."""
+        if evaluation:
+            self.trackers.log(step, {"eval": evaluation})
+
+    def close(self) -> None:
+        self.trackers.close()
+
+
+class Progress:
+    """Tokens so far, those of a run that is gone on with among them, and the seconds that the rest may take."""
+
+    def __init__(self, steps: int, last: dict[str, Any] | None = None) -> None:
+        self.steps = steps
+        self.tokens_seen: int = (last or {}).get("tokens_seen", 0)
+        self._seconds: deque[float] = deque(maxlen=_LAST)
+
+    def add(self, result: StepResult) -> None:
+        """A step has ended: its metrics say how far the run is."""
+        metrics = result.metrics
+        self.tokens_seen += tokens_of(result.groups)
+        self._seconds.append(metrics.seconds["total"])
+        metrics.tokens_seen = self.tokens_seen
+        metrics.seconds_left = fmean(self._seconds) * (self.steps - metrics.step - 1)
+
+
+class Noting:
+    """Writes down each response as it is shown."""
+
+    def __init__(self, watcher: Watcher, journal: Journal) -> None:
+        self.watcher, self.journal = watcher, journal
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        self.watcher.phase(step, name, total)
+
+    def response(self, response: Response) -> None:
+        self.journal.add(response)
+        self.watcher.response(response)

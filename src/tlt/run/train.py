@@ -1,0 +1,399 @@
+"""A training run in its folder: build the parts, start or resume, record every step, save checkpoints, sum up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from tlt.build import eval_sampling, refuse_misfits, settled, steps_ahead
+from tlt.config import Config
+from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out
+from tlt.data.tokenizer import load_tokenizer
+from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
+from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
+from tlt.models.weights import folder_sha256
+from tlt.rewards import refuse_unanswered, sources_sha256
+from tlt.rl.groups import from_plain, to_plain
+from tlt.run.display import Display
+from tlt.run.evaluate import evaluate
+from tlt.run.folder import RunFolder
+from tlt.run.model_card import model_card
+from tlt.run.parts import Lasting, make_parts
+from tlt.run.record import Noting, Progress, Record
+from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
+from tlt.run.trackers import names_of
+from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
+from tlt.store import checkpoint
+from tlt.store.checkpoint import Checkpoint
+from tlt.store.completions_parquet import refuse_without_pyarrow
+from tlt.store.hub import from_hub
+from tlt.store.journal import Journal
+from tlt.store.mirror import Mirror, latest_of, mirror_of
+from tlt.store.model_files import model_files, write_files
+from tlt.trace import TraceFile, seconds_by_state
+from tlt.types import Group, Prompt
+
+
+@dataclass
+class Standing:
+    """How things were at the end of the last step: with the policy, all that a checkpoint holds."""
+
+    done: int
+    """steps"""
+    saved: int
+    """steps of the newest checkpoint; 0 if there is none"""
+    cursor: Cursor
+    carried: list[Group]
+    metrics: dict[str, Any]
+
+
+@dataclass
+class Run:
+    """All of a run that is under way."""
+
+    config: Config
+    folder: RunFolder
+    display: Display
+    model_files: Mapping[str, bytes]
+    """of the tokenizer and the generation defaults, which checkpoints carry along"""
+    parts: Parts
+    policy: Lasting
+    held_out: list[Prompt]
+    standing: Standing
+    trace: TraceFile
+    journal: Journal | None
+    """where speculation makes use of it"""
+    progress: Progress
+    contents: Contents
+    changes: list[dict[str, Any]]
+    """of the recipe, as it was resumed, that may change the result"""
+    mirror: Mirror | None
+    """of its checkpoints"""
+
+    @property
+    def watcher(self) -> Watcher:
+        return Noting(self.display, self.journal) if self.journal else self.display
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        return fingerprints(self.parts.prompts, self.config.data)
+
+    def stand(self, done: int, metrics: dict[str, Any]) -> None:
+        """A step has ended."""
+        parts, saved = self.parts, self.standing.saved
+        self.standing = Standing(done, saved, replace(parts.cursor), list(parts.carried), metrics)
+
+
+def train(
+    config: Config,
+    resume: bool = False,
+    display: Display | None = None,
+    wrap: Callable[[Rollout], Rollout] | None = None,
+    force: Collection[str] = (),
+) -> dict[str, Any]:
+    """Run or go on with a run; returns its summary. `wrap` puts another rollout in the place of the run's own; `force`
+    names the fields that a resumed run may change although it will end elsewhere. Raises a ValueError of one sentence
+    for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
+    names_of(config.run.trackers)  # refuses what is not there
+    refuse_without_pyarrow(config.run)
+    config = settled(config)
+    with stop_request(config.run.stop_within) as stop:
+        try:
+            with RunFolder(config.run, resume) as folder, ExitStack() as ending:
+                if mirror := mirror_of(config.run):
+                    ending.callback(mirror.close)
+                    if not resume:
+                        mirror.refuse_another_run()
+                found = latest_of(folder.path / "checkpoints", mirror) if resume else None
+                state = found.state if found else None
+                config = at_the_time_of_the_run(from_hub(config, state), state)
+                run = _prepare(config, folder, display or Display(), found, ending, mirror, force)
+                if resume and run.journal:
+                    run.parts.rollout.remember(run.journal.take_up())
+                run.parts.turns.keep(folder.path, resume)
+                run.parts.rollout = wrap(run.parts.rollout) if wrap else run.parts.rollout
+                stop.amid_update, stop.begun = lambda: run.policy.version != run.standing.done, True
+                stop.acknowledge = run.display.stopping
+                return _saved_whatever_happens(run, resume, stop)
+        except GivenUp:
+            name = signal.Signals(stop.number).name
+            raise Stopped(f"stopped by {name} before its first step: it changed nothing", stop.number) from None
+
+
+def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
+    """From the first step to the summary."""
+    config, folder = run.config, run.folder
+    try:
+        if not resume:
+            folder.make_way()
+        write_json(folder.path / "config.json", config.model_dump())
+        record = Record(config, folder.path, run.standing.done, run.standing.metrics)
+        _trace(run)
+        with run.display.live(config, run.standing.done, run.parts.rollout.now, lambda: run.policy.updated):
+            evaluation = _go(run, record, stop)
+        record.write_last_evaluation(config.train.steps, evaluation)
+        record.close()
+        summary = summarize(folder.path, run.policy.sha256(), evaluation, run.changes)
+        record.page.write()
+        stop.run_ends()
+        return summary
+    except GivenUp:
+        stop.run_ends()
+        raise Stopped(_stopped_amid_a_step(run, stop.number), stop.number) from None
+    except Exception as error:
+        stop.run_ends()
+        error.add_note(_rescue(run))
+        raise
+
+
+# -- start and resume --------------------------------------------------------------------------------------------------
+
+
+def _prepare(
+    config: Config,
+    folder: RunFolder,
+    display: Display,
+    found: Checkpoint | None,
+    ending: ExitStack,
+    mirror: Mirror | None = None,
+    force: Collection[str] = (),
+) -> Run:
+    display.note(f"loading {config.model.hub or config.model.path}")
+    tokenizer = load_tokenizer(config.model.path)
+    contents = Contents(folder_sha256(config.model.path), sources_sha256(config.reward))
+    changes = allowed_changes(found.state, config, contents, force) if found else []
+    for change in changes:
+        display.note(sentence(change))
+    parts, policy = make_parts(config, tokenizer, found.folder / "policy" if found else None, display.note)
+    ending.callback(parts.rollout.close)
+    ending.callback(parts.reward.close)
+    encode = encoder(tokenizer, config.data)
+    held_out = load_held_out(config.data, config.eval, encode, parts.prompts) if config.eval.every else []
+    refuse_misfits(config, held_out, held_out=True)
+    refuse_unanswered(config, held_out)
+    run = Run(
+        config,
+        folder,
+        display,
+        model_files(config.model.path, tokenizer),
+        parts,
+        policy,
+        held_out,
+        Standing(0, 0, parts.cursor, parts.carried, {}),
+        TraceFile(folder.path / "trace.json"),
+        _journal(config),
+        Progress(config.train.steps, found.state["metrics"] if found else None),
+        contents,
+        changes,
+        mirror,
+    )
+    if found:
+        _restore(run, found, force)
+    return run
+
+
+def _journal(config: Config) -> Journal | None:
+    """Of what a checkpoint that is gone back to would say once more."""
+    if not steps_ahead(config.speculation) or not config.run.save_every:
+        return None
+    return Journal(Path(config.run.folder) / "journal.bin", config.speculation.look_ahead_tokens)
+
+
+def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
+    parts, state = run.parts, found.state
+    cursor = Cursor(**state["cursor"])
+    prompts, columns = run.fingerprints["prompts"], run.fingerprints["columns"]
+    same = state["prompts"] == prompts
+    if not same or state.get("columns", columns) != columns:  # an older checkpoint has none
+        _refuse_other_prompts(run, state, same, force)
+    if same:
+        parts.cursor = cursor
+        parts.carried = from_plain(state["carried"], parts.prompts, parts.sampling)
+    else:
+        parts.cursor.epoch = cursor.epoch + 1  # no request is one that was made before
+        run.display.note("other prompts, as forced: they begin with a new epoch")
+    run.policy.load_optimizer(found.folder)
+    parts.rollout.load_state(state["rollout"])
+    run.changes = [*state["changes"], *run.changes]
+    done = run.policy.version = found.state["step"]
+    run.stand(done, found.state["metrics"])
+    run.standing.saved = done
+    for damaged in found.passed_over:
+        run.display.note(f"passed over: {damaged}")
+    if done == run.config.train.steps:
+        run.display.note(f"all {done} steps of this run are done: to train on, raise train.steps")
+    else:
+        run.display.note(f"going on from step {done} ({found.folder})")
+
+
+def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
+    """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
+    key = "data.path" if run.config.data.path else "data.tasks"
+    source = run.config.data.hub or run.config.data.path or "reasoning-gym"
+    if key not in force:
+        what = f"the prompts of {source} are not those this run began with"
+        if same:
+            what = f"the columns of {source}, which the reward may read, are not those this run began with"
+        elif state.get("texts") == run.fingerprints["texts"]:
+            what = (
+                "the prompts' texts are those this run began with, but their tokens are not, as the tokenizer, its "
+                "chat template, data.chat or the version of transformers is another"
+            )
+        raise DataError(f"{what}: restore them, or give --force {key} to go on with these, or start a new run")
+    if all(change["key"] != key for change in run.changes):  # the file has the name that it had
+        run.changes.append({"step": state["step"], "key": key, "before": source, "now": source, "effect": "forced"})
+
+
+# -- under way ---------------------------------------------------------------------------------------------------------
+
+
+def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
+    """Step after step, each recorded and, where it is due, saved; returns the evaluation after the last one."""
+    config = run.config
+    for result in _steps(run):
+        done = result.metrics.step + 1
+        run.stand(done, asdict(result.metrics))
+        stop.step_has_ended()
+        if saves := bool(stop) or _save_is_due(config, done):
+            with timed("save", result.metrics.seconds, run.parts.tracer):
+                run.display.phase(result.metrics.step, "save", 0)
+                _save(run)
+            result.metrics.seconds["total"] += result.metrics.seconds["save"]
+        result.metrics.energy = run.parts.tracer.step_energy(config.run)
+        run.parts.tracer.mark("step ends", step=result.metrics.step)
+        result.metrics.workers = workers = _trace(run)
+        result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
+        result.metrics.memory = {"driver": peak_memory(), **run.parts.rollout.peak_memory()}
+        record.write(result)
+        if saves:
+            record.page.write_if_quick()
+        run.display.step(result)
+        if stop and done < config.train.steps:
+            if run.standing.saved < done:  # the signal came since
+                _save(run)
+            record.close()
+            raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
+    run.parts.turns.step = config.train.steps
+    with run.parts.tracer.span("eval"):
+        evaluation = _evaluate(run, config.train.steps)
+    _trace(run)
+    return evaluation
+
+
+def _steps(run: Run) -> Iterator[StepResult]:
+    """From the first to the configured last one, each with the evaluation that is due before it."""
+    config = run.config
+    for step in range(run.standing.done, config.train.steps):
+        run.parts.turns.step = step
+        seconds: dict[str, float] = {}
+        evaluation: dict[str, float] = {}
+        if config.eval.every and step % config.eval.every == 0:
+            with timed("eval", seconds, run.parts.tracer):
+                evaluation = _evaluate(run, step)
+        result = one_step(run.parts, config, run.watcher, step)
+        run.progress.add(result)
+        if evaluation:
+            result.metrics.eval = evaluation
+            result.metrics.seconds["eval"] = seconds["eval"]
+            result.metrics.seconds["total"] += seconds["eval"]
+        yield result
+
+
+def _evaluate(run: Run, step: int) -> dict[str, float]:
+    if not run.held_out:
+        return {}
+    parts = run.parts
+    evaluation = evaluate(
+        run.config,
+        run.held_out,
+        parts.rollout,
+        parts.reward,
+        eval_sampling(run.config, parts.sampling),
+        run.watcher,
+        min(step, run.config.train.steps - 1),
+        coming(parts, run.config, step),
+    )
+    run.display.evaluation(step, evaluation)
+    worth = evaluation.get(f"mean@{run.config.eval.samples}")
+    if run.config.eval.keep_best and worth is not None:
+        best = checkpoint.Best(run.folder.path / "best")
+        best.offer(step, evaluation, worth, partial(_write_policy, run, step))
+    return evaluation
+
+
+def _trace(run: Run) -> list[dict[str, float]]:
+    """Write down what was done since the last time; each worker's seconds by state."""
+    workers = run.parts.rollout.trace()
+    named = {f"worker {index}": spans for index, spans in enumerate(workers)}
+    run.trace.write({"driver": run.parts.tracer.drain(), **named})
+    return [seconds_by_state(spans) for spans in workers]
+
+
+def _save_is_due(config: Config, done: int) -> bool:
+    every = config.run.save_every
+    return done == config.train.steps or (every > 0 and done % every == 0)
+
+
+def _write_policy(run: Run, steps: int, folder: Path) -> None:
+    run.policy.save(folder)
+    write_files(run.model_files, folder / "policy")
+    (folder / "policy" / "README.md").write_text(model_card(run.config, steps), encoding="utf-8")
+
+
+def _save(run: Run) -> None:
+    """A checkpoint of the last step's end: what a resumed run needs to end as one that was never stopped."""
+    parts, standing = run.parts, run.standing
+    state = {
+        "step": standing.done,
+        "config": run.config.model_dump(mode="json"),
+        "model": run.contents.model,
+        "reward": run.contents.reward,
+        "changes": run.changes,
+        **run.fingerprints,
+        "cursor": asdict(standing.cursor),
+        "carried": to_plain(standing.carried),
+        "rollout": parts.rollout.state(),
+        "metrics": standing.metrics,
+    }
+    root, write = run.folder.path / "checkpoints", partial(_write_policy, run, standing.done)
+    saved = checkpoint.save(root, standing.done, state, write, run.config.run.keep)
+    run.folder.point_to(saved)
+    if run.mirror:
+        run.mirror.copy(saved)
+    standing.saved = standing.done
+    run.folder.forget_before()
+    if run.journal:
+        run.journal.clear()
+    parts.turns.saved()
+
+
+def _rescue(run: Run) -> str:
+    """The run ends with an error: save what was done, if it can be; what is left to go on from."""
+    standing, failed = run.standing, ""
+    if run.policy.version == standing.done > standing.saved:
+        try:
+            _save(run)
+        except Exception as error:
+            failed = f"what was done since cannot be saved ({error}); "
+    if standing.saved:
+        return f"{failed}saved after step {standing.saved} in {run.folder.path}: go on with --resume"
+    before = run.folder.before()
+    return f"{failed}nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
+
+
+def _stopped_amid_a_step(run: Run, number: int) -> str:
+    took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was given up"
+    return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"
+
+
+def _how_to_go_on(config: Config, done: int, number: int) -> str:
+    name = signal.Signals(number).name
+    return (
+        f"stopped by {name} and saved after step {done} of {config.train.steps} in {config.run.folder}: "
+        "give the same command with --resume to go on"
+    )

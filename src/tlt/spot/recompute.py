@@ -1,0 +1,85 @@
+"""Computation of training data for engines that return no hidden states, such as vLLM: in idle time, one response at a
+time.
+
+One pass over a response gives the hidden states for which the rollout needed one pass per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt.draft.features import FeatureLayout
+from tlt.spot.buffer import Harvest, Transcript
+from tlt.spot.teacher import Teacher
+
+
+class FeatureTeacher(Teacher, Protocol):
+    def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
+        """Return hidden states [N, F] of a sequence [N]. If `stop` returns True, raise Interrupted within a layer's
+        time."""
+        ...
+
+
+class Recompute:
+    """Queue of responses of the last finished rollout, and of the one before it (`past`), up to `most_tokens` / 2
+    tokens of each. The longest is computed first, because drafters fail at late positions first."""
+
+    def __init__(self, teacher: FeatureTeacher, layout: FeatureLayout, most_tokens: int) -> None:
+        self.teacher, self.layout, self.most_tokens = teacher, layout, most_tokens
+        self._past: list[Transcript] = []
+        self._latest: list[Transcript] = []
+        self._now: list[Transcript] = []
+
+    def add(self, transcript: Transcript) -> None:
+        self._now.append(transcript)
+        while _tokens(self._now) > self.most_tokens // 2 and len(self._now) > 1:
+            self._now.pop(0)
+
+    def rollout_ended(self) -> None:
+        """Make the current rollout the last finished one. A response is computed with the later weights of the teacher,
+        and the result has the teacher's version."""
+        self._past, self._latest, self._now = self._latest, self._now, []
+
+    def forget(self) -> None:
+        """Drop waiting responses of the rollout before the last finished one, because they are of another task."""
+        self._past = []
+
+    def tokens(self, past: bool) -> int:
+        """Return the number of tokens of the waiting responses."""
+        return _tokens(self._waiting(past))
+
+    def take(self, past: bool, stop: Callable[[], bool]) -> list[Harvest]:
+        """Compute one of the waiting responses, in windows; return [] if none waits. If `stop` returns True, raise
+        Interrupted; the response then still waits."""
+        waiting = self._waiting(past)
+        if not waiting:
+            return []
+        longest = max(waiting, key=lambda transcript: len(transcript.tokens))
+        found = self._harvest(longest, stop)
+        waiting.remove(longest)
+        return found
+
+    def _harvest(self, transcript: Transcript, stop: Callable[[], bool]) -> list[Harvest]:
+        """Compute the entries of all tokens but the last, cut into whole windows and the last window, as our own engine
+        cuts them. Raises Interrupted."""
+        tokens, size = torch.tensor(transcript.tokens), self.layout.window
+        features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
+        if not features.isfinite().all():  # nothing to learn from
+            return []
+        length = len(features)
+        starts = [*range(0, length - size + 1, size)]
+        if length % size:
+            starts.append(max(0, length - size))
+        whole = Harvest(self.teacher.version, 0, transcript.prompt_length, tokens[1:], features)
+        return [whole.cut(low, size) for low in starts]
+
+    def _waiting(self, past: bool) -> list[Transcript]:
+        return self._past if past else self._latest
+
+
+def _tokens(transcripts: Iterable[Transcript]) -> int:
+    return sum(len(transcript.tokens) for transcript in transcripts)

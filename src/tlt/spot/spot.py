@@ -1,0 +1,232 @@
+"""Drafter training in idle time, in short calls that can be interrupted within a micro-batch.
+
+Each worker has one trainer. A trainer continues from another one's `state`. A candidate is evaluated on training data
+of the last finished rollout, and was trained on those before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from tlt.config import DrafterTrainConfig
+from tlt.draft.eagle import EagleLayer
+from tlt.spot.buffer import Harvest, HarvestBuffer, Transcript, pieces
+from tlt.spot.recompute import Recompute
+from tlt.spot.saving import MEAN, TrainerState, weights_of
+from tlt.spot.schedule import RULE, Evaluation, SpotReport, sum_evaluations
+from tlt.spot.teacher import Teacher
+from tlt.spot.trainer import DrafterTrainer, Interrupted
+from tlt.spot.unroll import bundles, pack
+
+log = logging.getLogger(__name__)
+
+_PIECE = 64  # most entries from one response, because responses to a prompt are similar
+_STEPS = 64  # rollouts before the last one whose data are kept, if the buffer has room
+_HEADS = 1 << 30  # bytes for the heads of target versions in the training data; two are always kept
+_READY = 2  # micro-batches of data that training from random weights needs
+_SPREAD = 4  # entries per input of fc that it needs to compute the first fc
+_ENOUGH = 4  # micro-batches of data for a trained drafter, because a few responses make it worse on others
+_MEMORY, _LEAST_MEMORY = 50, 8  # micro-batches in the mean of weights, at the lowest and the highest rate
+_SAMPLE = 16  # entries per input of `fc` in the sample for its whitening
+_LEAST_RATE = 0.1  # lowest learning rate, as a fraction of the configured one
+
+
+class SpotTrainer:
+    """Trainer of a worker. `layer` is the drafter in use, or a new random one (cold start); it is not changed.
+
+    The learning rate is the configured one times the fraction of a chain's draft tokens that are rejected. So it falls
+    as the drafter learns, and rises again when the target changes. It never falls to zero, which leaves noise in the
+    weights, so their running mean is published. `recompute` is given if the engine returns no hidden states.
+    """
+
+    def __init__(
+        self,
+        layer: EagleLayer,
+        target: Teacher,
+        config: DrafterTrainConfig,
+        seed: int = 0,
+        recompute: Recompute | None = None,
+    ) -> None:
+        self.target, self.config, self.recompute = target, config, recompute
+        self.trainer = DrafterTrainer(copy.deepcopy(layer), target, config, seed)
+        self.in_use, self.candidate = copy.deepcopy(self.trainer.layer), copy.deepcopy(self.trainer.layer)
+        self.names = [name for name, _ in self.trainer.layer.named_parameters()]
+        self.mean = [parameter.detach().clone() for parameter in self.trainer.layer.parameters()]
+        self.buffer = HarvestBuffer(config.buffer_tokens, max(1, min(_STEPS, _HEADS // target.head.nbytes - 1)))
+        self.rng = random.Random(seed)
+        self.judged_tokens = RULE.judged * config.micro_batch_tokens
+        self._is_whole = False  # whether the rollout with the present target has ended
+        self._is_afresh = False  # whether no training has followed the last change of the task
+        wanted = _ENOUGH * config.micro_batch_tokens
+        if not layer.trained:
+            wanted = max(_READY * config.micro_batch_tokens, _SPREAD * layer.fc.in_features)
+        self.enough = min(wanted, config.buffer_tokens // 8)
+
+    # -- training data -------------------------------------------------------------------------------------------------
+
+    def harvest(self, item: Harvest | Transcript) -> None:
+        """Add an item. The engine calls this as its `on_harvest`."""
+        if isinstance(item, Transcript):
+            assert self.recompute, "of an engine that keeps no features"
+            self.recompute.add(item)
+        else:
+            self.buffer.add(item)
+
+    def rollout_ended(self) -> None:
+        """Note that the rollout's data are complete, so drafters may be evaluated on them. `target_moved` calls this if
+        no other caller did."""
+        if not self._is_whole:
+            self._is_whole = True
+            if self.recompute:
+                self.recompute.rollout_ended()
+            self.buffer.rollout_ended()
+
+    def target_moved(self) -> None:
+        """Note a new target version. Call this after every `target.load`."""
+        self.rollout_ended()
+        self._is_whole = False
+        self.trainer.target_moved(self.buffer.versions)
+
+    def forget(self) -> None:
+        """Note that the task has changed: drop rollouts before the last finished one, and train again from the first
+        draft token of each chain at the highest rate."""
+        self._is_afresh = True
+        self.buffer.forget()
+        if self.recompute:
+            self.recompute.forget()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are enough data to train on, or responses from which to compute them."""
+        waiting = self.recompute.tokens(past=True) if self.recompute else 0
+        return self.buffer.past_tokens + waiting >= self.enough
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> SpotReport:
+        """Train on micro-batches for this many seconds: on at least one, but on none if not `ready`. If `stop` returns
+        True, the present micro-batch is dropped. With `recompute`, the seconds include computing the data, so there may
+        be no micro-batch."""
+        began, report, spent = time.perf_counter(), SpotReport(), 0.0
+        while self.ready and (spent < seconds or (report.micro_batches == 0 and not self.recompute)):
+            try:
+                self._recompute_one(stop)
+                trained = self._micro_batch(stop) if self.buffer.past_tokens >= self.enough else 0
+            except Interrupted:
+                break
+            spent = time.perf_counter() - began
+            report = SpotReport(report.micro_batches + (trained > 0), report.tokens + trained, spent)
+        return report
+
+    def _micro_batch(self, stop: Callable[[], bool]) -> int:
+        """Train on one micro-batch. Return its number of entries. Raises Interrupted."""
+        if self.trainer.steps == 0:
+            self._prepare()
+        if self._is_afresh:
+            self.trainer.reach, self._is_afresh = 0.0, False
+        self.trainer.rate_scale = max(_LEAST_RATE, 1 - self.trainer.reach / self.config.unroll)
+        batch = pack(self.buffer.sample(self.config.micro_batch_tokens, self.rng), self.target.device)
+        self.trainer.step(batch, stop)
+        self._follow()
+        if (steps := int(self.trainer.steps)) & (steps - 1) == 0:
+            self._prepare()
+        return len(batch.tokens)
+
+    def _prepare(self) -> None:
+        """Estimate the whitening of fc's inputs, before the first step and after 1, 2, 4, ... steps, because the data
+        then have more prompts."""
+        entries, steps = _SAMPLE * self.trainer.layer.fc.in_features, int(self.trainer.steps)
+        sample = pieces(self.buffer.past, entries, _PIECE, random.Random(steps))
+        self.trainer.prepare(sample, from_scratch=steps == 0 and not self.in_use.trained)
+
+    def _recompute_one(self, stop: Callable[[], bool], past: bool = True) -> bool:
+        """Compute the data of one waiting response. Return whether there are any. Raises Interrupted."""
+        found = self.recompute.take(past, stop) if self.recompute else []
+        for item in found:
+            self.buffer.add_late(item, past)
+        return bool(found)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Update the mean of the weights. A higher learning rate means fewer micro-batches in the mean."""
+        weight = max(1 / _MEMORY, self.trainer.rate_scale / _LEAST_MEMORY)
+        for mean, parameter in zip(self.mean, self.trainer.layer.parameters(), strict=True):
+            mean.lerp_(parameter, weight)
+
+    def state(self) -> TrainerState | None:
+        """Return a copy of all that training changes, in host memory. If it is not finite, return None and restart
+        training from the drafter in use."""
+        tensors = {MEAN + name: tensor for name, tensor in self._weights().items()}
+        tensors |= self.trainer.state()
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            self._restart()
+            return None
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights to publish, by their names in `EagleLayer`."""
+        return dict(self.trainer.layer.named_buffers()) | dict(zip(self.names, self.mean, strict=True))
+
+    def _restart(self) -> None:
+        """Train the drafter in use, as if it had not been trained yet."""
+        log.warning("the drafter in training is not finite; it is trained again from the one in use")
+        trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
+        weights = {MEAN + name: tensor for name, tensor in self.in_use.state_dict().items()}
+        self.load_state(weights | trainer.state())
+
+    @torch.no_grad()
+    def load_state(self, state: TrainerState) -> None:
+        """Continue from another trainer's state."""
+        for name, tensor in self._weights().items():
+            tensor.copy_(state[MEAN + name])
+        self.trainer.load_state(state)
+
+    # -- publication ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Compare the candidate, which is the running mean of the weights, with the drafter in use on this worker's
+        held-out data. If `stop` returns True, the call ends within a micro-batch and returns the part that was
+        compared."""
+        if not all(bool(tensor.isfinite().all()) for tensor in self.mean):
+            self._restart()
+            return Evaluation()
+        began, done = time.perf_counter(), list[Evaluation]()
+        layers = [self.in_use, _put(self._weights(), self.candidate)]
+        try:
+            while sum(len(item.tokens) for item in self.buffer.latest) < self.judged_tokens:
+                if not self._recompute_one(stop, past=False):
+                    break
+            parts = list(bundles(self.held_out(), self.config.micro_batch_tokens))
+            self.rng.shuffle(parts)  # so that interrupted calls do not all compare the same part
+            for items in parts:
+                batch = pack(items, self.target.device)
+                [(in_use, _), (mine, first)], entries = self.trainer.judge(layers, batch, stop)
+                done.append(Evaluation(entries, in_use, mine, first))
+        except Interrupted:
+            done.append(Evaluation(interrupted=True))
+        return sum_evaluations(done)._replace(seconds=time.perf_counter() - began)
+
+    def held_out(self) -> list[Harvest]:
+        """Return pieces of the last finished rollout: the same ones until the target changes."""
+        return pieces(self.buffer.latest, self.judged_tokens, _PIECE, random.Random(self.target.version))
+
+    def publish(self, state: TrainerState, acceptance: float | None) -> EagleLayer:
+        """Make the weights of this state the drafter in use. `acceptance`: measured rate of its first draft token.
+        Return a separate layer for `engine.draft_with`."""
+        _put(weights_of(state), self.in_use)
+        self.in_use.agreement = acceptance
+        return copy.deepcopy(self.in_use)
+
+
+@torch.no_grad()
+def _put(weights: Mapping[str, Tensor], layer: EagleLayer) -> EagleLayer:
+    for name, tensor in layer.state_dict().items():
+        tensor.copy_(weights[name])
+    return layer

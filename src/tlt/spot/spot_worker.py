@@ -1,0 +1,76 @@
+"""Training of the drafter on one worker, behind a fault barrier. `cluster/drafter_training.py` makes the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tlt.draft.eagle import EagleLayer
+from tlt.spot.buffer import Harvest, Transcript
+from tlt.spot.faults import FaultBarrier, contained
+from tlt.spot.saving import TrainerState
+from tlt.spot.schedule import Evaluation, SpotReport
+from tlt.spot.spot import SpotTrainer
+
+Stop = Callable[[], bool]
+
+
+class SpotWorker(FaultBarrier):
+    def __init__(self, trainer: SpotTrainer | None, draft_with: Callable[[EagleLayer], None]) -> None:
+        """`trainer`: None if no drafter is trained. `draft_with` replaces the engine's drafter."""
+        self.trainer, self._draft_with, self.is_on = trainer, draft_with, trainer is not None
+
+    def switch_off(self) -> None:
+        super().switch_off()
+        self.trainer = None  # frees its memory
+
+    @property
+    def _sound(self) -> SpotTrainer:
+        assert self.trainer, "it is on"
+        return self.trainer
+
+    # -- training data -------------------------------------------------------------------------------------------------
+
+    @contained(None)
+    def harvest(self, item: Harvest | Transcript) -> None:
+        """Keep training data. This is the engine's `on_harvest`."""
+        self._sound.harvest(item)
+
+    @contained(None)
+    def rollout_ended(self) -> None:
+        """Note that the rollout's training data are complete, although the target has not changed yet."""
+        self._sound.rollout_ended()
+
+    @contained(None)
+    def target_moved(self) -> None:
+        self._sound.target_moved()
+
+    @contained(None)
+    def forget_older_data(self) -> None:
+        """Train no more on rollouts before the last finished one, because the task has changed."""
+        self._sound.forget()
+
+    # -- calls of the driver -------------------------------------------------------------------------------------------
+
+    @contained(None)
+    def train_drafter(self, start: TrainerState | None, seconds: float, stop: Stop) -> SpotReport | None:
+        """Continue from `start`, if given, for this many seconds and until the present micro-batch ends. Return None if
+        there are too few training data."""
+        if start:
+            self._sound.load_state(start)
+        return self._sound.train(seconds, stop) if self._sound.ready else None
+
+    @contained(None)
+    def evaluate_drafter(self, start: TrainerState | None, stop: Stop) -> Evaluation | None:
+        """Evaluate `start`, or without it this worker's trained weights."""
+        if start:
+            self._sound.load_state(start)
+        return self._sound.evaluate(stop)
+
+    @contained(None)
+    def drafter_state(self) -> TrainerState | None:
+        return self._sound.state()
+
+    @contained(None)
+    def take_drafter(self, state: TrainerState, acceptance: float | None) -> None:
+        """Draft with a published drafter from the next round on."""
+        self._draft_with(self._sound.publish(state, acceptance))

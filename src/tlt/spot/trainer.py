@@ -1,0 +1,266 @@
+"""Training of the learned drafter on hidden states of the rollout, one short step at a time.
+
+It learns the target's full distribution, recomputed from the target's last hidden state with the head of that version.
+
+Shapes: T entries of a pack, D hidden, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from operator import mul
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.config import DrafterTrainConfig
+from tlt.draft.eagle import EagleLayer
+from tlt.spot.buffer import Harvest
+from tlt.spot.losses import LOGITS, loss_of_guesses, overlap_of_guesses
+from tlt.spot.rounds import expected_rounds
+from tlt.spot.teacher import Teacher
+from tlt.spot.unroll import Pack, packs, unroll
+from tlt.spot.whitening import Moments
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_FC = "fc.weight"
+_EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
+_FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states, added to the loss (EAGLE: 10)
+_COUNTED = 2048  # entries from which the vocabulary is chosen
+_LATELY = 10  # steps in the running mean `reach`
+
+
+class Interrupted(Exception):
+    """A step, an evaluation or a computation of training data was asked to stop; it changed nothing."""
+
+
+class DrafterTrainer:
+    """Owner of the trainable layer, in float32 or wider, and of its optimizer. The target's embedding and head are read
+    at every step, so they are those of its present version. The distribution to learn is that of the version which
+    computed the hidden states; `target_moved` keeps its head."""
+
+    def __init__(self, layer: EagleLayer, target: Teacher, config: DrafterTrainConfig, seed: int = 0) -> None:
+        self.layer, self.target, self.config = layer, target, config
+        self.dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+        layer.to(target.device, self.dtype)
+        self.whitening = torch.eye(layer.fc.in_features, dtype=self.dtype, device=target.device)
+        """[I, I] inputs of fc times this matrix are white"""
+        self._white = torch.zeros_like(layer.fc.weight, requires_grad=True)  # a step of fc, for white inputs
+        self.parameters = dict(layer.named_parameters()) | {_FC: self._white}
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self.rng = random.Random(seed)
+        self.heads = {target.version: target.head}
+        self.steps = 0.0
+        """optimizer steps; not a whole number where replicas were averaged"""
+        self.reach = float(config.unroll) if layer.trained else 0.0
+        """running mean of the number of accepted draft tokens in a trained chain"""
+        self.rate_scale = 1.0
+        """factor on the learning rate, set by the caller"""
+        cis = target.cis(torch.arange(target.options.max_positions, device=target.device))[:, 0].repeat(1, 2)
+        self.cos_sin = (cis.real.to(self.dtype), cis.imag.to(self.dtype))
+
+    def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
+        """Estimate the whitening of fc's inputs, and the draft vocabulary, from a sample of the training data. With
+        `from_scratch`, also set the layer to the best linear map to the next hidden state. (eagle3 has no such start,
+        because its fc does not read the embedding.) A sample that is not finite is ignored."""
+        sample = list(sample)
+        moments = Moments(self.layer, self.target.embedding.to(self.dtype), sample)
+        if not moments.inputs.isfinite().all():
+            return
+        self.whitening = moments.whitening().to(self.dtype)
+        if self.layer.vocabulary is not None:
+            self.layer.vocabulary.copy_(self._likeliest(sample, len(self.layer.vocabulary)))
+        if from_scratch and self.layer.options.kind == "eagle1":
+            with torch.no_grad():
+                self.layer.fc.weight.copy_(moments.next_hidden())
+                self.layer.o_proj.weight.zero_()
+                self.layer.down_proj.weight.zero_()
+
+    @torch.no_grad()
+    def _likeliest(self, sample: Sequence[Harvest], count: int) -> Tensor:
+        """Return this number of tokens, those with the largest probability under the target over some entries of the
+        sample, ascending."""
+        mass = torch.zeros(self.target.options.vocab_size, dtype=self.dtype, device=self.target.device)
+        for batch in islice(packs(sample, _COUNTED, self.target.device, random.Random(0)), 1):
+            teacher = self._teacher(batch)[batch.counted][:_COUNTED]
+            for rows in teacher.split(max(1, LOGITS // len(mass))):
+                mass += torch.softmax(F.linear(rows, self.heads[batch.version].to(self.dtype)), dim=-1).sum(0)
+        return mass.topk(count).indices.sort().values
+
+    def _rows(self, head: Tensor) -> Tensor:
+        """Return the rows of a head [V, D] on which distributions are compared."""
+        return self.layer.head(head).to(self.dtype)
+
+    def target_moved(self, held: Collection[int]) -> None:
+        """Note that the target has new weights: keep its head, and the heads of versions `held` in the training
+        data."""
+        self.heads = {version: head for version, head in self.heads.items() if version in held}
+        self.heads[self.target.version] = self.target.head
+
+    @property
+    def columns(self) -> int:
+        """Number of draft tokens of a chain that are trained: one more than are accepted, at most `unroll`. Draft
+        tokens after a rejected one cost as much and are of no use yet."""
+        return min(self.config.unroll, math.ceil(self.reach) + 1)
+
+    def loss(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> tuple[Tensor, list[float]]:
+        """Return the mean loss over the columns, weighted by `decay`, and the mean of 1 - TV of each column (NaN for a
+        column without entries). Columns after the first have every fourth entry. If `stop` returns True, raise
+        Interrupted at the next column or chunk of the loss, here or in `backward`."""
+
+        def look(gradient: Tensor | None = None) -> None:
+            if stop():
+                raise Interrupted
+
+        outs, places = zip(*self._guesses(batch, self.columns, look), strict=True)
+        shares = [self.config.decay**t if len(out) else 0.0 for t, out in enumerate(outs)]
+        each = [share / max(1, len(out)) / max(1e-9, sum(shares)) for share, out in zip(shares, outs, strict=True)]
+        weights = torch.cat([out.new_full([len(out)], weight) for out, weight in zip(outs, each, strict=True)])
+        out, at, teacher = torch.cat(outs), torch.cat(places), self._teacher(batch)
+        head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
+        loss, overlap = loss_of_guesses(self.config.loss, out, weights, teacher, at, head, known, look)
+        distance = F.smooth_l1_loss(out, teacher[at], reduction="none").mean(-1)
+        overlaps = torch.stack([column.mean() for column in overlap.split([len(one) for one in outs])])
+        return loss + _FEATURE_WEIGHT * (weights @ distance), overlaps.tolist()
+
+    def _guesses(
+        self, batch: Pack, columns: int, look: Callable[..., None] = lambda: None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each column: the drafter's inputs of the head [M, D], and the entries whose distributions they
+        should match [M]. `look` is called at each column, here and in `backward`."""
+        at = torch.arange(len(batch.tokens), device=batch.tokens.device)
+        roots = at[int(self.steps) % _EVERY :: _EVERY].contiguous()
+        for t, out in enumerate(self._columns(self.layer, batch, columns, roots)):
+            look()
+            if out.requires_grad:
+                out.register_hook(look)
+            at = roots if t else at
+            ahead = (at + 1 + t).clamp(max=len(batch.tokens) - 1)
+            inside = (ahead > at + t) & (batch.segments[ahead] == batch.segments[at])
+            where = inside & batch.counted[ahead - 1]
+            yield out[where], ahead[where]
+
+    @torch.no_grad()
+    def acceptance(self, batches: Iterable[Pack]) -> list[float]:
+        """Return the mean of 1 - TV of each draft token of a chain of `unroll`, over a sample of these entries: the
+        probability that it is accepted if those before it are."""
+        overlaps: list[list[Tensor]] = [[] for _ in range(self.config.unroll)]
+        for batch in batches:
+            head, known = self._rows(self.target.head), self._rows(self.heads[batch.version])
+            teacher = self._teacher(batch)
+            for (out, at), found in zip(self._guesses(batch, self.config.unroll), overlaps, strict=True):
+                found += overlap_of_guesses(out, teacher, at, head, known)
+        means = (torch.cat(found).mean() for found in overlaps)
+        return [float(mean.nan_to_num()) for mean in means]  # 0 for a draft token that no chain reaches
+
+    @torch.no_grad()
+    def judge(
+        self, layers: Sequence[EagleLayer], batch: Pack, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[list[tuple[float, float]], int]:
+        """Return for each of these drafters the expected number of rounds in which its chains of `unroll` draft tokens
+        would decode these entries, and the number of rounds whose first draft token is accepted (`expected_rounds`);
+        and the number of entries. Only entries whose whole chain is within their sequence count. If `stop` returns
+        True, raise Interrupted at the next column.
+
+        1 - TV is used as the probability that a draft token is accepted (0.90 where that was measured to be 0.88).
+        """
+        deepest, head = self.config.unroll, self._rows(self.target.head)
+        inside = batch.segments[deepest:] == batch.segments[:-deepest]
+        where = (inside & batch.counted[: len(inside)]).nonzero().squeeze(1)
+        overlaps = torch.zeros(len(layers), len(where), deepest, dtype=self.dtype, device=where.device)
+        outs: dict[tuple[int, int], Tensor] = {}  # by drafter and column: [entries, D]
+        for number, layer in enumerate(layers):
+            for t, out in enumerate(self._columns(layer, batch, deepest)):
+                if stop():
+                    raise Interrupted
+                outs[number, t] = out[where]
+        for first, law in self._laws(batch):  # once for all drafters and columns, because it takes long
+            for (number, t), out in outs.items():
+                if stop():
+                    raise Interrupted
+                at = where + 1 + t - first
+                known = ((at >= 0) & (at < len(law))).nonzero().squeeze(1)
+                guessed = torch.softmax(F.linear(out[known], head), dim=-1)
+                overlaps[number, known, t] = torch.minimum(law[at[known]], guessed).sum(-1)
+        return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
+
+    def _laws(self, batch: Pack) -> Iterator[tuple[int, Tensor]]:
+        """Yield the target's distributions [M, V] at M consecutive entries, and the number of the first entry, a chunk
+        at a time."""
+        known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
+        rows = max(1, LOGITS // len(known))
+        for first in range(0, len(teacher), rows):
+            yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)
+
+    def _columns(self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None) -> Iterable[Tensor]:
+        """Return the drafter's inputs of the head in each column, as `unroll` yields them."""
+        batch = batch._replace(features=batch.features.to(self.dtype))
+        return unroll(layer, self.target.embedding.to(self.dtype), self.cos_sin, batch, steps, roots)
+
+    def _teacher(self, batch: Pack) -> Tensor:
+        """Return the target's inputs of the head [T, D]."""
+        return batch.features[:, -self.layer.options.hidden_size :].to(self.dtype)
+
+    def step(self, batch: Pack, stop: Callable[[], bool] = lambda: False) -> list[float]:
+        """Take one optimizer step, or none if the gradient is not finite. Return the mean of 1 - TV of each column
+        before the step. If `stop` returns True, raise Interrupted at the next column or chunk of the loss."""
+        rate = self.config.learning_rate * self.rate_scale * min(1.0, (self.steps + 1) / self.config.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.layer.zero_grad()
+        loss, overlaps = self.loss(batch, stop)
+        if all(math.isnan(overlap) for overlap in overlaps):
+            return overlaps
+        loss.backward()
+        right = sum(accumulate((x for x in overlaps if not math.isnan(x)), mul))
+        self.reach += (right - self.reach) / _LATELY
+        self._descend()
+        return overlaps
+
+    @torch.no_grad()
+    def _descend(self) -> None:
+        """Take the optimizer's step. For fc it is the step of W = fc whitening^-1, whose inputs (times `whitening`) are
+        white. It is added to fc at once, so fc can be published at any time."""
+        fc = self.layer.fc.weight
+        assert fc.grad is not None
+        self._white.grad = fc.grad @ self.whitening
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        if norm.isfinite():  # one bad batch must not end the drafter
+            self.optimizer.step()
+            fc += self._white @ self.whitening
+            self._white.zero_()
+            self.steps += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that training changes: the weights, both moments of Adam, the number of steps, `reach` and
+        `whitening`. The tensors are not copies."""
+        numbers = {"steps": self.steps, "reach": self.reach}
+        tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+        tensors["whitening"] = self.whitening
+        for name, parameter in self.layer.named_parameters():
+            moments = self.optimizer.state.get(self.parameters[name], {})
+            tensors[f"weight.{name}"] = parameter.detach()
+            for moment in _MOMENTS:
+                tensors[f"{moment}.{name}"] = moments.get(moment, torch.zeros_like(parameter))
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from another trainer's `state`, or from the mean of several."""
+        self.steps, self.reach = float(state["steps"]), float(state["reach"])
+        self.whitening = state["whitening"].to(self.target.device, self.dtype, copy=True)
+        for name, parameter in self.layer.named_parameters():
+            parameter.copy_(state[f"weight.{name}"])
+            moments = {m: state[f"{m}.{name}"].to(parameter.device, parameter.dtype, copy=True) for m in _MOMENTS}
+            self.optimizer.state[self.parameters[name]] = {"step": torch.tensor(self.steps), **moments}
+
+    def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
+        """Train once on all items. Yield the result of each `step`, so that a caller may stop in between."""
+        for batch in packs(items, self.config.micro_batch_tokens, self.target.device, self.rng):
+            yield self.step(batch)

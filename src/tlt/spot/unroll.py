@@ -1,0 +1,186 @@
+"""The learned drafter's pass in training: packed hidden states, unrolled as at inference.
+
+Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's hidden states; column t reads the layer's
+own output of column t - 1 instead, and attends to the true entries up to its root and to its own chain of draft tokens.
+
+Sequences are packed one after the other; attention stays inside each. Shapes: T entries of a pack, D hidden, H query
+heads, K key-value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.draft.eagle import EagleLayer
+from tlt.spot.buffer import Harvest
+
+_QUERIES = 256  # most entries of a block of attention
+
+
+class Pack(NamedTuple):
+    tokens: Tensor
+    """[T] the token that follows each entry"""
+    features: Tensor
+    """[T, F]"""
+    positions: Tensor
+    """[T] true positions in the sequences"""
+    segments: Tensor
+    """[T] index of the item that an entry belongs to"""
+    counted: Tensor
+    """[T] bool: the entry's column 0 predicts a token of a response"""
+    version: int
+    """version of the target that computed the hidden states"""
+
+
+def pack(items: Sequence[Harvest], device: torch.device) -> Pack:
+    """Pack items, which must all be of one target version."""
+    lengths = torch.tensor([len(item.tokens) for item in items])
+    start = torch.tensor([item.start for item in items]).repeat_interleave(lengths)
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    positions = torch.arange(int(lengths.sum())) - first + start
+    prompt = torch.tensor([item.prompt_length for item in items]).repeat_interleave(lengths)
+    return Pack(
+        torch.cat([item.tokens for item in items]).to(device),
+        torch.cat([item.features for item in items]).to(device),
+        positions.to(device),
+        torch.arange(len(items)).repeat_interleave(lengths).to(device),
+        (positions + 2 >= prompt).to(device),
+        items[0].target_version,
+    )
+
+
+def packs(items: Iterable[Harvest], tokens: int, device: torch.device, rng: random.Random) -> Iterator[Pack]:
+    """Yield all items once in random order, in packs of up to `tokens` entries, or of one longer item."""
+    order = list(items)
+    rng.shuffle(order)
+    for held in bundles(order, tokens):
+        yield pack(held, device)
+
+
+def bundles(items: Iterable[Harvest], tokens: int) -> Iterator[list[Harvest]]:
+    """Group consecutive items of one target version, up to `tokens` entries a group; a longer item is a group alone."""
+    held: list[Harvest] = []
+    for item in items:
+        full = sum(len(other.tokens) for other in held) + len(item.tokens) > tokens
+        if held and (full or item.target_version != held[0].target_version):
+            yield held
+            held = []
+        held.append(item)
+    if held:
+        yield held
+
+
+def unroll(
+    layer: EagleLayer,
+    embedding: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    batch: Pack,
+    steps: int,
+    roots: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Yield columns 0 .. steps - 1, each the input of the target's head: column 0 for all entries [T, D], later columns
+    for the `roots` [R, D] (indices of entries, ascending; None: all). Entry i of column t predicts token i + t + 2; at
+    the end of a sequence its input is some other token, and its output means nothing.
+
+    `cos_sin`: cos and sin of the target's rotary embedding, [positions, E] each, in Hugging Face's order.
+    """
+    o = layer.options
+    share = o.num_heads // o.num_kv_heads
+    places = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    blocks = _blocks(batch, places, o.window)
+    g = layer.fuse(batch.features)
+    true: tuple[Tensor, Tensor] | None = None  # keys and values of column 0, [K, T, E]
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of each later column, [K, R, E]
+    for t in range(steps):
+        if t == 1 and roots is not None:
+            g, places = g[roots], roots
+            blocks = _blocks(batch, roots, o.window)
+        x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding), g)
+        at = (batch.positions[places] + t).clamp(max=len(cos_sin[0]) - 1)
+        heads = (p(x).view(len(places), -1, o.head_dim) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        query, key, value = heads
+        query, key = (_rotate_halves(heads, cos_sin, at) for heads in (query, key))
+        written = key.transpose(0, 1), value.transpose(0, 1)
+        if true is None:
+            true = written
+        else:
+            own.append(written)
+        query = query.view(-1, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
+        mixed = torch.cat([_attend(query, true, own, block) for block in blocks], dim=2)
+        g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).flatten(1)))
+        yield layer.finish(g)
+
+
+class _Block(NamedTuple):
+    """Queries [low, high) of a column, and the entries [first, last) that some of them attend to."""
+
+    low: int
+    high: int
+    first: int
+    last: int
+    bias: Tensor
+    """[high - low, last - first] 0 where the query attends to the entry, else -inf"""
+
+
+def _blocks(batch: Pack, places: Tensor, window: int) -> list[_Block]:
+    """Return the blocks of a column whose queries are at these `places` of the pack. Most pairs of entries do not
+    attend to each other, with many short sequences or with one long causal one. So attention is computed block by
+    block: a block has some whole sequences, or a part of one, and only the entries that those queries attend to."""
+    entries = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    blocks = []
+    for begin, start, end in _cuts(torch.unique_consecutive(batch.segments, return_counts=True)[1].tolist()):
+        low, high = torch.searchsorted(places, torch.tensor([start, end], device=places.device)).tolist()
+        first = max(begin, start - window + 1)
+        queries = places[low:high]
+        apart = queries[:, None] - entries[first:end]
+        seen = (apart >= 0) & (apart < window)
+        seen &= batch.segments[queries, None] == batch.segments[first:end]
+        bias = torch.zeros(seen.shape, dtype=batch.features.dtype, device=entries.device)
+        blocks.append(_Block(low, high, first, end, bias.masked_fill_(~seen, -torch.inf)))
+    return blocks
+
+
+def _cuts(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut sequences of these lengths into blocks [low, high) of up to `_QUERIES` entries. Yield (begin, low, high),
+    where the first sequence of the block begins at `begin`."""
+    low = end = 0
+    for length in lengths:
+        begin, end = end, end + length
+        if end - low <= _QUERIES:
+            continue
+        if begin > low:
+            yield low, low, begin
+        for part in range(begin, end, _QUERIES) if length > _QUERIES else ():
+            yield begin, part, min(part + _QUERIES, end)
+        low = end if length > _QUERIES else begin
+    if end > low:
+        yield low, low, end
+
+
+def _attend(query: Tensor, true: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], block: _Block) -> Tensor:
+    """Attend from the block's queries, of all [K, H / K, M, E], to the true entries (column 0) and from each query to
+    its own chain of draft tokens (later columns): [K, H / K, high - low, E]."""
+    low, high, first, last, bias = block
+    query, (keys, values) = query[:, :, low:high], (x[:, None, first:last] for x in true)
+    seen = query @ keys.transpose(2, 3) + bias  # [K, H / K, high - low, last - first]
+    if not own:
+        return torch.softmax(seen, dim=-1) @ values
+    chain = [(query * k[:, None, low:high]).sum(-1, keepdim=True) for k, _ in own]
+    seen, weights = torch.softmax(torch.cat([seen, *chain], dim=-1), dim=-1).split([last - first, len(own)], dim=-1)
+    mixed = seen @ values
+    for weight, (_, v) in zip(weights.unbind(-1), own, strict=True):
+        mixed = mixed + weight[..., None] * v[:, None, low:high]
+    return mixed
+
+
+def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    """Rotate [T, heads, E], with Hugging Face's order of pairs (i, i + E/2)."""
+    cos, sin = (table[positions, None] for table in cos_sin)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin

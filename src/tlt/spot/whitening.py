@@ -1,0 +1,58 @@
+"""Two matrices estimated from a sample of training data: one that makes the inputs of `fc` white, and the `fc` that
+predicts the next hidden state best.
+
+Shapes: N entries, I inputs of fc, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.draft.eagle import EagleLayer
+from tlt.spot.buffer import Harvest
+
+_RIDGE = 1e-3  # fraction of the mean second moment that is added to the diagonal in the regression
+_FLOOR = 0.1  # the same for the whitening, because other prompts have directions that the sample lacks
+
+
+class Moments:
+    """Sums over the entries of a sample: inputs by inputs [I, I], and next hidden states by inputs [D, I]; float64."""
+
+    def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:
+        """`embedding` [V, D] has the dtype of the products."""
+        size, out = layer.fc.in_features, layer.fc.out_features
+        self.inputs = torch.zeros(size, size, dtype=torch.float64, device=embedding.device)
+        self.following = torch.zeros(out, size, dtype=torch.float64, device=embedding.device)
+        self.entries = 0
+        for item in sample:
+            x = fc_inputs(layer, embedding, item)
+            self.inputs += x.T @ x
+            self.following += item.features[1:, -out:].to(x).T @ x[:-1]
+            self.entries += len(x)
+
+    def next_hidden(self) -> Tensor:
+        """Return the matrix [D, I] from an entry's inputs to the next entry's hidden state, by ridge regression."""
+        return torch.linalg.solve(self._raised(_RIDGE), self.following, left=False)
+
+    def whitening(self) -> Tensor:
+        """Return the symmetric matrix [I, I] by which inputs [N, I] are multiplied to have second moments of about
+        1."""
+        values, vectors = torch.linalg.eigh(self._raised(_FLOOR) / self.entries)
+        return (vectors * values.rsqrt()) @ vectors.T
+
+    def _raised(self, share: float) -> Tensor:
+        mean = self.inputs.diagonal().mean()
+        return self.inputs + share * mean * torch.eye(len(self.inputs)).to(self.inputs)
+
+
+def fc_inputs(layer: EagleLayer, embedding: Tensor, item: Harvest) -> Tensor:
+    """Return the inputs of fc [N, I] at each entry of an item, from the target's hidden states."""
+    features = item.features.to(embedding)
+    if layer.options.kind == "eagle3":
+        return features[:, : layer.fc.in_features]
+    embedded = F.embedding(item.tokens.to(embedding.device), embedding)
+    return torch.cat([embedded, features[:, -layer.options.hidden_size :]], dim=-1)

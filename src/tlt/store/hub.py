@@ -1,0 +1,286 @@
+"""Names on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` and `openai/gsm8k:main/train`.
+
+A name becomes a local folder once, at the start of a command. All other code sees that folder. The field `hub` in
+the same section of the configuration records the name and the commit. A resumed run loads the same commit.
+
+A name is NAME[:SUBSET/SPLIT][@REVISION]. A local path that exists always wins.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tlt.config import Config
+from tlt.data.tables import KINDS, SPLITS
+from tlt.files import telling
+from tlt.progress import working
+from tlt.store.model_files import PATTERNS
+
+_REPOSITORY = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
+_NAME = re.compile(rf"({_REPOSITORY})(?::(\w[\w.+-]*(?:/\w[\w.+-]*)?))?(?:@(\w[\w./-]*))?")
+_MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", *PATTERNS)
+_CARD = "README.md"
+
+
+class HubError(ValueError):
+    """A name on the hub that cannot be used. The message gives the remedy."""
+
+
+class _Name(NamedTuple):
+    repository: str
+    choice: str
+    """subset and split of a data set, as typed"""
+    revision: str | None
+    kind: str
+    """`model` or `dataset`"""
+
+
+def from_hub(config: Config, state: Mapping[str, Any] | None = None) -> Config:
+    """Replace names on the hub by local folders, and record the commits in `hub`. A run that resumes from the
+    checkpoint `state` gets the commits of that run. Raises HubError."""
+    found = {}
+    for section, find in (("model", local_model), ("data", local_data), ("eval", local_data)):
+        values = getattr(config, section)
+        recorded = state["config"].get(section, {}).get("hub") if state else None
+        path, hub = find(values.path, recorded) if values.path else (None, None)
+        if hub:
+            found[section] = values.model_copy(update={"path": path, "hub": hub})
+    return config.model_copy(update=found)
+
+
+def local_model(path: str, recorded: str | None = None) -> tuple[str, str | None]:
+    """Return the local folder of a model. If `path` is a name on the hub, also return the name with its commit.
+    `recorded` is such a name with a commit: if it is the same name, the same commit is loaded. Raises HubError."""
+    name = _name_of(path, "model")
+    if not name or name.choice:
+        return path, None
+    folder = _download(name, _MODEL_FILES, _commit_of(path, recorded))
+    if not any(folder.glob("*.safetensors")):
+        raise HubError(
+            f"{name.repository} on the Hugging Face hub has no model.safetensors, and tlt reads no other weights: give "
+            "another model, or convert this one with transformers' save_pretrained"
+        )
+    return str(folder), _with_commit(path, folder.name)
+
+
+def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]:
+    """Do the same for a data set, whose files are linked into a folder of their own. Raises HubError."""
+    name = _name_of(path, "dataset")
+    if not name or path.endswith(KINDS):
+        return path, None
+    from huggingface_hub import cached_assets_path
+
+    folder = _download(name, [_CARD, ".gitattributes"], _commit_of(path, recorded))
+    files = _chosen(name, folder)
+    _download(name, [glob.escape(file) for file in files], folder.name)
+    chosen = f"{folder.name}-{name.choice}"
+    place = cached_assets_path("tlt", name.repository.replace("/", "--"), chosen.replace("/", "-"))
+    for number, file in enumerate(files):
+        link = place / f"{number:05}{_kind(file)}"  # in this order, and without the words that name a split
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            with suppress(FileExistsError):  # another run makes the same link
+                link.symlink_to(folder / file)
+    return str(place), _with_commit(path, folder.name)
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload a folder to a model repository. A new repository is private. Returns its address. Raises HubError."""
+    from huggingface_hub import HfApi
+
+    try:
+        with _progress(f"upload {repository}"):
+            api = HfApi()
+            address = api.create_repo(repository, private=True, exist_ok=True)
+            api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload by tlt export")
+    except Exception as error:
+        raise HubError(
+            f"{folder} is written, but cannot be uploaded to {repository} ({_first_line(error)}): set HF_TOKEN to a "
+            f"token that may write there, and run hf upload {repository} {folder} . --private"
+        ) from error
+    return str(address)
+
+
+def refuse_no_repository(name: str) -> None:
+    """Raise HubError for what cannot be a repository's name."""
+    if not re.fullmatch(_REPOSITORY, name):
+        raise HubError(f"--push {name}: give the name of a repository on the Hugging Face hub, such as me/my-model")
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _name_of(path: str, kind: str) -> _Name | None:
+    found = _NAME.fullmatch(path)
+    return None if not found or os.path.exists(path) else _Name(found[1], found[2] or "", found[3], kind)
+
+
+def _commit_of(path: str, recorded: str | None) -> str | None:
+    """Return the commit of `recorded`, if that is for the same name."""
+    name, _, commit = (recorded or "").rpartition("@")
+    return commit if name == path else None
+
+
+def _with_commit(path: str, commit: str) -> str:
+    return path if path.endswith(f"@{commit}") else f"{path}@{commit}"
+
+
+# -- the files of a data set -------------------------------------------------------------------------------------------
+
+
+def _chosen(name: _Name, folder: Path) -> list[str]:
+    """Return the files of the subset and split that a name asks for."""
+    from huggingface_hub import errors, get_cached_repo_tree, metadata_load
+
+    try:
+        tree = get_cached_repo_tree(name.repository, repo_type=name.kind, revision=folder.name)
+        files = sorted(file.path for file in tree)
+    except errors.CachedRepoTreeNotFoundError:  # offline, and an older version filled the cache
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    files, card = [file for file in files if file.endswith(KINDS)], folder / _CARD
+    with telling(HubError, f"the card of {name.repository} on the Hugging Face hub cannot be read"):
+        metadata = (metadata_load(card) if card.is_file() else None) or {}
+        splits = _by_card(files, metadata.get("configs") or []) or _by_names(files)
+    if not splits:
+        raise HubError(f"{name.repository} on the Hugging Face hub holds no {', '.join(KINDS)} file")
+    if files := _spellings(splits).get(name.choice):
+        return files
+    known = [f"{subset}/{split}" for subset, split in splits]
+    raise HubError(
+        f"{name.repository} on the Hugging Face hub has {', '.join(known)}: give one of these, such as "
+        f"{name.repository}:{known[0]}"
+    )
+
+
+def _by_card(files: Sequence[str], configs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[str]]:
+    """Return the files of each (subset, split), as `configs` of the data set's card says."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for config in configs:
+        for entry in _list(config.get("data_files")):
+            entry = entry if isinstance(entry, dict) else {"path": entry}
+            patterns = [os.path.join(config.get("data_dir", ""), pattern) for pattern in _list(entry["path"])]
+            matches = [file for pattern in patterns for file in files if fnmatchcase(file, pattern)]
+            if matches:
+                key = (str(config.get("config_name", "default")), str(entry.get("split", "train")))
+                found.setdefault(key, []).extend(matches)
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _by_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Return the files of each (subset, split), by the words in their paths. A subset is a folder other than data."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for file in files:
+        *folders, _ = parts = file.split("/")
+        words = [word.lower() for part in reversed(parts) for word in re.split(r"[\W\d_]+", part)]
+        split = next((SPLITS[word] for word in words if word in SPLITS), "train")
+        subset = next((part for part in folders if part != "data" and part.lower() not in SPLITS), "default")
+        found.setdefault((subset, split), []).append(file)
+    return found
+
+
+def _spellings(splits: Mapping[tuple[str, str], list[str]]) -> dict[str, list[str]]:
+    """Return the files of all that a user may type. The subset may be left out if it is the only one or `default`. The
+    split may be left out if it is the only one or `train`."""
+    found = {f"{subset}/{split}": files for (subset, split), files in splits.items()}
+    for (subset, split), files in splits.items():
+        subset_is_clear = subset == "default" or len({other for other, _ in splits}) == 1
+        split_is_clear = split == "train" or sum(other == subset for other, _ in splits) == 1
+        if split_is_clear:
+            found.setdefault(subset, files)
+        if subset_is_clear:
+            found.setdefault(split, files)
+        if split_is_clear and subset_is_clear:
+            found.setdefault("", files)
+    return found
+
+
+def _kind(file: str) -> str:
+    return next(kind for kind in KINDS if file.endswith(kind))
+
+
+# -- the download ------------------------------------------------------------------------------------------------------
+
+
+def _download(name: _Name, files: Sequence[str], commit: str | None) -> Path:
+    """Return the snapshot of a repository in the hub's cache, with these files in it."""
+    from huggingface_hub import snapshot_download
+
+    revision = commit or name.revision
+    with _explained(name, revision), _progress(f"download {name.repository}"):
+        folder = snapshot_download(
+            name.repository,
+            repo_type=name.kind,
+            revision=revision,
+            allow_patterns=list(files),
+            ignore_patterns="*.py",
+        )
+    return Path(folder)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Show the hub's own bars on a terminal, and lines in a log."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    if sys.stderr.isatty():
+        yield
+        return
+    with disable_progress_bars(), working(what):
+        yield
+
+
+@contextmanager
+def _explained(name: _Name, revision: str | None) -> Iterator[None]:
+    """Turn the errors of a download into one sentence each."""
+    from huggingface_hub import errors, is_offline_mode
+
+    repository, kind = name.repository, "data set" if name.kind == "dataset" else "model"
+    options = " --repo-type dataset" if name.kind == "dataset" else ""
+    options += f" --revision {revision}" if revision else ""
+    what = f"the {kind} {repository} of the Hugging Face hub"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise HubError(
+            f"{what} is gated: accept its licence on its page, and set HF_TOKEN to a token of that account"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise HubError(
+            f"there is no {repository} on this machine, and no {kind} of this name on the Hugging Face hub: correct "
+            "the name, or set HF_TOKEN if it is private"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{what} has no revision {revision}: give a branch, a tag or a commit that it has") from error
+    except errors.LocalEntryNotFoundError as error:
+        missing = f"there is no {repository} on this machine, and {what} is not complete in the hub's cache"
+        if is_offline_mode():
+            raise HubError(
+                f"{missing}, and HF_HUB_OFFLINE is set: unset it, or run hf download {repository}{options} where there "
+                "is a network"
+            ) from error
+        raise HubError(
+            f"{missing}, and the hub cannot be reached ({_first_line(error.__cause__ or error)}): check the network, "
+            "the proxy and HF_ENDPOINT"
+        ) from error
+    except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, errors.HfHubHTTPError):  # such as a full disk
+            raise
+        raise HubError(
+            f"the download of {what} failed ({_first_line(error)}): start again; the files that are complete are kept"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

@@ -1,0 +1,144 @@
+"""Several workers in this process, under a random schedule of all that may happen to a request.
+
+Siblings come at different times and places, rows leave one worker and go on at another or begin anew, caches are small,
+so that rows are preempted, and are released when nobody is live, drafters are swapped, and requests of others are
+decoded ahead where nobody waits. One worker on its own goes through none of this, and each is a way to decode over keys
+and values of somebody else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tlt.draft.ahead import Ahead, AheadStore
+from tlt.engine.engine import Engine
+from tlt.loop import Trainable
+from tlt.models.decoder import Decoder
+from tlt.rewards.turns import Turns
+from tlt.rl.early import EarlyGroups
+from tlt.rl.parity import take_weights
+from tlt.rl.policy import Policy
+from tlt.trace import Span
+from tlt.types import Request, Response, RolloutStats, Row, WorkerNow
+from tlt.verify.look_ahead import MOST_TOKENS
+
+_WORKERS = 3
+_SPARE = 64  # tokens that a cache needs beyond its longest row
+_AHEAD = 4  # requests that a worker is given at most to decode ahead
+
+
+class SeveralWorkers:
+    """A `Rollout`. `make` gives a worker's engine with this store and a cache of so many tokens; all share `target`.
+    `swap` puts another drafter into an engine."""
+
+    def __init__(
+        self,
+        make: Callable[[AheadStore, int], Engine],
+        target: Decoder,
+        swap: Callable[[Engine], None],
+        turns: Turns,
+    ) -> None:
+        self.make, self.target, self.swap, self.turns = make, target, swap, turns
+
+    def sync(self, policy: Trainable, version: int) -> None:
+        assert isinstance(policy, Policy), "the one in this process"
+        take_weights(self.target, policy, version)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+        early: EarlyGroups | None = None,
+    ) -> tuple[list[Response], RolloutStats]:
+        longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
+        shared = AheadStore(MOST_TOKENS)
+        stores = [shared] * (_WORKERS - 1) + [AheadStore(MOST_TOKENS)]
+        engines = [self.make(store, 2 * longest + _SPARE) for store in stores]
+        rng, line, responses = random.Random(self.target.version), self.turns.begin(requests), list[Response]()
+        rng.shuffle(line)
+        while line or self.turns.awaits or any(engine.busy for engine in engines):
+            engine = rng.choice(engines)
+            event = rng.random()
+            if line and event < 0.2:
+                some = rng.randint(1, 6)
+                _submit(engine, (), line[:some])
+                del line[:some]
+            elif event < 0.25:
+                self._hand_over(engine, rng.choice(engines), rng)
+            elif event < 0.27:
+                self.swap(engine)
+            elif event < 0.3 and not len(engine.rows):
+                engine.release()
+            elif event < 0.45:
+                others = [row.request for other in engines if other is not engine for row in _own(other)]
+                elsewhere = [*(row.request for row in line), *others]
+                engine.look_ahead(rng.sample(elsewhere, rng.randint(0, min(_AHEAD, len(elsewhere)))))
+            elif event < 0.5:
+                engine.look_ahead(())
+            for _ in range(rng.randint(1, 12)):
+                ended = engine.round() if engine.busy or engine.looks_ahead else ()
+                finished, rows = self.turns.take(ended)
+                responses += finished
+                line += rows
+        for response in responses:
+            on_response(response)
+        return responses, sum((engine.stats for engine in engines), RolloutStats())
+
+    def _hand_over(self, giver: Engine, taker: Engine, rng: random.Random) -> None:
+        seeds = [row.request.seed for row in _own(giver) if rng.random() < 0.5]
+        anew: list[Request] = []
+        resumed: list[Row] = []
+        for row in giver.release_requests(seeds):
+            if rng.random() < 0.2:
+                anew.append(row.request)
+            else:
+                resumed.append(row)
+        _submit(taker, anew, resumed)
+
+    # -- the rest of the protocol --------------------------------------------------------------------------------------
+
+    def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
+        responses = []
+        longest = max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in requests)
+        for response in self.make(AheadStore(0), 2 * longest + _SPARE).plain_beside().generate(requests):
+            responses.append(response)
+            on_response(response)
+        return responses
+
+    def remember(self, drafts: Iterable[Ahead]) -> None: ...
+
+    def release(self) -> None:
+        """Engines and their caches end with each rollout."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def now(self) -> list[WorkerNow]:
+        return []
+
+    def trace(self) -> list[list[Span]]:
+        return []
+
+    def peak_memory(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def _own(engine: Engine) -> list[Row]:
+    """Live or waiting, and not decoded ahead."""
+    return [row for row in (*engine.rows, *engine.waiting) if not row.ahead]
+
+
+def _submit(engine: Engine, requests: Sequence[Request], resumed: Sequence[Row] = ()) -> None:
+    """What an engine decodes, it no longer decodes ahead."""
+    seeds = {request.seed for request in (*requests, *(row.request for row in resumed))}
+    ahead = [row.request for row in (*engine.rows, *engine.rollout.scheduler.ahead) if row.ahead]
+    if not seeds.isdisjoint(request.seed for request in ahead):
+        engine.look_ahead(request for request in ahead if request.seed not in seeds)
+    engine.submit(requests, resumed)

@@ -1,0 +1,295 @@
+"""`tlt verify`: train the same steps with every kind of drafter and show that nothing changed.
+
+Each step of each mode starts from the plain run's state of that step, so a fork never spreads; where every step ends
+in the plain run's sha256, the runs are equal from end to end by induction. The reference is transformers-free float64
+arithmetic for forks, and the target itself as a drafter and as a look-ahead, whose every token must be accepted: a miss
+is a bug that nothing else shows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from tlt.cluster.local import LocalRollout
+from tlt.config import ClusterConfig, Config
+from tlt.data.prompts import Cursor
+from tlt.data.tokenizer import load_tokenizer
+from tlt.loop import Parts, Rollout, StepResult, one_step
+from tlt.metrics import provenance, write_json
+from tlt.models.decoder import Decoder
+from tlt.models.weights import sha256
+from tlt.progress import Work, working
+from tlt.rewards.turns import Turns
+from tlt.rl.policy import Policy
+from tlt.run.parts import make_parts
+from tlt.store.hub import from_hub
+from tlt.types import Response
+from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
+from tlt.verify.modes import modes
+from tlt.verify.oracle import look_ahead_checks, oracle_checks
+
+_MOST_PROMPTS = 8  # a step, unless --full
+
+
+@dataclass
+class ModeRun:
+    mode: str
+    policy_sha256: str = ""
+    tokens_different: int = 0
+    steps_equal: bool = True
+    rewards: list[float] = field(default_factory=list)
+    accept_length: float = 1.0
+    seen_ahead: int = 0
+    seconds: float = 0.0
+
+
+class _Silent:
+    def phase(self, step: int, name: str, total: int) -> None: ...
+
+    def response(self, response: Response) -> None: ...
+
+
+def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
+    """Print the verdict, write it to `json_file`, and say whether all of it holds."""
+    console = Console(highlight=False)
+    config = _verify_config(from_hub(config), dtype, full)
+    tokenizer = load_tokenizer(config.model.path)
+    parts, policy = make_parts(_by_our_engine(config), tokenizer)
+    assert isinstance(parts.rollout, LocalRollout)
+    assert isinstance(policy, Policy)
+    target = parts.rollout.engine.target  # one copy of the weights serves every mode
+    assert isinstance(target, Decoder)
+    rollouts = _modes(config, target, tokenizer, parts.turns)
+    runs = {name: ModeRun(name) for name in rollouts}
+    forks: list[Fork] = []
+    tokens = 0
+    with working("verify", steps * len(rollouts) + 1, "runs") as work:
+        for step in range(steps):
+            tokens += _verify_step(config, step, policy, parts, rollouts, runs, forks, work)
+        work.note = "oracle drafter"
+        exact = float64_target(config, dict(policy.state_dict())), config.engine, parts.prompts, parts.sampling
+        oracle, look_ahead = oracle_checks(*exact), look_ahead_checks(*exact)
+    checks = _checks(runs, forks, oracle, look_ahead, tokens, dtype, bool(config.train.importance_cap))
+    agree = all(checks.values())
+    if config.train.importance_cap:
+        console.print(
+            "sha256 cannot be compared, as train.importance_cap lets rollout log-probs into the loss: tokens and "
+            "rewards are"
+        )
+    _print(console, runs, forks, oracle, look_ahead, checks, tokens, dtype)
+    if json_file:
+        result = {
+            "agree": agree,
+            "compared": "tokens and rewards" if config.train.importance_cap else "tokens and sha256",
+            "dtype": dtype,
+            "steps": steps,
+            "tokens": tokens,
+            "runs": [asdict(r) for r in runs.values()],
+        }
+        found = {"forks": [asdict(f) for f in forks], "oracle": oracle, "look_ahead": look_ahead}
+        write_json(json_file, {**result, **found, **provenance()})
+    return agree
+
+
+def _by_our_engine(config: Config) -> Config:
+    return config.model_copy(update={"engine": config.engine.ours})
+
+
+def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
+    """If there is an environment, the first mode of a step asks it, and the others get the recorded replies."""
+    if config.engine.backend == "tlt":
+        return modes(config, target, tokenizer, turns)
+    from tlt.verify.vllm_modes import vllm_modes  # vLLM is an extra
+
+    return vllm_modes(config, target, tokenizer)
+
+
+def _verify_config(config: Config, dtype: str, full: bool) -> Config:
+    prompts = config.rollout.prompts_per_step if full else min(_MOST_PROMPTS, config.rollout.prompts_per_step)
+    device = "cpu" if dtype == "float64" else config.model.device
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"dtype": dtype, "device": device}),
+            "rollout": config.rollout.model_copy(update={"prompts_per_step": prompts}),
+            "cluster": ClusterConfig(),
+            "run": config.run.model_copy(update={"compare_every": 0}),
+        }
+    )
+
+
+def _verify_step(
+    config: Config,
+    step: int,
+    policy: Policy,
+    parts: Parts,
+    rollouts: dict[str, Rollout],
+    runs: dict[str, ModeRun],
+    forks: list[Fork],
+    work: Work,
+) -> int:
+    """All modes from the same state; the policy is left where the plain run ends. Returns the plain run's tokens."""
+    before = _Snapshot.take(policy)
+    start, carried = asdict(parts.cursor), parts.carried
+    results: dict[str, StepResult] = {}
+    parts.turns.step = step
+    for name, rollout in rollouts.items():
+        work.note = f"step {step + 1}: {name}"
+        before.restore(policy)
+        began = time.perf_counter()
+        mode = replace(parts, rollout=rollout, cursor=Cursor(**start), carried=carried)
+        rollout.sync(policy, step)
+        results[name] = one_step(mode, config, _Silent(), step)
+        run, metrics = runs[name], results[name].metrics
+        run.seconds += time.perf_counter() - began
+        run.rewards.append(metrics.reward)
+        run.accept_length = metrics.accept_length
+        run.seen_ahead += metrics.rollout["seen_ahead"]
+        run.policy_sha256 = sha256(policy.state_dict())
+        parts.cursor, parts.carried = mode.cursor, mode.carried
+        work.advance()
+    plain = runs["plain"]
+    reference: Decoder | None = None
+    for name, result in results.items():
+        if config.train.importance_cap:
+            runs[name].steps_equal &= _rewards(result) == _rewards(results["plain"])
+        else:
+            runs[name].steps_equal &= runs[name].policy_sha256 == plain.policy_sha256
+        for ours, theirs in _pairs(results["plain"], result):
+            if ours.token_ids != theirs.token_ids:
+                reference = reference or float64_target(config, before.weights)
+                runs[name].tokens_different += _different(ours.token_ids, theirs.token_ids)
+                forks.append(fork_of(name, step, ours, theirs, reference))
+    return results["plain"].metrics.tokens
+
+
+@dataclass
+class _Snapshot:
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+    @classmethod
+    def take(cls, policy: Policy) -> _Snapshot:
+        return cls(
+            {name: tensor.clone() for name, tensor in policy.trained_state().items()},
+            {name: tensor.clone() for name, tensor in policy.optimizer_state().items()},
+        )
+
+    def restore(self, policy: Policy) -> None:
+        policy.load_state_dict(self.weights)
+        policy.load_optimizer_state(self.optimizer)
+
+
+def _pairs(plain: StepResult, other: StepResult) -> list[tuple[Response, Response]]:
+    """Of the prompts that both decoded: after a fork, dynamic sampling may draw a wave more in one of them."""
+    return [
+        pair
+        for ours, theirs in zip(plain.groups, other.groups, strict=False)
+        for pair in zip(ours.responses, theirs.responses, strict=True)
+    ]
+
+
+def _rewards(result: StepResult) -> list[float | None]:
+    return [response.reward for group in result.groups for response in group.responses]
+
+
+def _different(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    return sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def _checks(
+    runs: dict[str, ModeRun],
+    forks: list[Fork],
+    oracle: list[dict[str, Any]],
+    look_ahead: list[dict[str, Any]],
+    tokens: int,
+    dtype: str,
+    weighted: bool,
+) -> dict[str, bool]:
+    """Return whether each condition of the verdict holds.
+
+    If the loss is `weighted` by rollout log-probs, rewards are compared instead of the sha256.
+    """
+    allowed = {"float64": 0, "float32": max(1, 1e-5 * tokens * len(runs)), "bfloat16": math.inf}[dtype]
+    end = "with the same rewards" if weighted else "in the same sha256"
+    return {
+        f"runs that differ in no token end {end}": all(
+            run.steps_equal or run.tokens_different for run in runs.values()
+        ),
+        "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
+        f"forks: {len(forks)}, at most {allowed:.0f} are allowed": len(forks) <= allowed,
+        "the oracle's every token is accepted": all(
+            c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in oracle
+        ),
+        "what the target decoded ahead for itself is accepted to the last token": all(
+            c["drafted"] == c["accepted"] > 0 < c["preemptions"] and c["passes"] == c["fewest_passes"]
+            for c in look_ahead
+        ),
+    }
+
+
+def _print(
+    console: Console,
+    runs: dict[str, ModeRun],
+    forks: list[Fork],
+    oracle: list[dict[str, Any]],
+    look_ahead: list[dict[str, Any]],
+    checks: dict[str, bool],
+    tokens: int,
+    dtype: str,
+) -> None:
+    table = Table(title=f"{tokens:,} tokens, {dtype}", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in ("mode", "sha256", "equal", "differ", "reward", "accept", "ahead", "seconds"):
+        table.add_column(column, justify="left" if column in ("mode", "sha256") else "right", no_wrap=True)
+    for run in runs.values():
+        reward = sum(run.rewards) / len(run.rewards)
+        equal = "yes" if run.steps_equal else "no"
+        numbers = (f"{reward:.4f}", f"{run.accept_length:.2f}", str(run.seen_ahead), f"{run.seconds:.1f}")
+        table.add_row(run.mode, run.policy_sha256[:8], equal, str(run.tokens_different), *numbers)
+    console.print(table)
+    for check in oracle:
+        console.print(f"oracle drafter, {_accepted(check)}", soft_wrap=True)
+    for check in look_ahead:
+        passes = f"{check['passes']} passes, at least {check['fewest_passes']}"
+        console.print(f"its own look-ahead, {_accepted(check)}, {passes}", soft_wrap=True)
+    for fork in forks:
+        word = "explained" if fork.gap < EXPLAINED_GAP[dtype] else "NOT explained"
+        console.print(
+            f"fork {word}: {fork.mode}, step {fork.step}, prompt {fork.prompt}, response {fork.index}, "
+            f"position {fork.position}, gap {fork.gap:.2e}",
+            soft_wrap=True,
+        )
+    for check, holds in checks.items():
+        console.print(f"{check}: {'yes' if holds else 'NO'}", style="green" if holds else "bold red", soft_wrap=True)
+    agree = all(checks.values())
+    console.print(_verdict(runs, checks, len(forks)), style="bold green" if agree else "bold red", soft_wrap=True)
+
+
+def _accepted(check: dict[str, Any]) -> str:
+    preemptions = check["preemptions"]
+    return (
+        f"temperature {check['temperature']}, top-k {check['top_k']}, top-p {check['top_p']}: {check['accepted']} of "
+        f"{check['drafted']} drafted tokens accepted, {preemptions} preemption{'s' * (preemptions != 1)}"
+    )
+
+
+def _verdict(runs: dict[str, ModeRun], checks: dict[str, bool], forks: int) -> str:
+    if all(checks.values()):
+        explained = f", but for {forks} explained by rounding" * (forks > 0)
+        return f"verdict: all {len(runs)} modes agree in every token{explained}"
+    apart = [run.mode for run in runs.values() if run.tokens_different or not run.steps_equal]
+    names = f" ({'; '.join(apart)})" * bool(apart)
+    failed = [check for check, holds in checks.items() if not holds]
+    return f"verdict: DIFFER in {len(apart)} of {len(runs)} modes{names}; {len(failed)} of {len(checks)} checks fail"

@@ -1,0 +1,40 @@
+"""Every way in which vLLM decodes with our noise, which `tlt verify --backend vllm` holds against plain decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tlt.build import open_target
+from tlt.cluster.local import LocalRollout
+from tlt.config import Config
+from tlt.draft.ahead import AheadStore
+from tlt.engine.engine import Engine
+from tlt.engine.spelling import Detokenizer
+from tlt.loop import Rollout
+from tlt.models.decoder import Decoder
+from tlt.verify.look_ahead import MOST_TOKENS, LookAheadRollout, OlderTarget
+from tlt.vllm.engine import VllmEngine
+from tlt.vllm.target import VllmTarget
+
+
+def vllm_modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
+    """Name -> a rollout by a vLLM of its own; and our plain decoding, on `target`."""
+    spell = Detokenizer(tokenizer)
+
+    def engine(drafter: str, store: AheadStore | None = None) -> VllmEngine:
+        speculation = config.speculation.model_copy(update={"drafter": drafter})
+        vllm = open_target(config.model_copy(update={"speculation": speculation}), config.model.path)
+        assert isinstance(vllm, VllmTarget), "of the backend that is held against ours"
+        return VllmEngine(vllm, config.engine, spell, store=store)
+
+    store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
+    found: dict[str, Rollout] = {
+        "vllm": LocalRollout(engine("off")),
+        "vllm, look-ahead": LookAheadRollout(engine("adaptive", store), older),
+    }
+    if config.speculation.path:
+        found["vllm, learned"] = LocalRollout(engine("eagle"))
+    # where vLLM has loaded numba, for its n-gram lookup, no other vLLM starts in the same process
+    found["vllm, n-gram"] = LocalRollout(engine("suffix"))
+    # plain comes last, so that its state is what the next step starts from
+    return found | {"plain": LocalRollout(Engine(target, config.engine, detokenize=spell))}

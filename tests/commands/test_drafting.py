@@ -1,0 +1,154 @@
+"""`tlt draft train` and `eval`: the budget in seconds, the weights that are kept, and what is advised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import QUESTIONS, tiny_config
+
+from tlt.commands import drafting
+from tlt.commands.drafting import Curve, Workbench, evaluate, fit, harvest
+from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.draft.strategy import PLAIN
+from tlt.spot.buffer import Harvest
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(drafting, "time", clock)
+    return clock
+
+
+class Trainer:
+    """Takes 2 s a step and 5 s an evaluation. Its one weight counts the steps."""
+
+    def __init__(self, clock: Clock, held_back: list[float], taught: list[float]) -> None:
+        self.clock, self.held_back, self.taught = clock, iter(held_back), iter(taught)
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+        self.rate_scale, self.steps, self.spent_on_evaluations = 1.0, 0.0, 0.0
+        self.target = type("Target", (), {"device": torch.device("cpu")})
+        self.config = type("Config", (), {"micro_batch_tokens": 64})
+
+    def prepare(self, sample: Iterable[Harvest], from_scratch: bool) -> None:
+        self.clock.now += 4.0
+
+    @torch.no_grad()
+    def epoch(self, items: Iterable[Harvest]) -> Iterator[list[float]]:
+        for _ in range(3):
+            self.clock.now += 2.0
+            self.steps += 1
+            self.layer.weight += 1
+            yield [0.5]
+
+    def acceptance(self, batches: Any) -> list[float]:
+        """Called for the prompts held back, then for those trained on."""
+        first = batches[0].version == 0
+        self.clock.now += 2.5
+        self.spent_on_evaluations += 2.5
+        return [next(self.held_back if first else self.taught), 0.5]
+
+
+def item(version: int) -> Harvest:
+    return Harvest(version, 0, 0, torch.zeros(9, dtype=torch.int64), torch.zeros(9, 4))
+
+
+def fitted(clock: Clock, seconds: float, held_back: list[float], taught: list[float]) -> tuple[Trainer, Curve]:
+    trainer = Trainer(clock, held_back, taught)
+    return trainer, fit(trainer, [item(1)], [item(0)], seconds)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("seconds", [60, 300, 1000])
+def test_the_seconds_hold_evaluations_and_these_have_a_small_share(clock: Clock, seconds: float) -> None:
+    trainer, curve = fitted(clock, seconds, [0.5] * 99, [0.5] * 99)
+    assert seconds - 2 <= clock.now <= seconds + 2, "up to a step"
+    assert trainer.spent_on_evaluations <= 0.1 * seconds + 2 * 5, "the first and the last one whatever they take"
+    assert len(curve.points) >= seconds / 60
+    assert trainer.rate_scale == pytest.approx(0.1, abs=0.15)
+
+
+def test_the_weights_that_are_best_on_prompts_held_back_are_kept(clock: Clock) -> None:
+    """Training beyond them makes the drafter better on its training data alone."""
+    rates = [0.3, 0.5, 0.6, 0.55, *[0.4] * 99]
+    trainer, curve = fitted(clock, 400, rates, [0.3, 0.5, *[0.9] * 99])
+    best = max(curve.points, key=lambda point: point["accept_length"])
+    assert best is curve.points[2]
+    assert best["accept_length"] == pytest.approx(1 + 0.6 + 0.6 * 0.5)
+    steps = trainer.layer.weight.item()
+    assert 0 < steps < trainer.steps
+    spent_on_evaluations_before = 2 * 5
+    assert best["seconds"] == pytest.approx(4 + 2 * steps + spent_on_evaluations_before)
+
+
+@pytest.mark.parametrize(
+    ("held_back", "taught", "advised"),
+    [
+        ([0.3, *[0.5] * 99], [0.3, *[0.65] * 99], "--tokens"),
+        ([0.01 * n for n in range(1, 99)], [0.01 * n + 0.3 for n in range(1, 99)], "--seconds"),
+        ([0.3, *[0.5] * 99], [0.3, *[0.55] * 99], None),
+    ],
+)
+def test_what_would_make_the_drafter_better(
+    clock: Clock, held_back: list[float], taught: list[float], advised: str | None
+) -> None:
+    """More seconds where it still learned at the end, else more data where it is right far more often in training."""
+    _, curve = fitted(clock, 600, held_back, taught)
+    advice = curve.advice()
+    assert [word for word in ("--tokens", "--seconds") if f"raise {word}" in advice] == ([advised] if advised else [])
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    home = tmp_path_factory.mktemp("home")
+    config = tiny_config(home, rollout={"group_size": 3, "max_new_tokens": 24, "stop_strings": ["qz"]})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting, "_HELD_OUT", 2)
+        return Workbench.of(config)
+
+
+def test_prompts_are_held_out_and_all_are_answered_once_before_any_is_answered_twice(bench: Workbench) -> None:
+    held_out, train = ({request.prompt.prompt_id for request in part} for part in (bench.held_out, bench.train))
+    assert not held_out & train
+    assert len(held_out | train) == len(QUESTIONS)
+    assert len(bench.held_out) == 2
+    assert [request.index for request in bench.train] == sorted([0, 1, 2] * (len(QUESTIONS) - 2))
+    assert len({request.seed for request in bench.train}) == len(bench.train)
+
+
+def test_a_harvest_ends_once_it_has_the_tokens(bench: Workbench) -> None:
+    layer = EagleLayer(eagle_options(bench.target.options, "eagle1", 32))
+    found = harvest(bench, layer, 100)
+    assert 100 <= found.tokens <= 100 + 32
+    assert len(found.items) < len(bench.train), "others were not decoded to their ends"
+    assert harvest(bench, layer, 10_000).tokens < 10_000, "all prompts are answered"
+
+
+def test_a_judgement_ends_with_its_seconds(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = EagleLayer(eagle_options(bench.target.options, "eagle1", 32))
+    whole = evaluate(bench, layer, PLAIN)
+    assert whole["accept_length"] == 1.0
+    assert whole["interval"] == 0.0, "plain decoding commits a token a pass"
+
+    class Slow(Clock):
+        def perf_counter(self) -> float:
+            self.now += 10.0
+            return self.now
+
+    monkeypatch.setattr(drafting, "time", Slow())
+    monkeypatch.setattr(drafting, "_LEAST_ROUNDS", 3)
+    cut = evaluate(bench, layer, PLAIN, seconds=50.0)
+    assert cut["tokens"] < whole["tokens"]
+    assert cut["tokens_per_second"] < 1.0
+    assert math.isfinite(cut["interval"])

@@ -1,0 +1,46 @@
+"""What `tlt estimate` says of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt.commands.estimate import estimate, expected
+from tlt.run.display import Display
+
+SUMMARY: dict[str, Any] = {
+    "steps": 2,
+    "compared": {"rollout_seconds": 8.0, "plain_seconds": 16.0, "differ": 0, "responses": 8, "steps": 2},
+    "seconds": {"rollout": 8.0, "reward": 0.5, "update": 3.0, "sync": 0.5, "save": 99.0, "eval": 99.0},
+}
+
+
+def test_the_expected_times_by_hand() -> None:
+    """A step has 4 s of rollout (8 s plainly) and 2 s of the rest; saving is not part of a step."""
+    said = expected(SUMMARY, 600)
+    assert said == [
+        "measured on 2 steps, the same tokens:",
+        "  rollout   4.0 s a step, 8.0 s with plain decoding: 2.00 times as fast",
+        "  the rest  2.0 s a step (reward, update, sync)",
+        "  a step    6.0 s: 1.67 times as fast as with plain decoding",
+        "600 steps would take 1:00:00, with plain decoding 1:40:00",
+    ]
+
+
+def test_why_a_run_gains_little() -> None:
+    update_bound = expected({**SUMMARY, "seconds": {**SUMMARY["seconds"], "update": 30.0}}, 10)
+    assert "most of a step is not decoding" in update_bound[-1]
+    no_gain = expected({**SUMMARY, "compared": {**SUMMARY["compared"], "plain_seconds": 8.0, "differ": 3}}, 10)
+    assert "tlt draft train" in no_gain[-1]
+    assert "3 responses differ" in no_gain[0]
+
+
+def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run")})
+    said = estimate(config, 2, Display(Console(quiet=True)))
+    assert said[0] == "measured on 2 steps, the same tokens:"
+    assert f"{config.train.steps:,} steps would take" in said[4]
+    assert not (tmp_path / "run").exists()

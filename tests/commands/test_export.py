@@ -1,0 +1,459 @@
+"""`tlt export`: what it writes loads elsewhere, and says how it is served."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import compare_here, qwen3, save_tokenizer, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tlt.build import make_target
+from tlt.cli import main
+from tlt.commands import export_check
+from tlt.commands.export import export
+from tlt.commands.export_check import check_drafter, check_in_new_process
+from tlt.config import DrafterTrainConfig
+from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
+from tlt.models.families import ModelError, decoder_options, read_config
+from tlt.models.weights import read_safetensors
+from tlt.run.train import train
+from tlt.spot.saving import write
+from tlt.spot.spot import SpotTrainer
+from tlt.store.checkpoint import policy_in
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight layers, with a chat template, more end tokens, and a cache switched off."""
+    folder = tmp_path_factory.mktemp("model")
+    made = qwen3(vocab_size=257, num_hidden_layers=8, use_cache=False, eos_token_id=256).float()
+    made.generation_config = GenerationConfig(eos_token_id=[256, 7], temperature=0.6, do_sample=True, use_cache=False)
+    made.save_pretrained(folder)
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
+
+
+def a_drafter(model: Path, folder: Path, kind: str = "eagle1") -> EagleLayer:
+    torch.manual_seed(1)
+    layer = EagleLayer(eagle_options(decoder_options(read_config(model)), kind, 64))  # type: ignore[arg-type]
+    layer.agreement = 0.75
+    save_drafter(layer, folder)
+    return layer
+
+
+def test_a_model_is_whole_for_those_who_load_it(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert export(model, out, "vllm", "float32") == [f"the model is in {out}"]
+    mine, its = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, out))
+    assert its.config.use_cache is True
+    text = AutoTokenizer.from_pretrained(out).apply_chat_template([{"role": "user", "content": "go"}], tokenize=True)
+    ids = torch.tensor([text["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(mine(ids).logits, its(ids).logits)
+    generation = GenerationConfig.from_pretrained(out)
+    assert (generation.eos_token_id, generation.temperature) == ([256, 7], 0.6)
+    assert generation.use_cache is not False
+    assert f"vllm serve {out}" in (out / "README.md").read_text()
+
+
+def test_weights_may_be_bfloat16(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", "hf", "bfloat16")
+    weights = read_safetensors(tmp_path / "out")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_leaves_its_policy_and_its_drafter(tmp_path: Path) -> None:
+    """That of the newest checkpoint; the drafter is that of its recipe, as none was published."""
+    config = tiny_config(tmp_path)
+    layer = a_drafter(Path(config.model.path), tmp_path / "drafter")
+    train(config)
+    run = Path(config.run.folder)
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(tmp_path / "drafter")
+    (run / "config.json").write_text(json.dumps(recipe))
+    out = tmp_path / "out"
+    said = export(run, out, "vllm", "float32")
+    assert said == [f"the model is in {out}", f"the drafter is in {out / 'drafter'}"]
+    policy = read_safetensors(policy_in(run))
+    assert all(torch.equal(tensor, policy[name].float()) for name, tensor in read_safetensors(out).items())
+    tensors = load_file(out / "drafter" / "model.safetensors")
+    ours = checkpoint_tensors(layer)
+    assert tensors.keys() == ours.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in ours.items())
+    card = (out / "README.md").read_text()
+    assert "after 2 steps of reinforcement learning" in card
+    assert "Its drafter is in `drafter/`" in card
+
+
+@pytest.mark.parametrize(
+    ("to", "kind", "command", "window"),
+    [
+        ("vllm", "eagle1", '"method": "eagle", "model": "{out}"', "vLLM's EAGLE-1 reads no window"),
+        ("vllm", "eagle3", '"method": "eagle3", "model": "{out}"', "The config has it as `sliding_window`"),
+        ("sglang", "eagle1", "--speculative-algorithm EAGLE --speculative-draft-model-path {out} ", "SGLang reads no"),
+        ("sglang", "eagle3", "--speculative-algorithm EAGLE3 --speculative-draft-model-path {out} ", "SGLang reads no"),
+        ("speculators", "eagle3", "vllm serve {out}\n", "The config has it as `sliding_window`"),
+    ],
+)
+def test_a_drafters_card_says_how_it_is_served_and_what_it_attends_to(
+    model: Path, tmp_path: Path, to: str, kind: str, command: str, window: str
+) -> None:
+    a_drafter(model, tmp_path / "drafter", kind)
+    held_out = [{"strategy": "eagle-d2", "accept_length": 1.9, "agreement": [0.75, 0.5, None]}]
+    facts = {"harvest_tokens": 1234, "held_out": held_out}
+    (tmp_path / "drafter" / "training.json").write_text(json.dumps(facts))
+    out = tmp_path / "out"
+    export(tmp_path / "drafter", out, to, "float32", model)  # type: ignore[arg-type]
+    card = (out / "README.md").read_text()
+    assert command.replace("{out}", str(out)) in card
+    assert window in card
+    assert "the last 64 tokens" in card
+    assert "accept length 1.90" in card
+    assert "| 0.75 | 0.50 | - |" in card
+    assert "1,234 tokens" in card
+    if kind == "eagle3":
+        head = load_file(out / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(head, read_safetensors(model)["lm_head.weight"].float())
+
+
+def test_a_window_as_long_as_the_context_needs_no_warning(model: Path, tmp_path: Path) -> None:
+    layer = EagleLayer(eagle_options(decoder_options(read_config(model)), "eagle1", 512))
+    save_drafter(layer, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", "sglang", "float32", model)
+    assert "all tokens before, as in training" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_refused(model: Path, tmp_path: Path) -> None:
+    a_drafter(model, tmp_path / "drafter")
+    with pytest.raises(DrafterError, match="say whose by --model"):
+        export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32")
+    with pytest.raises(DrafterError, match="no model by itself"):
+        export(tmp_path / "drafter", tmp_path / "out", "hf", "float32", model)
+    with pytest.raises(ValueError, match="is not empty"):
+        export(model, tmp_path, "hf", "float32")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is a file: give a folder"):
+        export(model, tmp_path / "file", "hf", "float32")
+    with pytest.raises(ModelError, match="is no drafter"):
+        export(model, tmp_path / "out", "hf", "float32", model)
+    with pytest.raises(ModelError, match="there is no folder"):
+        export(tmp_path / "nowhere", tmp_path / "out", "hf", "float32")
+
+
+def test_the_command(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", check_in_new_process)
+    with pytest.raises(SystemExit) as done:
+        main(["export", str(model), str(tmp_path / "out"), "--to", "sglang", "--dtype", "float32"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"the model is in {tmp_path / 'out'}\n"
+    (tmp_path / "mine").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "mine").stat().st_mode}, "who serves it may be another user"
+    with pytest.raises(SystemExit) as done:
+        main(["export", str(tmp_path / "nowhere"), str(tmp_path / "other")])
+    assert done.value.code == 2
+
+
+def test_a_drafter_is_known_by_its_config(model: Path, tmp_path: Path) -> None:
+    """What was exported is no longer ours, and says so."""
+    a_drafter(model, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
+    with pytest.raises(DrafterError, match=r"no drafter that can be read .*of something else; .*: make"):
+        load_drafter(tmp_path / "out", decoder_options(read_config(model)))
+
+
+def test_a_model_without_a_tokenizer_is_refused_and_no_empty_one_is_made_up(tmp_path: Path) -> None:
+    """As transformers does for Qwen."""
+    qwen3(vocab_size=257, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="has no tokenizer: copy"):
+        export(tmp_path / "model", tmp_path / "out", "hf", "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "a failed export leaves nothing behind"
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_command_that_serves_is_one_for_a_shell(model: Path, tmp_path: Path, to: str) -> None:
+    mine, out = tmp_path / "my drafter", tmp_path / "what's out"
+    a_drafter(model, mine)
+    export(mine, out, to, "float32", model)  # type: ignore[arg-type]
+    card = (out / "README.md").read_text()
+    command = shlex.split(card.split(f"Served by {to}:")[1].split("\n\n")[1])
+    said = (
+        json.loads(command[-1])["model"]
+        if to == "vllm"
+        else command[command.index("--speculative-draft-model-path") + 1]
+    )
+    assert said == str(out)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_dtype_in_a_drafters_config_is_that_of_its_tensors(model: Path, tmp_path: Path, to: str) -> None:
+    """By which SGLang loads it, whatever the target's was when it was trained."""
+    a_drafter(model, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", to, "bfloat16", model)  # type: ignore[arg-type]
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_drafter_that_is_gone_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train(config)
+    run = Path(config.run.folder)
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(tmp_path / "moved")
+    (run / "config.json").write_text(json.dumps(recipe))
+    with pytest.raises(DrafterError, match=r"moved, where no drafter is now: put it back, or .* --to hf"):
+        export(run, tmp_path / "out", "vllm", "float32")
+    assert not (tmp_path / "out").exists()
+    assert export(run, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'out'}"]
+
+
+def test_what_a_run_published_goes_before_what_its_recipe_began_with(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    old = a_drafter(Path(config.model.path), tmp_path / "drafter")
+    train(config)
+    run = Path(config.run.folder)
+    recipe = json.loads((run / "config.json").read_text())
+    recipe["speculation"]["path"] = str(tmp_path / "drafter")
+    (run / "config.json").write_text(json.dumps(recipe))
+    layer = EagleLayer(old.options)
+    target = make_target(config.model)
+    target.load(read_safetensors(config.model.path), 0)
+    state = SpotTrainer(layer, target, DrafterTrainConfig(), 0).state()
+    assert state
+    write(run / "drafter", layer.options, 3, state, 0.5)
+    export(run, tmp_path / "out", "vllm", "float32")
+    tensors = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in checkpoint_tensors(layer).items())
+    (tmp_path / "drafter" / "config.json").unlink()
+    (run / "drafter" / "drafter_00000003" / "model.safetensors").write_bytes(b"")
+    said = export(run, tmp_path / "without", "vllm", "float32")
+    assert said[1:] == [f"no drafter in {run / 'drafter'} is whole: the model is served without"]
+
+
+def edit(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def untie(out: Path) -> None:
+    weights = load_file(out / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1e-3
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
+ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (lambda out: edit(out / "config.json", rope_parameters=ROPE, rope_theta=1234.0), "rope_parameters"),
+        (lambda out: edit(out / "config.json", rms_norm_eps=0.5), "rms_norm_eps"),
+        (lambda out: edit(out / "config.json", dtype="bfloat16", torch_dtype="bfloat16"), "the dtype"),
+        (lambda out: edit(out / "generation_config.json", eos_token_id=7), "eos_token_id of generation_config"),
+        (lambda out: edit(out / "generation_config.json", temperature=0.9), "temperature"),
+        (lambda out: edit(out / "tokenizer_config.json", eos_token="a"), "the eos_token"),
+        (lambda out: (out / "chat_template.jinja").write_text("{{ messages[1]['content'] }}"), "chat template"),
+        (untie, "weights"),
+    ],
+)
+def test_an_export_that_differs_is_refused_and_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], named: str
+) -> None:
+    def spoiled(out: Path, facts: Path) -> None:
+        fault(out)
+        compare_here(out, facts)
+
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match=f"not what was trained: .*{named}"):
+        export(model, tmp_path / "out", "hf", "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_that_is_one_bit_apart_is_another_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No distribution shows it."""
+
+    def spoiled(out: Path, facts: Path) -> None:
+        weights = load_file(out / "model.safetensors")
+        weights["lm_head.weight"].view(torch.int32)[3, 3] ^= 1
+        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        compare_here(out, facts)
+
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match="the sha256 of the weights was"):
+        export(model, tmp_path / "out", "hf", "float32")
+
+
+def test_a_distribution_that_is_apart_is_another_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is written down may be equal, and what computes be another program."""
+
+    def spoiled(out: Path, facts: Path) -> None:
+        probs = load_file(facts / "facts.safetensors")["probs"]
+        probs[-1, :2] += torch.tensor([1e-3, -1e-3])
+        save_file({"probs": probs}, facts / "facts.safetensors")
+        compare_here(out, facts)
+
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match=r"its next token's distribution is 0\.001 apart"):
+        export(model, tmp_path / "out", "hf", "float32")
+
+
+def test_an_export_may_go_into_the_empty_folder_in_which_one_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert export(model, Path("."), "hf", "float32") == [f"the model is in {here}"]
+    assert Path("model.safetensors").is_file(), "the working directory is the same folder as before"
+    assert not Path(".partial").exists()
+    assert list(tmp_path.iterdir()) == [here]
+    with pytest.raises(ValueError, match=r"is not empty"):
+        export(model, Path("."), "hf", "float32")
+
+
+def spoil(source: Path, fault: str) -> None:
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    match fault:
+        case "lack":
+            del weights[name]
+        case "hold":
+            weights[name.replace("weight", "bias")] = torch.zeros(48)
+        case "nan":
+            weights[name][0, 0] = torch.nan
+        case "beyond float32":
+            weights = {key: tensor.double() for key, tensor in weights.items()}
+            weights[name][0, 0] = 1e39
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("lack", r"weights in .* lack model\.layers\.1\.mlp\.up_proj\.weight, and do not fit its config\.json: fetch"),
+        ("hold", r"weights in .* hold model\.layers\.1\.mlp\.up_proj\.bias, and do not fit"),
+        ("nan", r"model\.layers\.1\.mlp\.up_proj\.weight of .* is not finite in torch\.float32"),
+        ("beyond float32", r"model\.layers\.1\.mlp\.up_proj\.weight of .* is not finite in torch\.float32"),
+    ],
+)
+def test_weights_that_are_not_whole_are_not_exported(model: Path, tmp_path: Path, fault: str, said: str) -> None:
+    """transformers draws what is missing at random, and leaves out what is unknown."""
+    source = shutil.copytree(model, tmp_path / "model")
+    spoil(source, fault)
+    with pytest.raises(ModelError, match=said):
+        export(source, tmp_path / "out", "hf", "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_comparison_with_what_is_no_number_is_no_agreement(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_check, "_distributions", lambda *_: torch.full((3, 257), torch.nan))
+    with pytest.raises(ModelError, match="distribution is nan apart"):
+        export(model, tmp_path / "out", "hf", "float32")
+
+
+def test_weights_in_several_files_are_one_model(model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(model, tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(source, max_shard_size="40KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 1
+    export(source, tmp_path / "out", "hf", "float32")
+    whole, found = (read_safetensors(folder) for folder in (model, tmp_path / "out"))
+    assert all(torch.equal(tensor, found[name]) for name, tensor in whole.items())
+    next(source.glob("model-*.safetensors")).unlink()
+    with pytest.raises(ModelError, match=r"cannot be loaded as a model .*No such file .*model-0000"):
+        export(source, tmp_path / "again", "hf", "float32")
+
+
+def test_an_export_into_a_link_lies_where_it_leads(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert export(model, tmp_path / "out", "hf", "float32") == [f"the model is in {tmp_path / 'disk'}"]
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "yet")
+    export(model, tmp_path / "dangling", "hf", "float32")
+    assert (tmp_path / "dangling" / "model.safetensors").is_file()
+
+
+def test_an_export_that_transformers_cannot_load_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(out: Path, facts: Path) -> None:
+        edit(out / "config.json", model_type="none such")
+        check_in_new_process(out, facts)
+
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", spoiled)
+    with pytest.raises(ModelError, match=r"cannot be loaded by transformers \("):
+        export(model, tmp_path / "out", "hf", "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_of_its_own_is_written_even_where_the_config_ties_it(tmp_path: Path) -> None:
+    """As transformers reads both tensors, and engines would tie them."""
+    config = tiny_config(tmp_path)
+    source = Path(config.model.path)
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    export(source, tmp_path / "out", "hf", "float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(read_safetensors(tmp_path / "out")["lm_head.weight"], weights["lm_head.weight"].float())
+
+
+def test_a_drafters_rope_is_its_targets(model: Path, tmp_path: Path) -> None:
+    a_drafter(model, tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "out", "vllm", "float32", model)
+    target = decoder_options(read_config(model))
+    check_drafter(tmp_path / "out", target)
+    edit(tmp_path / "out" / "config.json", rope_parameters=ROPE, rope_theta=1234.0)
+    with pytest.raises(DrafterError, match="rope would not be the target's"):
+        check_drafter(tmp_path / "out", target)
+
+
+@pytest.mark.parametrize("law", [{"top_k": 20}, {"num_beams": 1, "early_stopping": True}, {"min_p": 0.1, "top_p": 0.9}])
+def test_generation_defaults_that_transformers_would_not_write_go_through_training_and_export(
+    tmp_path: Path, law: dict[str, Any]
+) -> None:
+    config = tiny_config(tmp_path, train={"steps": 1})
+    source = Path(config.model.path)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, **law}))
+    train(config)
+    export(Path(config.run.folder), tmp_path / "out", "hf", "float32")
+    for folder in (policy_in(config.run.folder), tmp_path / "out"):
+        for name in ("generation_config.json", "tokenizer.json"):
+            assert (folder / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_generation_defaults_that_transformers_cannot_read_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    (Path(config.model.path) / "generation_config.json").write_text('{"num_return_sequences": 4}')
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json cannot be used .*num_return.*: correct it, or remove"
+    ):
+        train(config)
+    assert not (Path(config.run.folder) / "metrics.jsonl").exists()

@@ -1,0 +1,417 @@
+"""Messages as people have them, and chat templates that drop them, change them, or write what time it is."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+from tiny import save_tokenizer, save_weights, tiny_config, tiny_model
+
+from tlt.build import load_tokenizer
+from tlt.commands.generate import Asked, _prompts, _time_of_the_run
+from tlt.config import Config, ConfigError, DataConfig
+from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
+from tlt.data.tables import read_rows
+from tlt.run.display import Display
+from tlt.run import train as run_module
+from tlt.store import checkpoint
+
+END = "{% if add_generation_prompt %}<bot>{% endif %}"
+EVERY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END
+TRIMS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}<end>{% endfor %}" + END
+QWEN2 = (  # no tool messages, no developer, a system message alone
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% else %}<system>helpful{% endif %}"
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}" + END
+)
+QWEN3 = (  # earlier reasoning goes
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}{% endfor %}" + END
+)
+CALLS = (  # content is read where there are no tool calls, as in Qwen 2.5, and users alternate with assistants
+    "{% set turn = namespace(of='user') %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ '' + m.content }}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if m.role != turn.of %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set turn.of = 'user' if m.role == 'assistant' else 'assistant' %}{% endif %}{% endfor %}" + END
+)
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+USER = {"role": "user", "content": "u"}
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def stream(table: pyarrow.Table, path: Path) -> None:
+    with pyarrow.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def shown(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the model is shown for a row's prompt."""
+
+    def text(template: str, question: Any, parquet: bool = False, **options: Any) -> str:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        path = tmp_path / ("p.parquet" if parquet else "p.jsonl")
+        if parquet:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": question}]), path)
+        else:
+            path.write_text(json.dumps({"question": question}), encoding="utf-8")
+        config = DataConfig(path=str(path), chat=True, **options)
+        (prompt,) = load_prompts(config, encoder(tokenizer, config))
+        return tokenizer.decode(prompt.token_ids)
+
+    return text
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_parts_become_one_text_and_messages_may_be_json(shown: Any, parquet: bool) -> None:
+    parts = [{"type": "text", "text": "a", "image": None}, {"type": "input_text", "text": "b", "image": None}]
+    messages = [said("system", [parts[0]]), said("user", parts)]
+    assert shown(EVERY, messages, parquet) == "<system>a<user>a\nb<bot>"
+    assert shown(EVERY, json.dumps(messages), parquet) == "<system>a<user>a\nb<bot>"
+    assert shown(EVERY, '[1, "role"]', parquet) == '<user>[1, "role"]<bot>', "it is no list of messages"
+
+
+GEMMA3 = (  # strips, and writes nothing between
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content | trim }}{% elif m.content is "
+    "iterable %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text | trim }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}" + END
+)
+QWEN_VL = GEMMA3.replace(" | trim", "")
+GLM4 = (
+    "{% macro visible(c) %}{% if c is string %}{{ c }}{% elif c is iterable and c is not mapping %}{% for item in c %}"
+    "{% if item is mapping and item.type == 'text' %}{{ item.text }}{% elif item is string %}{{ item }}{% endif %}"
+    "{% endfor %}{% else %}{{ c }}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<{{ m.role }}>{{ visible(m.content) }}{% endfor %}" + END
+)
+LINES = QWEN_VL.replace("{{ part.text }}", "{{ part.text }}{{ '\\n' if not loop.last }}")
+
+
+@pytest.mark.parametrize(
+    "template", [GEMMA3, QWEN_VL, GLM4, LINES, LINES.replace("part.text }}{{", "part.text | trim }}{{")]
+)
+def test_parts_are_joined_as_the_template_joins_them(shown: Any, tokenizer: Any, template: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("What is", " 6 x 7? ", "Say.")]
+    messages = [said("system", parts[:2]), said("user", parts)]
+    text = shown(template, messages)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_template_that_passes_over_parts_or_refuses_them_is_given_lines(shown: Any) -> None:
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    strings = "{% if m.content is string %}{{ m.content }}{% endif %}"
+    for template in (EVERY, EVERY.replace("{{ m.content }}", strings), EVERY.replace("m.content", "'' + m.content")):
+        assert shown(template, [said("user", parts)]) == "<user>a\nb<bot>"
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (said("user", [{"type": "image_url", "image_url": "x"}]), r"line 1, message 0 has a part of type 'image_url'"),
+        (said("user", [{"type": "text", "text": "a"}, {"type": "video"}]), r"a part of type 'video'"),
+        (said("user", [{"type": "text", "text": None}]), r"a part of type 'text'"),
+        (said("user", None), r"message 0 \(user\) has no text: its content is None"),
+        (said("user", []), r"has no text: its content is \[\]"),
+        (said("user", 4), r"has no text: its content is 4"),
+        ({"role": "user", "text": "a"}, r"no text under 'question', and no messages"),
+    ],
+)
+def test_content_that_is_no_text_is_refused_by_its_name(shown: Any, message: dict[str, Any], fault: str) -> None:
+    with pytest.raises(DataError, match=fault) as error:
+        shown(EVERY, [message])
+    assert "\n" not in str(error.value)
+
+
+def test_half_a_character_in_messages_is_refused(shown: Any) -> None:
+    with pytest.raises(DataError, match=r"^prompt 0 holds half of a surrogate pair, which is no text: .*\\ud800"):
+        shown(EVERY, [said("user", "a\ud800")])
+
+
+@pytest.mark.parametrize("save", [pyarrow.parquet.write_table, stream])
+def test_tool_calls_have_no_arguments_of_other_functions(tmp_path: Path, save: Any) -> None:
+    """Arrow fills the keys that another row has with null."""
+    add = {"function": {"name": "add", "arguments": {"a": 1, "more": {"b": [2]}}}}
+    say = {"function": {"name": "say", "arguments": {"word": "x", "more": {"loud": True}}}}
+    rows = [[USER, said("assistant", "", tool_calls=[call]), said("tool", "5")] for call in (add, say)]
+    rows.append([USER, said("assistant", None, tool_calls=[add, say]), said("tool", "5")])
+    name = f"p.{'arrow' if save is stream else 'parquet'}"
+    save(pyarrow.Table.from_pylist([{"question": row} for row in rows]), tmp_path / name)
+    read = [row["question"] for _, row in read_rows(str(tmp_path / name))]
+    assert read == rows
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_is_put_before_prompts_that_have_none(shown: Any, role: str) -> None:
+    assert shown(EVERY, [USER], system="s") == "<system>s<user>u<bot>"
+    assert shown(EVERY, [said(role, "own"), USER], system="s") == f"<{role}>own<user>u<bot>"
+
+
+# -- templates that drop -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "fault"),
+    [
+        (USERS, [said("system", "be brief"), USER], {}, r"^prompt 0: .* leaves out the system message 'be brief'"),
+        (USERS, "u", {"system": "be brief"}, r"leaves out the system message 'be brief'"),
+        (USERS, [USER, said("assistant", "b"), USER], {}, r"leaves out the assistant message 'b'"),
+        (QWEN2, [said("developer", "d"), USER], {}, r"leaves out the developer message 'd'"),
+        (QWEN2, [USER, said("system", "late"), USER], {}, r"leaves out the system message 'late'"),
+        (QWEN2, [USER, said("tool", "5")], {}, r"leaves out the tool message '5'"),
+        (EVERY, [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5")], {}, r"leaves out the tool_calls"),
+        (EVERY, [said("system", "s", tools=[CALL]), USER], {}, r"leaves out the tools of the system message 's'"),
+        (EVERY, [said("human", "u")], {}, r"does not know the role 'human'"),
+        (EVERY + "{{ messages.bad.worse }}", "u", {}, r"the tokenizer's chat template refuses a prompt"),
+    ],
+)
+def test_what_a_template_drops_is_refused(
+    shown: Any, template: str, messages: Any, options: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(DataError, match=fault):
+        shown(template, messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (QWEN2, "u", "<system>helpful<user>u<bot>"),
+        (QWEN2, [said("system", ""), USER], "<system><user>u<bot>"),  # and not the template's own
+        (QWEN3, [USER, said("assistant", "<think>x</think>y"), USER], "<user>u<assistant>y<user>u<bot>"),
+        (
+            QWEN3,
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, said("tool", "5")],
+            "<user>u<assistant><call>add<tool>5<bot>",
+        ),
+        (
+            CALLS,
+            [USER, {"role": "assistant", "tool_calls": [CALL]}, said("tool", "5"), said("assistant", "b"), USER],
+            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
+        ),
+        (
+            CALLS,
+            [USER, said("assistant", "", tool_calls=[CALL]), said("tool", "5"), said("assistant", "b"), USER],
+            "<user>u<assistant><call>add<tool>5<assistant>b<user>u<bot>",
+        ),
+        (EVERY + "{# human #}", [said("human", "u")], "<human>u<bot>"),
+        (EVERY, [said("user", "u", name="Ann", weight=1)], "<user>u<bot>"),
+    ],
+)
+def test_what_a_template_may_do_is_taken(shown: Any, template: str, messages: Any, text: str) -> None:
+    if "content.split" in template:
+        template = template.replace("m.content.split", "(m.content or '').split")
+    assert shown(template, messages) == text
+
+
+def test_tools_of_rows_are_not_lost_without_a_word(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", "tools": [{"x": 1}]}), encoding="utf-8")
+    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True)
+    load_prompts(config, encoder(tokenizer, config))
+    assert "the tools in the rows of" in caplog.text
+    caplog.clear()
+    config = config.model_copy(update={"chat_arguments": {"tools": [{"x": 1}]}})
+    (prompt,) = load_prompts(config, encoder(tokenizer, config))
+    assert (tokenizer.decode(prompt.token_ids), caplog.text) == ("<user>u<bot>1", "")
+
+
+def test_templates_are_tried_once_for_each_sequence_of_roles(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+    encode = encoder(tokenizer, DataConfig(path="-", chat=True))
+    encode("a")
+    first = len(calls)
+    for word in "bcdef":
+        encode(word)
+    assert len(calls) == first + 5
+    encode([USER, said("assistant", "b"), USER])
+    assert len(calls) > first + 6
+
+
+def test_templates_are_tried_on_later_messages_with_other_keys(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", EVERY)
+    encode = encoder(tokenizer, DataConfig(path="-", chat=True))
+    encode([USER, said("assistant", "b"), USER])
+    with pytest.raises(DataError, match="leaves out the tool_calls"):
+        encode([USER, said("assistant", "b", tool_calls=[CALL]), USER])
+
+
+# -- an answer that is begun already -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", ["Let me", "Let me ", "So:\n\n", ""])
+def test_an_answer_goes_on_from_all_of_its_beginning(shown: Any, tokenizer: Any, begun: str) -> None:
+    messages = [USER, said("assistant", begun)]
+    assert shown(TRIMS, messages) == "<user>\nu<end><assistant>\n" + begun
+    assert shown(EVERY, messages, prefill=" x") == f"<user>u<assistant>{begun} x"
+    theirs = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    assert shown(EVERY, messages) == theirs
+
+
+def test_an_answer_goes_on_though_an_earlier_message_holds_our_mark(shown: Any) -> None:
+    assert shown(EVERY, [said("user", "zq0qz"), said("assistant", "hi")]) == "<user>zq0qz<assistant>hi"
+
+
+def test_a_template_that_changes_the_beginning_is_refused(shown: Any) -> None:
+    with pytest.raises(DataError, match="changes the assistant's message '<think>x</think>y'"):
+        shown(QWEN3, [USER, said("assistant", "<think>x</think>y")])
+
+
+def test_a_tag_is_opened_once(shown: Any) -> None:
+    thinks = EVERY + "{{ '<think>\n' }}"
+    assert shown(thinks, "u", prefill="I <think>") == "<user>u<bot><think>\nI <think>"
+    with pytest.raises(DataError, match=r"data\.prefill begins with <think>, with which .* ends a prompt already"):
+        shown(thinks, "u", prefill="<think>\nLet me")
+
+
+# -- time and chance ---------------------------------------------------------------------------------------------------
+
+DATED = (  # as Llama 3.2 does
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y %H:%M:%S') %}{% endif %}"
+    "Today Date: {{ date_string }}" + EVERY
+)
+
+
+def test_templates_are_shown_one_time(shown: Any) -> None:
+    assert shown(DATED, "u", now="2001-02-03") == "Today Date: 03 Feb 2001 00:00:00<user>u<bot>"
+    assert shown(DATED, "u", now="2001-02-03T04:05:06").startswith("Today Date: 03 Feb 2001 04:05:06<")
+    given = shown(DATED, "u", chat_arguments={"date_string": "now"})
+    assert given == "Today Date: now<user>u<bot>"
+    today = shown(DATED.replace(" %H:%M:%S", ""), "u")
+    assert today.startswith(f"Today Date: {datetime.now():%d %b %Y}<")
+
+
+def test_the_clock_of_transformers_goes_on_after_a_prompt(shown: Any, tokenizer: Any) -> None:
+    shown(DATED, "u", now="2001-02-03")
+    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+    with pytest.raises(DataError, match="refuses a prompt"):
+        shown(DATED + "{{ raise_exception('no') }}", "u", now="2001-02-03")
+    tokenizer.chat_template = DATED
+    assert tokenizer.apply_chat_template([USER], tokenize=False).startswith(f"Today Date: {datetime.now():%d %b %Y} ")
+
+
+def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, tokenizer: Any) -> None:
+    template = (
+        "{% if enable_thinking is defined and not enable_thinking %}brief {% endif %}"
+        "{% set style = style or 'plain' %}{{ style }}{% generation %}" + EVERY + "{% endgeneration %}"
+    )
+    given = {"enable_thinking": False, "style": "terse"}
+    assert shown(template, "u", chat_arguments=given) == "brief terse<user>u<bot>"
+    with pytest.raises(
+        DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
+    ):
+        shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
+    for name in ("zzz", "tools"):
+        with pytest.raises(DataError, match=f"does not read {name} of data.chat_arguments: leave it out$"):
+            shown(template, "u", chat_arguments={name: []})
+    assert shown(template, "u", chat_arguments={"chat_template": EVERY}) == "<user>u<bot>"
+
+
+@pytest.mark.parametrize(
+    "chance", ["{{ ['hi', 'ho'] | random }}", "{{ lipsum(1) }}", "{% if [1, 0] | random %}hm{% endif %}"]
+)
+def test_a_template_that_draws_lots_is_refused(shown: Any, chance: str) -> None:
+    with pytest.raises(DataError, match="writes another text each time"):
+        shown(EVERY + chance, "u")
+
+
+def test_a_time_is_a_time() -> None:
+    with pytest.raises(ValueError, match=r"data\.now: give a time such as"):
+        DataConfig(path="-", chat=True, now="yesterday")
+    with pytest.raises(ValueError, match=r"data\.now go with data\.chat = true"):
+        DataConfig(path="-", now="2001-02-03")
+
+
+class Quiet(Display):
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+
+
+def dated(home: Path, steps: int, **data: Any) -> Config:
+    if not (home / "model").is_dir():
+        save_tokenizer(save_weights(home / "model"))
+        (home / "model" / "chat_template.jinja").write_text(DATED, encoding="utf-8")
+        (home / "prompts.jsonl").write_text('{"question": "a"}\n{"question": "b"}', encoding="utf-8")
+    sections = {"data": {"chat": True, **data}, "rollout": {"max_new_tokens": 4}, "train": {"steps": steps}}
+    return tiny_config(home, **sections)
+
+
+def test_a_run_keeps_the_time_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_module.train(dated(tmp_path, 1, now="2001-02-03"), display=Quiet())
+    run_module.train(dated(tmp_path, 2), resume=True, display=Quiet())
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert (found.state["step"], found.state["config"]["data"]["now"]) == (2, "2001-02-03")
+    tokenizer = load_tokenizer(found.folder / "policy")
+    (prompt,) = _prompts(
+        Asked(["u"], None, "question", "auto", ""), tokenizer, _time_of_the_run(found.folder / "policy")
+    )
+    assert tokenizer.decode(prompt.token_ids).startswith("Today Date: 03 Feb 2001")
+    with pytest.raises(ConfigError, match=r"data\.now = \"2001-02-04\", but the run to be resumed has \"2001-02-03\""):
+        run_module.train(dated(tmp_path, 3, now="2001-02-04"), resume=True, display=Quiet())
+    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: _with(load_tokenizer(path), EVERY))
+    with pytest.raises(DataError, match=r"their tokens are not, as the tokenizer, its chat template"):
+        run_module.train(dated(tmp_path, 3), resume=True, display=Quiet())
+
+
+def _with(tokenizer: Any, template: str) -> Any:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_time_of_the_start_is_recorded(tmp_path: Path) -> None:
+    before = datetime.now().replace(microsecond=0)
+    run_module.train(dated(tmp_path, 1), display=Quiet())
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["data"]["now"]
+    assert before <= datetime.fromisoformat(recorded) <= datetime.now()
+
+
+# -- replies of an environment ---------------------------------------------------------------------------------------
+
+
+def replies(tokenizer: Any, template: str = "", **data: Any) -> Any:
+    tokenizer.chat_template = template or None
+    return reply_encoder(tokenizer, DataConfig(path="-", chat=bool(template), **data))
+
+
+def test_a_reply_is_text_whatever_special_tokens_it_names(tokenizer: Any) -> None:
+    encode, end = replies(tokenizer), tokenizer.eos_token_id
+    for text in ("too low", "<eos>", "a<eos>b", "", "é\n"):
+        for last in (None, end, 5):
+            assert tokenizer.decode(encode(text, last)) == text
+            assert end not in encode(text, last)
+
+
+def test_in_a_chat_a_reply_is_a_users_message(tokenizer: Any) -> None:
+    """The template ends an answer with the end token, which the model wrote itself unless a stop string ended it."""
+    ends = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
+    encode, end = replies(tokenizer, ends), tokenizer.eos_token_id
+    assert tokenizer.decode(encode("no<eos>", end)) == "<user>no<eos><eos><bot>"
+    assert encode("no<eos>", end).count(end) == 1
+    assert tokenizer.decode(encode("no", 5)) == "<eos><user>no<eos><bot>"
+    assert tokenizer.decode(encode("no", None)) == "no"
+
+
+def test_a_template_that_writes_no_reply_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="does not write a user's message behind an answer"):
+        replies(tokenizer, "{% for m in messages[:2] %}<{{ m.role }}>{{ m.content }}{% endfor %}" + END)

@@ -1,0 +1,595 @@
+"""Prompts from JSONL files and from reasoning-gym, and the cursor that hands each out once an epoch."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_model
+
+from tlt.config import DataConfig, EvalConfig
+from tlt.data.prompts import Cursor, DataError, encoder, load_held_out, load_prompts, make_cursor, task_dataset
+from tlt.data.tokenizer import load_tokenizer
+from tlt.types import Prompt
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def write(folder: Path, *lines: str) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def load(folder: Path, *lines: str, **options: Any) -> list[Prompt]:
+    return load_prompts(DataConfig(path=write(folder, *lines), **options), encode)
+
+
+def refusal(folder: Path, *lines: str, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        load(folder, *lines, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# -- JSONL -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_become_prompts_in_order(tmp_path: Path) -> None:
+    prompts = load(tmp_path, '{"question": "one", "answer": "1"}', '{"question": "two", "answer": "2", "more": [3]}')
+    assert [p.text for p in prompts] == ["one", "two"]
+    assert [p.prompt_id for p in prompts] == [0, 1]
+    assert prompts[0].token_ids == tuple(b"one")
+    assert prompts[1].data == {"question": "two", "answer": "2", "more": [3]}
+
+
+def test_columns_and_template_are_the_configurations(tmp_path: Path) -> None:
+    row = '{"problem": "1 {question} 1", "solution": 2}'
+    options = {"prompt_column": "problem", "answer_column": "solution", "template": "Q: {question}\nA:"}
+    (prompt,) = load(tmp_path, row, **options)
+    assert prompt.text == "Q: 1 {question} 1\nA:"
+    assert prompt.data["answer"] == 2
+
+
+def test_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    prompts = load(tmp_path, "", '{"question": "a"}', "  ", '{"question": "b"}', "")
+    assert [(p.prompt_id, p.text) for p in prompts] == [(0, "a"), (1, "b")]
+
+
+def test_text_may_hold_any_character_that_json_allows_unescaped(tmp_path: Path) -> None:
+    text = "line\u2028separator, next\u0085line, é, 数"  # str.splitlines would break here
+    assert [p.text for p in load(tmp_path, json.dumps({"question": text}, ensure_ascii=False))] == [text]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ('{"question": "a"', "is not JSON"),
+        ("just text", "is not JSON"),
+        ('["question", "a"]', "has no text under 'question'"),
+        ('{"prompt": "a"}', "has no text under 'question'"),
+        ('{"question": 3}', "has no text under 'question'"),
+        ('{"question": null}', "has no text under 'question'"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, bad: str, said: str) -> None:
+    message = refusal(tmp_path, '{"question": "fine"}', "", bad)
+    assert f"{tmp_path / 'rows.jsonl'}, line 3 {said}" in message
+
+
+def test_bytes_that_are_no_text_are_named_by_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "fine"}\n{"question": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
+        load_prompts(DataConfig(path=str(path)), encode)
+
+
+@pytest.mark.parametrize("lines", [(), ("", " ")])
+def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    assert "rows.jsonl holds no prompts" in refusal(tmp_path, *lines)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no file .*nowhere\.jsonl"):
+        load_prompts(DataConfig(path=str(tmp_path / "nowhere.jsonl")), encode)
+
+
+def test_a_prompt_at_the_limit_is_taken_and_one_beyond_it_refused(tmp_path: Path) -> None:
+    rows = ('{"question": "1234567"}', '{"question": "12345678"}')
+    assert len(load(tmp_path, *rows, max_prompt_tokens=8)) == 2
+    assert "prompt 1 has 8 tokens, more than data.max_prompt_tokens = 7" in refusal(
+        tmp_path, *rows, max_prompt_tokens=7
+    )
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
+    assert "prompt 0 is empty" in refusal(tmp_path, '{"question": ""}')
+
+
+# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+
+
+def tasks(*specs: dict[str, Any], size: int = 30, seed: int = 0, **options: Any) -> DataConfig:
+    return DataConfig.model_validate({"tasks": list(specs), "size": size, "seed": seed, **options})
+
+
+def test_a_task_is_a_function_of_its_seed() -> None:
+    texts = {seed: [p.text for p in load_prompts(tasks({"name": "chain_sum"}, seed=seed), encode)] for seed in (0, 1)}
+    assert len(texts[0]) == 30
+    assert texts[0] == [p.text for p in load_prompts(tasks({"name": "chain_sum"}), encode)]
+    assert texts[0] != texts[1]
+
+
+def test_task_parameters_reach_the_task() -> None:
+    params = {"min_terms": 7, "max_terms": 7}
+    for prompt in load_prompts(tasks({"name": "chain_sum", "params": params}), encode):
+        assert prompt.data["entry"]["metadata"]["num_terms"] == 7
+
+
+def test_a_mixture_follows_its_weights() -> None:
+    mixture = tasks({"name": "chain_sum", "weight": 9.0}, {"name": "gcd"}, size=200)
+    names = [p.data["entry"]["metadata"]["source_dataset"] for p in load_prompts(mixture, encode)]
+    assert 5 <= names.count("gcd") <= 45  # 20 expected, deviation 4.2
+    assert names.count("gcd") + names.count("chain_sum") == 200
+
+
+def test_the_template_is_laid_around_a_tasks_question() -> None:
+    (prompt,) = load_prompts(tasks({"name": "gcd"}, size=1, template="<{question}>"), encode)
+    assert prompt.text == f"<{prompt.data['entry']['question']}>"
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        ([{"name": "no_such_task"}], "no_such_task"),
+        ([{"name": "chain_sum", "params": {"no_such_parameter": 1}}], "no_such_parameter"),
+        ([{"name": "chain_sum", "params": {"min_terms": 5, "max_terms": 2}}], "chain_sum"),
+        ([{"name": "chain_sum", "params": {"min_terms": "five"}}], "chain_sum"),
+        ([{"name": "chain_sum"}, {"name": "chain_sum"}], "chain_sum"),
+    ],
+)
+def test_what_reasoning_gym_refuses_is_one_sentence(specs: list[dict[str, Any]], named: str) -> None:
+    with pytest.raises(DataError) as error:
+        task_dataset(tasks(*specs), stage=0)
+    assert named in str(error.value)
+    assert "data.tasks" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_task_without_reasoning_gym_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(DataError, match=r"pip install 'tlt-rl\[tasks\]'"):
+        task_dataset(tasks({"name": "gcd"}), stage=0)
+
+
+# -- curriculum --------------------------------------------------------------------------------------------------------
+
+HARDER = [
+    {"name": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}},
+    {"name": "chain_sum", "stage": 2, "params": {"min_terms": 6, "max_terms": 6}},
+    {"name": "gcd", "stage": 1, "weight": 2.0},
+]
+
+
+def test_stages_share_the_prompts_by_weight_and_keep_their_own_parameters() -> None:
+    prompts = load_prompts(tasks(*HARDER, size=40), encode)
+    assert [p.data["stage"] for p in prompts] == [0] * 10 + [1] * 20 + [2] * 10
+    assert {p.data["entry"]["metadata"]["num_terms"] for p in prompts[:10]} == {2}
+    assert {p.data["entry"]["metadata"]["num_terms"] for p in prompts[30:]} == {6}
+
+
+def test_the_first_epoch_goes_through_the_stages_and_later_ones_mix_them() -> None:
+    config = tasks(*HARDER, size=40)
+    cursor = make_cursor(config, 40, seed=1)
+    rows = [row for row, _ in cursor.take(40)]
+    assert sorted(rows) == list(range(40)) != rows
+    assert [set(rows[:10]), set(rows[10:30])] == [set(range(10)), set(range(10, 30))]
+    later = [row for row, _ in cursor.take(40)]
+    assert sorted(later) == list(range(40))
+    assert set(later[:10]) != set(range(10))
+
+
+def test_a_cursor_amid_the_stages_goes_on_where_it_was() -> None:
+    cursor = make_cursor(tasks(*HARDER, size=40), 40, seed=1)
+    cursor.take(17)
+    assert Cursor(**json.loads(json.dumps(asdict(cursor)))).take(60) == cursor.take(60)
+
+
+# -- held out ----------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_prompts_of_tasks_are_none_of_trainings() -> None:
+    config = tasks({"name": "count_bits", "params": {"min_n": 1, "max_n": 300}}, size=200)
+    training = load_prompts(config, encode)
+    held_out = load_held_out(config, EvalConfig(every=1, size=50), encode, training)
+    assert len(held_out) == 50
+    assert not {p.text for p in held_out} & {p.text for p in training}
+    assert held_out == load_held_out(config, EvalConfig(every=1, size=50), encode, training)
+
+
+def test_held_out_prompts_are_of_all_stages() -> None:
+    config = tasks(*HARDER, size=8)
+    held_out = load_held_out(config, EvalConfig(every=1, size=20), encode, load_prompts(config, encode))
+    assert [[p.data["stage"] for p in held_out].count(stage) for stage in range(3)] == pytest.approx([5, 10, 5], abs=1)
+
+
+def test_held_out_prompts_of_a_file_are_spread_over_it(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path, '{"question": "seen"}'))
+    (tmp_path / "held_out.jsonl").write_text("\n".join(f'{{"question": "{q}"}}' for q in ("seen", *"abcdef")))
+    held_out = EvalConfig(every=1, size=3, path=str(tmp_path / "held_out.jsonl"))
+    assert [p.text for p in load_held_out(config, held_out, encode, load_prompts(config, encode))] == ["a", "c", "e"]
+
+
+def test_a_held_out_file_that_holds_nothing_new_is_refused(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path, '{"question": "a"}', '{"question": "b"}'))
+    with pytest.raises(DataError, match="no prompt is held out"):
+        load_held_out(config, EvalConfig(every=1, path=config.path), encode, load_prompts(config, encode))
+
+
+# -- other files -------------------------------------------------------------------------------------------------------
+
+
+def test_an_array_and_several_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text('[{"question": "two"}, {"question": "three"}]', encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text('{"question": "one"}\n', encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("no rows", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "*.json*"):
+        assert [p.text for p in load_prompts(DataConfig(path=str(path)), encode)] == ["one", "two", "three"]
+
+
+def stream(path: Path, *questions: str) -> None:
+    """An Arrow file as `datasets` writes it."""
+    rows = pyarrow.Table.from_pylist([{"question": each, "answer": each[0]} for each in questions])
+    with pyarrow.ipc.new_stream(path, rows.schema) as file:
+        file.write_table(rows)
+
+
+def save_to_disk(folder: Path, *shards: Sequence[str], **state: Any) -> Path:
+    """The files that datasets.save_to_disk leaves, by name and content."""
+    folder.mkdir()
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, questions in zip(names, shards, strict=True):
+        stream(folder / name, *questions)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_type": None} | state
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "dataset_info.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def texts(path: Path | str) -> list[str]:
+    return [prompt.text for prompt in load_prompts(DataConfig(path=str(path)), encode)]
+
+
+def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
+    """Its state names its files; others are what later work on it left there."""
+    saved = save_to_disk(tmp_path / "saved", ["one", "two"], ["three"])
+    stream(saved / "cache-0123456789abcdef.arrow", "ONE", "TWO", "THREE")
+    stream(saved / "notes.arrow", "four")
+    assert texts(saved) == ["one", "two", "three"]
+    assert texts(saved / "d*.arrow") == texts(f"{tmp_path}/sav*/[cd]*") == ["one", "two", "three"]
+    (saved / "data-00001-of-00002.arrow").write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="is not an Arrow file that can be read"):
+        texts(saved)
+    (saved / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is not an Arrow file that can be read"):
+        texts(saved)
+
+
+def test_a_data_set_that_cannot_be_read_as_it_was_saved_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / split, [split])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"a data set for each split: give one of .*/train, .*/test$"):
+        texts(tmp_path)
+    assert texts(tmp_path / "test") == ["test"]
+    old = save_to_disk(tmp_path / "old", ["one"], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match=r"\(state\.json has _indices_data_files\): save it once more"):
+        texts(old)
+    (old / "state.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"old is not a data set that can be read .*: save it once more"):
+        texts(old)
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        (("test-00000-of-00001.jsonl", "train-00000-of-00001.jsonl"), ("*test*.jsonl", "*train*.jsonl")),
+        (("gsm8k_train.jsonl", "gsm8k_validation.jsonl"), ("*train*.jsonl", "*validation*.jsonl")),
+        (("Dev.jsonl", "train0.jsonl", "train1.jsonl"), ("*Dev*.jsonl", "*train*.jsonl")),
+    ],
+)
+def test_a_folder_with_several_splits_is_refused(
+    tmp_path: Path, names: tuple[str, ...], patterns: tuple[str, ...]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
+    given = ", ".join(f"{tmp_path}/{pattern}" for pattern in patterns)
+    with pytest.raises(DataError, match=rf"holds files of several splits, .*: give one of {re.escape(given)}$"):
+        texts(tmp_path)
+    assert sorted(text for pattern in patterns for text in texts(tmp_path / pattern)) == sorted(names)
+    assert texts(tmp_path / "*.jsonl") == sorted(names), "a pattern says which files are meant"
+
+
+def test_a_folder_of_one_split_is_read_without_what_other_programs_left_there(tmp_path: Path) -> None:
+    names = ["latest.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "training_test.jsonl"]
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({"question": name}), encoding="utf-8")
+    (tmp_path / "dataset_infos.json").write_text('{"main": {"splits": {}}}', encoding="utf-8")
+    (tmp_path / "._test.jsonl").write_bytes(b"\x00\x05\x16\x07Mac OS X")
+    assert texts(tmp_path) == names
+
+
+LINES = b'{"question": "one"}\r\n{"question": "zwei \xe2\x80\x93"}\r\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", b"\xef\xbb\xbf" + LINES),
+        ("rows.json", b"\xef\xbb\xbf[" + LINES.replace(b"}\r\n{", b"},\r\n{") + b"]"),
+        ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("rows.json.gz", gzip.compress(b"\xef\xbb\xbf" + LINES, mtime=0)),
+        ("rows.txt", gzip.compress(LINES, mtime=0)),
+    ],
+)
+def test_files_as_other_programs_write_them(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert texts(tmp_path / name) == ["one", "zwei –"]
+    if not name.endswith("txt"):
+        assert texts(tmp_path) == ["one", "zwei –"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", LINES.decode().encode("utf-16"), r"rows\.jsonl, line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
+        ("rows.jsonl", LINES.decode().encode("utf-16-be"), r"line 1 is not JSON: it is UTF-16 .*as UTF-8$"),
+        ("rows.json", b'[{"question": "caf\xe9"}]', r"rows\.json is not JSON: byte 19 is not UTF-8: save it as UTF-8$"),
+        ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"rows\.jsonl\.gz is not a gzip file that can be read"),
+        ("rows.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\0" * 9, r"is packed by zstd, and .*: unpack it by zstd -d rows"),
+        ("rows.jsonl.xz", lzma.compress(LINES), r"is packed by xz, and .*: unpack it by xz -d rows\.jsonl\.xz$"),
+        ("rows.jsonl", bz2.compress(LINES), r"is packed by bzip2, and"),
+        ("rows.json", b"PK\x03\x04", r"is packed by zip, and"),
+        ("rows.jsonl", b"", r"rows\.jsonl holds no prompts"),
+        ("rows.jsonl", b"\xef\xbb\xbf\r\n", r"rows\.jsonl holds no prompts"),
+    ],
+)
+def test_files_that_are_no_utf8_are_one_sentence(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        texts(tmp_path / name)
+
+
+def test_a_folder_of_files_of_other_kinds_says_what_is_there(tmp_path: Path) -> None:
+    for name in ("rows.jsonl.zst", "a.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"holds no \.jsonl, .* file, but a\.csv, rows\.jsonl\.zst: unpack or convert"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "counts"), [(50, True), (51, False)])
+@pytest.mark.parametrize("name", ["task", "data_source"])
+def test_tasks_that_are_free_text_are_no_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, counts: bool, name: str
+) -> None:
+    path = write(tmp_path, *(json.dumps({"question": "q", name: f"Tell me of {i}."}) for i in range(count)))
+    prompts = load_prompts(DataConfig(path=path), encode)
+    assert {prompt.counts_by_task for prompt in prompts} == {counts}
+    assert prompts[3].task == "Tell me of 3."
+    assert ("has 51 different texts under task or data_source: no metric" in caplog.text) == (not counts)
+
+
+def test_columns_may_lie_deeper_and_prompts_be_messages(tmp_path: Path) -> None:
+    """As verl has them."""
+    messages = [{"role": "user", "content": "what?"}]
+    row = {"prompt": messages, "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "dotted"}
+    path = write(tmp_path, json.dumps(row))
+    seen: list[Any] = []
+    options = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth", "chat": True}
+    (prompt,) = load_prompts(DataConfig(path=path, **options), lambda asked: (seen.append(asked), [1])[1])
+    assert (seen, prompt.text, prompt.data["answer"]) == ([messages], "what?", "72")
+    (plain,) = load_prompts(DataConfig(path=path, prompt_column="a.b"), encode)
+    assert (plain.text, plain.data["answer"]) == ("dotted", None)
+    with pytest.raises(DataError, match=r"no text under 'reward_model', and no messages"):
+        load_prompts(DataConfig(path=path, prompt_column="reward_model"), encode)
+
+
+def test_an_answer_column_that_no_row_has_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"question": "a", "solution": "1"}), json.dumps({"question": "b", "level": 2}))
+    with pytest.raises(DataError, match=r"nothing under data\.answer_column = 'gold': .* question, solution, level$"):
+        load_prompts(DataConfig(path=path, answer_column="gold"), encode)
+
+
+def test_columns_with_our_names_stay_what_they_are(tmp_path: Path) -> None:
+    row = {"question": "a", "solution": "1", "answer": "long", "entry": 2, "stage": 3, "prompt": "p", "response": "r"}
+    config = DataConfig(path=write(tmp_path, json.dumps(row)), answer_column="solution", prefill="<think>")
+    (prompt,) = load_prompts(config, encode)
+    assert (prompt.data, prompt.ground_truth, prompt.prefill) == (row, "1", "<think>")
+
+
+def test_long_prompts_are_left_out_and_counted_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, *(json.dumps({"question": "x" * n}) for n in (3, 9, 4)))
+    prompts = load_prompts(DataConfig(path=path, max_prompt_tokens=5, long_prompts="drop"), encode)
+    assert [(p.prompt_id, p.text) for p in prompts] == [(0, "xxx"), (1, "xxxx")]
+    assert "1 of 3 prompts" in caplog.text
+    with pytest.raises(DataError, match="no prompt has at most"):
+        load_prompts(DataConfig(path=path, max_prompt_tokens=2, long_prompts="drop"), encode)
+
+
+def test_another_seed_draws_other_problems() -> None:
+    texts = [
+        {p.text for p in load_prompts(tasks({"name": "chain_sum"}, size=300, seed=seed), encode)} for seed in range(4)
+    ]
+    assert all(len(one & other) < 15 for one, other in itertools.combinations(texts, 2))
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_rows_become_the_same_prompts_as_json_lines(tmp_path: Path) -> None:
+    rows = [{"problem": "one", "solution": "1", "more": [3]}, {"problem": "zwei – 数", "solution": "2", "more": []}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    columns = {"prompt_column": "problem", "answer_column": "solution"}
+    ours = load_prompts(DataConfig(path=str(tmp_path / "rows.parquet"), **columns), encode)
+    theirs = load(tmp_path, *(json.dumps(row) for row in rows), **columns)
+    assert [(p, p.data) for p in ours] == [(p, p.data) for p in theirs]
+
+
+def test_parquet_faults_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.parquet"
+    config = DataConfig(path=str(path))
+    path.write_bytes(b"PAR1 no more of it")
+    with pytest.raises(DataError, match=r"rows\.parquet is not a Parquet file"):
+        load_prompts(config, encode)
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a", None]}), path)
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1 has no text under 'question'"):
+        load_prompts(config, encode)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'tlt-rl\[parquet\]'"):
+        load_prompts(config, encode)
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def chat(**more: Any) -> DataConfig:
+    return DataConfig(path="-", chat=True, **more)
+
+
+def test_a_chat_template_is_laid_around_the_text(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    ids = encoder(tokenizer, chat())("what?")
+    assert tokenizer.decode(ids) == "<user>what?<bot>"
+    assert tokenizer.decode(encoder(tokenizer, DataConfig(path="-"))("what?")) == "what?"
+
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("question", "options", "text"),
+    [
+        (MESSAGES, {}, "<user>a<assistant>b<user>c<bot>"),
+        (MESSAGES, {"system": "be brief"}, "<system>be brief<user>a<assistant>b<user>c<bot>"),
+        ([{"role": "system", "content": "s"}, *MESSAGES[:1]], {"system": "be brief"}, "<system>s<user>a<bot>"),
+        ("a", {"prefill": "Let me"}, "<user>a<bot>Let me"),
+        ("a", {"chat_arguments": {"enable_thinking": False}}, "<user>a<bot><no thoughts>"),
+        (MESSAGES[:2], {}, "<user>a<assistant>b"),  # the model goes on with its own turn
+    ],
+)
+def test_messages_system_arguments_and_prefill(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, question: Any, options: dict[str, Any], text: str
+) -> None:
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + thinking)
+    assert tokenizer.decode(encoder(tokenizer, chat(**options))(question)) == text
+
+
+def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"lists of messages: set data\.chat = true"):
+        encoder(tokenizer, DataConfig(path="-"))(MESSAGES)
+
+
+def test_the_system_message_needs_the_chat_template() -> None:
+    with pytest.raises(ValueError, match=r"go with data\.chat = true"):
+        DataConfig(path="-", system="be brief")
+
+
+class BeginsWithOne:
+    """A tokenizer that puts its BOS, number 1, before every text; `<s>` in a text is one too."""
+
+    eos_token_id = None
+    bos_token, bos_token_id = "<s>", 1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, *(1 if part == "<s>" else 9 for part in re.findall("<s>|.", text))]}
+
+
+def test_a_template_that_doubles_the_bos_is_mended_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    encode = encoder(BeginsWithOne(), DataConfig(path="-"))
+    assert [encode(text) for text in ("ab", "<s>ab", "a<s>", "<s>")] == [[1, 9, 9], [1, 9, 9], [1, 9, 1], [1]]
+    encode("<s>again")
+    assert caplog.text.count("prompts begin with two <s>") == 1
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"data\.chat = true, but .* no chat template: set data\.chat = false"):
+        encoder(tokenizer, chat())
+
+
+def test_a_chat_template_that_fails_is_one_sentence(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('a system turn is needed') }}")
+    with pytest.raises(DataError, match="refuses a prompt: a system turn is needed"):
+        encoder(tokenizer, chat())("what?")
+
+
+# -- cursor ------------------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(1, 20)
+
+
+@given(SIZES, st.integers(0, 3), st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=8))
+def test_each_row_comes_once_an_epoch_whatever_the_batches(
+    size: int, seed: int, shuffle: bool, batches: list[int]
+) -> None:
+    cursor = Cursor(size, seed, shuffle)
+    taken = [pair for count in batches for pair in cursor.take(count)]
+    assert len(taken) == sum(batches)
+    for start in range(0, len(taken), size):
+        rows = taken[start : start + size]
+        assert [epoch for _, epoch in rows] == [start // size] * len(rows)
+        assert len({row for row, _ in rows}) == len(rows)
+        assert {row for row, _ in rows} <= set(range(size))
+
+
+@given(SIZES, st.booleans(), st.integers(0, 50), st.integers(1, 30))
+def test_a_restored_cursor_goes_on_where_it_was(size: int, shuffle: bool, before: int, after: int) -> None:
+    cursor = Cursor(size, 3, shuffle)
+    cursor.take(before)
+    restored = Cursor(**json.loads(json.dumps(asdict(cursor))))
+    assert restored.take(after) == cursor.take(after)
+
+
+def test_batches_do_not_change_the_order() -> None:
+    one, other = Cursor(10, 0, True), Cursor(10, 0, True)
+    assert one.take(25) == other.take(7) + other.take(1) + other.take(17)
+
+
+def test_order_depends_on_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return [row for row, e in Cursor(50, seed, True).take(100) if e == epoch]
+
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+    assert order(0, 1) == orders[1]
+
+
+def test_without_shuffling_rows_come_in_the_order_of_the_source() -> None:
+    assert Cursor(3, 7, False).take(5) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]

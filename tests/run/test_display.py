@@ -1,0 +1,402 @@
+"""The live view: what the workers are at, at any width, and while another thread changes it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from tiny import tiny_config
+
+from tlt.commands import drafting
+from tlt.loop import StepResult
+from tlt.metrics import read_metrics
+from tlt.run.display import Display, closing
+from tlt.run.keys import listening
+from tlt.run.sample_view import choose, picture
+from tlt.run import display as display_module
+from tlt.run import train as run
+from tlt.run import workers_view as workers_view_module
+from tlt.run.workers_view import WorkersView, stacked
+from tlt.trace import AHEAD, IDLE, ROLLOUT, STATES
+from tlt.types import Group, Prompt, Request, Response, SamplingParams, StepMetrics, WorkerNow
+
+NOW = [WorkerNow(ROLLOUT, (7, 459)), WorkerNow(AHEAD, (12, 30, 5), (1, 3)), WorkerNow(IDLE)]
+
+
+def shown(what: Any, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(what)
+    return console.export_text()
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Any:
+    clock = Clock()
+    with patch.object(workers_view_module, "time", clock):
+        yield clock
+
+
+def looked(clock: Clock, seconds: float, rows: int = 4) -> WorkersView:
+    view = WorkersView()
+    view.phase()
+    for _ in range(round(seconds / 0.25)):
+        clock.now += 0.25
+        view.look([WorkerNow(ROLLOUT, (1,) * rows), WorkerNow(IDLE)])
+    return view
+
+
+def test_each_worker_has_a_line_with_its_state_rows_and_longest(clock: Clock) -> None:
+    view = WorkersView()
+    view.look(NOW)
+    _, first, second, third = shown(view.table(NOW, step=9, width=40)).splitlines()
+    assert first.split() == ["0", ROLLOUT, "2", "459", "█"]
+    assert second.split() == ["1", AHEAD, "3", "30", "█", "11,", "13"]
+    assert third.split() == ["2", IDLE, "▁"]
+
+
+def test_a_long_rollout_fits_the_strip_as_its_cells_stand_for_longer(clock: Clock) -> None:
+    short, long = looked(clock, 5), looked(clock, 100)
+    assert short.seconds == 0.25
+    assert long.seconds == 4.0
+    for view in (short, long):
+        first = shown(view.table([WorkerNow(ROLLOUT), WorkerNow(IDLE)], 0, 40)).splitlines()[1]
+        assert 10 < first.count("█") <= 40
+
+
+def test_a_stacked_bar_has_the_shares_and_their_legend() -> None:
+    bar = stacked("workers", {ROLLOUT: 3.0, IDLE: 1.0, AHEAD: 0.0}, dict.fromkeys(STATES, "red"), width=40)
+    assert isinstance(bar, Text)
+    assert bar.plain.replace("\N{NO-BREAK SPACE}", " ") == "workers " + "━" * 40 + "  rollout 75%  idle 25%"
+
+
+class Watched(Display):
+    """Draws itself all the time, from another thread, as a terminal's refresh does."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO(), width=80))
+        self.pictures: list[str] = []
+        self.faults: list[BaseException] = []
+        self.over = threading.Event()
+
+    def draw(self) -> None:
+        while not self.over.is_set():
+            try:
+                if hasattr(self, "workers_now"):
+                    self.pictures.append(shown(self, 80))
+            except BaseException as error:
+                self.faults.append(error)
+                raise
+
+    def step(self, result: StepResult) -> None:
+        self.last: StepMetrics = result.metrics
+        super().step(result)
+
+
+def test_a_run_is_drawn_from_another_thread_while_it_goes_on(tmp_path: Path) -> None:
+    display = Watched()
+    thread = threading.Thread(target=display.draw)
+    thread.start()
+    try:
+        run.train(tiny_config(tmp_path), False, display)
+    finally:
+        display.over.set()
+        thread.join()
+    assert not display.faults
+    assert any(ROLLOUT in picture for picture in display.pictures)
+    last = shown(display, 80)
+    assert all(len(line) <= 80 for line in last.splitlines())
+    assert "mismatch" in last
+    assert "workers" in last
+    assert len(read_metrics(tmp_path / "run")) == 2
+
+
+def test_seconds_left_fall_while_a_step_runs_and_never_below_the_other_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(display_module, "time", clock)
+    display = Display(Console(file=io.StringIO()))
+    with display.live(tiny_config(tmp_path, train={"steps": 5}), 0, list):
+        assert display._time_left() == ""
+        display.step(StepResult([], [], step_metrics(0, seconds_left=40.0)))
+        shown_left = []
+        for _ in range(25):
+            shown_left.append(display._time_left())
+            clock.now += 1.0
+    assert shown_left[:3] == ["0:00:40 left", "0:00:39 left", "0:00:38 left"]
+    assert shown_left == sorted(shown_left, reverse=True)
+    assert shown_left[-1] == "0:00:30 left", "a step that takes longer takes nothing off the others"
+
+
+def step_metrics(step: int, **changes: Any) -> StepMetrics:
+    """Of a step with made-up numbers, as wide as they get."""
+    rollout = {
+        "strategies": {"mixed d6 b4 n33 p0.05 + ahead 63": 900, "plain": 100},
+        "spot": {"version": 12.0, "accept_length": 3.1, "rests": 0.0},
+        "agreement": {"eagle": 0.81, "mixed": 0.84, "suffix": 0.4},
+        "alarms": {},
+        "seen_ahead": 123_456,
+        "against_plain": {"seconds": 10.0, "plain_seconds": 23.0},
+    }
+    lengths = {"mean": 9000.0, "median": 12_345, "p99": 32_768, "max": 32_768, "truncated": 0.125}
+    known: dict[str, Any] = {
+        "reward": -0.123,
+        "reward_std": 0.5,
+        "rewards": {},
+        "tasks": {},
+        "lengths": lengths,
+        "accept_length": 12.34,
+        "responses": 128,
+        "tokens": 234_567,
+        "tokens_per_second": 123_456.7,
+        "seconds": {"total": 1234.5, "rollout": 1000.0, "update": 234.5},
+        "update": {"mismatch_mean": 1.2e-07},
+        "rollout": rollout,
+    }
+    return StepMetrics(step=step, **known | changes)
+
+
+def responses(*rewards: float | None) -> list[Group]:
+    prompt = Prompt(0, "Solve:\nWhat is 17 + 25?", (1,))
+    texts = ["first I " + "think " * 200 + "\nAnswer: 42", "\x1b[31m[red]short[/red]", "third"]
+    requests = [Request(prompt, i, 0, i, SamplingParams()) for i in range(3)]
+    said = zip(requests, texts, rewards, strict=True)
+    return [Group(prompt, [Response(r, [1] * 9, [], [], "length", text, reward) for r, text, reward in said])]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_everything_fits_the_terminal(width: int, tmp_path: Path) -> None:
+    display = Display(Console(file=io.StringIO(), width=width, height=45))
+    with display.live(tiny_config(tmp_path), 0, lambda: NOW):
+        for step in range(996, 1003):
+            display.step(StepResult(responses(0.0, 1.0, 0.5), [], step_metrics(step, seconds_left=98765.0)))
+        display.evaluation(1000, {"mean@16": 0.123, "pass@1": 0.1, "pass@16": 0.5, "length_mean": 9999.0})
+        picture = shown(display, width)
+    lines = picture.splitlines()
+    assert all(len(line) == width for line in lines)
+    assert len(lines) <= 45
+    for whole in (
+        "1234.5",
+        "1.2e-07",
+        "123,457",
+        "32768",
+        "12%",
+        "12.34",
+        "version 12",
+        "eagle 81%",
+        "2.30 times as",
+    ):
+        assert whole in picture, whole
+
+
+@pytest.mark.parametrize(
+    ("spot", "said"),
+    [
+        ({}, ""),
+        ({"version": 3.0, "rests": 1.0}, "learned drafter: version 3, at rest; "),
+        ({"version": 3.0, "rests": 0.0}, "learned drafter: version 3, in training; "),
+    ],
+)
+def test_it_says_whether_the_drafter_is_trained(spot: dict[str, float], said: str) -> None:
+    display, step = Display(Console(file=io.StringIO())), step_metrics(0)
+    step.rollout["spot"] = spot
+    display.history.append(step)
+    assert display._drafters().plain.startswith(f"draft   {said}first token accepted: eagle 81%")
+
+
+@pytest.mark.parametrize(("key", "said"), [("", "Answer: 42"), ("b", "[red]short[/red]"), ("w", "third"), ("x", "42")])
+def test_a_key_shows_the_best_or_the_worst_response(key: str, said: str) -> None:
+    display = Display(Console(file=io.StringIO()))
+    display.key(key)
+    found = choose(responses(0.5, 1.0, -1.0), display.which)
+    assert found
+    text = picture(found, display.which, 60).plain
+    assert said in text
+    assert "What is 17 + 25?" in text
+    assert len(text.splitlines()) <= 8
+    assert "\x1b" not in text
+    assert all(len(line) <= 60 for line in text.splitlines())
+
+
+def test_without_a_reward_there_is_no_sample() -> None:
+    assert choose(responses(None, None, None), "best") is None
+    found = choose(responses(None, None, 0.0), "a sample")
+    assert found
+    assert found.text == "third"
+
+
+def test_keys_are_heard_and_the_terminal_is_left_as_it_was() -> None:
+    """In a process with a terminal of its own."""
+    code = """
+import os, sys, time
+from tlt.run.keys import listening
+heard = []
+with listening(heard.append):
+    print("ready", flush=True)
+    until = time.monotonic() + 20
+    while len(heard) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+print("heard", "".join(heard), flush=True)
+print("line", sys.stdin.readline().strip(), flush=True)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:  # the child
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    try:
+        said = until_said(terminal, "ready")
+        os.write(terminal, b"bw")
+        said += until_said(terminal, "heard bw")
+        os.write(terminal, b"typed\n")  # a line again, and not a key at a time
+        said += until_said(terminal, "line typed")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def until_said(terminal: int, what: str) -> str:
+    said, until = "", time.monotonic() + 20
+    while what not in said:
+        assert time.monotonic() < until, said
+        if select.select([terminal], [], [], 0.2)[0]:
+            said += os.read(terminal, 1000).decode()
+    return said
+
+
+def test_without_a_keyboard_nothing_is_listened_to() -> None:
+    with listening(lambda key: pytest.fail(key)):
+        pass
+
+
+def test_what_a_drafter_is_worth_fits_80_columns_with_its_legend() -> None:
+    result = {
+        "strategy": "eagle d6 b2 n13 p0",
+        "accept_length": 3.21,
+        "interval": 0.04,
+        "times_plain": 1.87,
+        "agreement": [0.9, 0.8, 0.7, 0.6, 0.5, None],
+        "tokens": 1_234_567,
+    }
+    console = Console(file=io.StringIO(), width=80, record=True)
+    drafting._print(console, [result, result])
+    text = console.export_text()
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    row = next(line for line in text.splitlines() if line.startswith("eagle"))
+    assert row.split() == [
+        "eagle",
+        "d6",
+        "b2",
+        "n13",
+        "p0",
+        "3.21",
+        "±0.04",
+        "1.87",
+        "0.90",
+        "0.80",
+        "0.70",
+        "0.60",
+        "0.50",
+        "-",
+    ]
+    assert "times plain: tokens per second against plain decoding" in " ".join(text.split())
+
+
+SUMMARY = {
+    "steps": 4,
+    "reward_tenth_steps": 1,
+    "reward_first_tenth": 0.1,
+    "reward_last_tenth": 0.9,
+    "seconds": {"total": 10.0, "rollout": 9.0},
+    "tokens_per_second": 100.0,
+    "accept_length": 2.0,
+    "useful_share": 0.85,
+    "against_plain": {"times": 1.75},
+    "times_plain": 1.75,
+    "compared": {},
+    "responses": 3840,
+    "without_reward": {},
+    "workers": [{"idle_seconds_trained": 0.0}] * 2,
+    "peak_memory": {},
+}
+
+
+def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
+    lines = closing(SUMMARY, "runs/x")
+    assert "1.75 times as fast as plain decoding" in lines[0].plain
+    assert lines[0].plain.endswith(", 85% of the workers' time useful")
+    assert len(lines) == 2
+    assert "runs/x" in lines[-1].plain
+    assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "runs/x")
+    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer[0].plain
+    compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
+    both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
+    assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
+    assert "3.00 times as fast as plain decoding, measured on" in both[1].plain
+    alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
+    assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
+        "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
+    )
+    three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
+    said = "peak memory: driver 9 MiB, largest worker 8 MiB"
+    assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
+    unknown = {"against_plain": {}, "times_plain": None}
+    failed = closing(SUMMARY | unknown | {"without_reward": {"timeout": 10, "error": 2}}, "runs/x")
+    assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
+    assert "red" in str(failed[1].style)
+    assert "plain decoding" not in failed[0].plain
+
+
+def test_a_run_that_gained_little_says_what_would_help() -> None:
+    def said(times: float) -> bool:
+        lines = closing(SUMMARY | {"times_plain": times}, "runs/x")
+        return any("tlt draft train" in line.plain for line in lines)
+
+    assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("version", "said"), [(3, "the last one that was better is number 3"), (0, "none was better")])
+def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said: str) -> None:
+    workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
+    lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
+    assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
+
+
+def test_a_signal_is_acknowledged_in_the_panel_or_else_on_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    display = Watched()
+    run.train(tiny_config(tmp_path), False, display)
+    display.stopping("SIGINT: wait")
+    assert capfd.readouterr().err.splitlines()[-1] == "tlt: SIGINT: wait"
+    with patch.object(display, "_live", Live()):
+        display.stopping("SIGTERM: wait")
+        assert "SIGTERM: wait" in shown(display)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_line_of_a_step_says_what_was_seen_ahead(tmp_path: Path) -> None:
+    display = Watched()
+    run.train(tiny_config(tmp_path), False, display)
+    display.last.rollout["seen_ahead"] = display.last.tokens // 2
+    assert "seen ahead 50%" in display._line(display.last) or "seen ahead 49%" in display._line(display.last)

@@ -1,0 +1,397 @@
+"""A run's folder: one run at a time, nobody else's files touched, and no run lost to the one that takes its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt.config import Config, ConfigError
+from tlt.config.run import RunConfig
+from tlt.data.prompts import DataError
+from tlt.loop import StepResult
+from tlt.metrics import read_metrics
+from tlt.models.families import ModelError
+from tlt.rewards import RewardError
+from tlt.rewards.isolated import IsolatedScore
+from tlt.run.display import Display
+from tlt.run.folder import RunFolder
+from tlt.run import train as run_module
+from tlt.stopping import stop_request
+from tlt.store import checkpoint
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, saved at its end."""
+    home = tmp_path_factory.mktemp("sound")
+    train(short(home))
+    return home
+
+
+@pytest.fixture
+def home(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "home", symlinks=True))
+
+
+def short(home: Path, **sections: dict[str, Any]) -> Config:
+    return tiny_config(home, **{"rollout": {"max_new_tokens": 4}} | sections)
+
+
+def train(config: Config, display: Display | None = None, resume: bool = False) -> dict[str, Any]:
+    return run_module.train(config, resume, display or Display(Console(quiet=True)))
+
+
+def afresh(home: Path, **sections: dict[str, Any]) -> Config:
+    run = {"overwrite": True} | sections.pop("run", {})
+    return short(home, run=run, **sections)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+class Failing(Display):
+    """Raises as a phase of a step begins."""
+
+    def __init__(self, step: int, phase: str) -> None:
+        super().__init__(Console(quiet=True))
+        self.when = step, phase
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        if (step, name) == self.when:
+            raise ValueError("what went wrong")
+
+
+def note_of(error: pytest.ExceptionInfo[Any]) -> str:
+    (note,) = error.value.__notes__
+    return note
+
+
+# -- one run at a time -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(home: Path) -> None:
+    class Second(Display):
+        said = ""
+
+        def step(self, result: StepResult) -> None:
+            for resume in (False, True):
+                with pytest.raises(ConfigError) as refused:
+                    train(afresh(home), resume=resume)
+                self.said = str(refused.value)
+
+    first = Second(Console(quiet=True))
+    train(afresh(home), first)
+    pid = os.getpid()
+    assert re.search(rf"another run is under way in .*run \(process {pid} on .+\): wait .*--run\.folder", first.said)
+    assert [line["step"] for line in read_metrics(home / "run")] == [0, 1]
+    train(afresh(home))
+
+
+def test_a_run_that_failed_to_start_leaves_the_folder_free(home: Path) -> None:
+    with pytest.raises(ConfigError):
+        train(short(home))
+    with pytest.raises(RewardError):
+        train(afresh(home, reward={"name": "tiny_rewards:none"}))
+    train(afresh(home))
+
+
+def test_a_folder_made_for_a_run_that_never_began_goes_with_it(home: Path, tmp_path: Path) -> None:
+    nowhere = short(home, model={"path": "nowhere"})
+    new = nowhere.model_copy(update={"run": nowhere.run.model_copy(update={"folder": str(tmp_path / "new")})})
+    with pytest.raises(ModelError):
+        train(new)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    with pytest.raises(ModelError):
+        train(new)
+    assert (tmp_path / "new").is_dir(), "it was there before"
+
+
+# -- what is overwritten -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"reward": {"name": "tiny_rewards:none"}},
+        {"data": {"path": "nowhere.jsonl"}},
+        {"data": {"max_prompt_tokens": 1}},
+        {"model": {"path": "nowhere"}},
+    ],
+    ids=str,
+)
+def test_a_recipe_that_does_not_start_leaves_the_run_before_as_it_was(home: Path, broken: dict[str, Any]) -> None:
+    before = files(home / "run")
+    with pytest.raises((RewardError, DataError, ModelError)):
+        train(afresh(home, **broken))
+    assert files(home / "run") == before
+
+
+def test_the_run_before_can_be_resumed_until_the_new_one_has_saved(home: Path) -> None:
+    (home / "run" / "notes.txt").write_text("mine", encoding="utf-8")
+    before = files(home / "run")
+    sha256 = json.loads(before["summary.json"])["policy_sha256"]
+    with pytest.raises(ValueError, match="what went wrong") as error:
+        train(afresh(home), Failing(0, "update"))
+    previous = home / "run" / "previous"
+    assert note_of(error) == f"nothing was saved yet; the run before is in {previous}"
+    kept = files(previous)
+    assert kept == {name: content for name, content in before.items() if name != "notes.txt"}
+    copy = shutil.copytree(previous, home / "copy")
+    assert train(short(home, run={"folder": str(copy)}), resume=True)["policy_sha256"] == sha256
+    with pytest.raises(ValueError, match="what went wrong"):
+        train(afresh(home), Failing(0, "update"))
+    assert files(previous) == kept
+    train(afresh(home))
+    left = {
+        "notes.txt",
+        ".lock",
+        "latest",
+        "report.html",
+        "config.json",
+        "reward.log",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "summary.json",
+        "trace.json",
+    }
+    assert {path.name for path in (home / "run").iterdir()} == left | {"checkpoints", "tensorboard"}
+
+
+def test_runs_that_made_way_are_numbered_on_and_told_the_oldest_first(home: Path) -> None:
+    run = afresh(home).run
+    for name in ("previous_2", "previous_10", "previously", "previous_mine"):  # `previous` was taken away
+        (home / "run" / name).mkdir()
+    with RunFolder(run, resume=False) as folder:
+        folder.make_way()
+        assert [path.name for path in folder.before()] == ["previous_2", "previous_10", "previous_11"]
+        assert (home / "run" / "previous_11" / "metrics.jsonl").is_file()
+
+
+def test_what_somebody_puts_beside_the_run_before_stays(home: Path) -> None:
+    class Visitor(Display):
+        def phase(self, step: int, name: str, total: int) -> None:
+            (home / "run" / "previous" / "mine.txt").write_text("mine", encoding="utf-8")
+
+    train(afresh(home), Visitor(Console(quiet=True)))
+    assert list(files(home / "run" / "previous")) == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints/best",
+        "checkpoints/step_2",
+        "checkpoints/step_00000002_copy",
+        "tensorboard/plugins",
+        "drafter/eagle",
+        "drafter/drafter_final",
+        *("metrics.jsonl", "config.json", "summary.json", "trace.json", "trackers.json", "completions.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_no_run_writes_is_refused_by_name_and_stays(tmp_path: Path, name: str, overwrite: bool) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("somebody's", encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(f"{path} is not what a run of tlt writes: move it away")):
+        RunFolder(RunConfig(folder=str(tmp_path), overwrite=overwrite), resume=False)
+    assert path.read_text(encoding="utf-8") == "somebody's"
+
+
+def test_a_folder_with_a_model_loses_nothing_of_it(home: Path) -> None:
+    before = files(home / "model")
+    with pytest.raises(ConfigError, match=r"model/config\.json is not what a run of tlt writes"):
+        train(short(home, run={"folder": str(home / "model")}))
+    assert files(home / "model") == before
+
+
+def test_a_log_that_no_run_has_written_stays_and_goes_on(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.log").write_text("somebody's\n", encoding="utf-8")
+    train(short(home, run={"folder": str(tmp_path)}))
+    assert (tmp_path / "reward.log").read_text(encoding="utf-8").startswith("somebody's\n")
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"ste'])
+def test_a_record_that_was_torn_as_it_began_is_a_runs_own(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(torn)
+    with pytest.raises(ConfigError, match=r"already holds a run: give --run\.overwrite true"):  # and not --resume
+        RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
+    with RunFolder(RunConfig(folder=str(tmp_path), overwrite=True), resume=False) as folder:
+        folder.make_way()
+    assert (tmp_path / "previous" / "metrics.jsonl").read_bytes() == torn
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be made \(Is a directory\): give another --run\.folder"):
+        RunFolder(RunConfig(folder=str(tmp_path)), resume=False)
+
+
+# -- an error amid a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["rollout", "reward", "update"])
+def test_a_run_that_ends_with_an_error_is_saved_and_goes_on_to_the_same_end(home: Path, phase: str) -> None:
+    steps = {"train": {"steps": 3}}
+    expected = train(afresh(home, **steps))["policy_sha256"]
+    with pytest.raises(ValueError, match="what went wrong") as error:
+        train(afresh(home, **steps), Failing(2, phase))
+    assert note_of(error) == f"saved after step 2 in {home / 'run'}: go on with --resume"
+    summary = train(short(home, **steps), resume=True)
+    assert (summary["policy_sha256"], summary["steps"]) == (expected, 3)
+
+
+def test_an_error_amid_an_update_leaves_the_checkpoint_before(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are then of no step."""
+    from tlt.rl.policy import Policy
+
+    real, calls = Policy._optimizer_step, [0]
+
+    def fails(self: Policy, *arguments: Any) -> dict[str, Any]:
+        calls[0] += 1
+        if calls[0] == 8:  # the second of the fourth step
+            raise ValueError("what went wrong")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Policy, "_optimizer_step", fails)
+    config = afresh(home, train={"steps": 4, "updates_per_step": 2}, run={"save_every": 2})
+    with pytest.raises(ValueError, match="what went wrong") as error:
+        train(config)
+    assert note_of(error) == f"saved after step 2 in {home / 'run'}: go on with --resume"
+    found = checkpoint.latest(home / "run" / "checkpoints")
+    assert found.state["step"] == 2
+    assert [path.name for path in found.folder.parent.iterdir()] == ["step_00000002"]
+
+
+def test_a_reward_process_that_cannot_be_started_again_loses_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = IsolatedScore._start, []
+
+    def starts_once(self: IsolatedScore) -> None:
+        if started:
+            raise RewardError("it cannot start")
+        started.append(self)
+        start(self)
+
+    class Ending(Display):
+        def phase(self, step: int, name: str, total: int) -> None:
+            if (step, name) == (1, "rollout"):
+                started[0].close()
+
+    monkeypatch.setattr(IsolatedScore, "_start", starts_once)
+    with pytest.raises(RewardError, match="it cannot start") as error:
+        train(afresh(home), Ending(Console(quiet=True)))
+    assert note_of(error) == f"saved after step 1 in {home / 'run'}: go on with --resume"
+
+
+def test_a_signal_that_is_to_be_ignored_stays_ignored() -> None:
+    """nohup tlt train ... &"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_request(60.0) as stop:
+            stop.begun = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("save_every", "left"), [(0, "nothing was saved yet"), (1, "saved after step 1 in ")])
+def test_an_error_whose_state_cannot_be_saved_says_what_is_left(
+    home: Path, monkeypatch: pytest.MonkeyPatch, save_every: int, left: str
+) -> None:
+    real, saved = checkpoint.save, []
+
+    def save(*arguments: Any) -> Path:
+        if len(saved) == save_every:
+            raise checkpoint.CheckpointError("the disk is full")
+        saved.append(real(*arguments))
+        return saved[-1]
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    config = afresh(home, train={"steps": 3}, run={"save_every": save_every})
+    failing = Failing(1, "save") if save_every else Failing(2, "rollout")
+    with pytest.raises(ValueError, match="what went wrong") as error:
+        train(config, failing)
+    assert note_of(error).startswith(f"what was done since cannot be saved (the disk is full); {left}")
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_whom_the_umask_lets_may_read_all_files(tmp_path: Path, home: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        train(afresh(home))
+    finally:
+        os.umask(before)
+    (checkpoint_folder,) = (home / "run" / "checkpoints").iterdir()
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in checkpoint_folder.rglob("*") if path.is_file()}
+    assert set(found.values()) == {mode}
+    assert {"model.safetensors", "optimizer.safetensors"} <= found.keys()
+
+
+def test_latest_leads_to_the_newest_checkpoint(home: Path) -> None:
+    train(afresh(home, train={"steps": 3}, run={"save_every": 1, "keep": 1}))
+    link = home / "run" / "latest"
+    assert os.readlink(link) == "checkpoints/step_00000003"
+    assert (link / "policy" / "model.safetensors").is_file()
+    shutil.copytree(home / "run", home / "elsewhere", symlinks=True)
+    assert (home / "elsewhere" / "latest").resolve() == home / "elsewhere" / "checkpoints" / "step_00000003"
+
+
+def test_what_somebody_calls_latest_stays(home: Path) -> None:
+    shutil.rmtree(home / "run")
+    (home / "run" / "latest").mkdir(parents=True)
+    train(short(home))
+    assert (home / "run" / "latest").is_dir()
+    assert not (home / "run" / "latest").is_symlink()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_saved_policy_is_configured_as_its_source_and_says_what_it_is(home: Path, use_cache: bool) -> None:
+    config = home / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"use_cache": use_cache}))
+    train(afresh(home, model={"dtype": "bfloat16"}))
+    policy = home / "run" / "latest" / "policy"
+    saved = json.loads((policy / "config.json").read_text(encoding="utf-8"))
+    assert (saved["use_cache"], saved["dtype"]) == (use_cache, "float32")  # the masters
+    card = (policy / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for said in (
+        "# model, after 2 steps",
+        "tiny_rewards:share_of_low_bytes",
+        "float32, trained under bfloat16 autocast",
+    ):
+        assert said in card
+
+
+def test_the_default_saves_now_and_then() -> None:
+    assert 0 < RunConfig().save_every <= 50
+
+
+def test_a_lock_file_can_be_taken_by_others_of_the_group(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        RunFolder(RunConfig(folder=str(tmp_path)), resume=False).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o664

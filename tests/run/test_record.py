@@ -1,0 +1,429 @@
+"""What a run writes down: completions, metrics that a page explains, trackers; none of it lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import types
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt.config import Config, ConfigError
+from tlt.metrics import MetricsWriter, read_metrics
+from tlt.rl.measure import measure, tokens_of
+from tlt.run.display import Display
+from tlt.run.trackers import Place, Trackers, known_id, names_of, remember_id, scalars
+from tlt.run import trackers as trackers_module
+from tlt.run import train as run_module
+from tlt.store.completions import CompletionsWriter, read_completions
+from tlt.store.completions_parquet import ParquetCompletions
+from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+TERMS = [{"name": "tiny_rewards:share_of_low_bytes", "weight": 2.0}, {"name": "length", "length_to": 40}]
+
+
+def config_of(home: Path, **sections: dict[str, Any]) -> Config:
+    run_section = {"folder": str(home / "run"), "save_every": 1, "keep": 9} | sections.pop("run", {})
+    reward = {"terms": TERMS, "name": "reasoning_gym"}
+    return tiny_config(home, reward=reward, run=run_section, **sections)
+
+
+def train(config: Config, resume: bool = False) -> Path:
+    run_module.train(config, resume, Display(Console(quiet=True)))
+    return Path(config.run.folder)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has something of each kind to record."""
+    home = tmp_path_factory.mktemp("everything")
+    rows = [{"question": q, "answer": q[0], "data_source": "odd" if i % 2 else "even"} for i, q in enumerate("abcdef")]
+    (home / "held_out.jsonl").write_text('{"question": "x"}\n{"question": "y"}', encoding="utf-8")
+    config_of(home)  # makes the model
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    sections: dict[str, Any] = {
+        "speculation": {"drafter": "adaptive", "training": {"extra": 1.0}},
+        "train": {"kl_weight": 0.1, "steps": 3},
+        "rollout": {"max_waves": 2, "temperature": 1.0},
+        "eval": {"every": 2, "path": str(home / "held_out.jsonl"), "samples": 2},
+    }
+    return train(config_of(home, **sections, run={"compare_every": 2}))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def documented() -> list[str]:
+    """The first column of the page's tables of metrics."""
+    text = PAGE.read_text(encoding="utf-8").split("## completions.jsonl")[0].split("## metrics.jsonl")[1]
+    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+
+def names_in(section: str) -> set[str]:
+    """The first column of the tables in a section of the page."""
+    text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    return {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+
+
+def explains(name: str, metric: str) -> bool:
+    return re.fullmatch(re.sub(r"<\w+>", "[^/]+", name), metric) is not None
+
+
+def test_the_page_explains_every_metric_once(everything: Path) -> None:
+    names = documented()
+    assert len(names) == len(set(names))
+    found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
+    assert len(found) > 60
+    assert not [metric for metric in found if sum(explains(name, metric) for name in names) != 1]
+
+
+def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
+    """But for what only trouble, an environment, an idle worker or a device brings."""
+    found = {name for line in read_metrics(everything) for name, _ in scalars(line)} | {"step"}
+    rare = {
+        "outcomes/<outcome>",
+        "memory/<process>/cuda",
+        *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules", "estimated_cpu_joules", "cost")),
+        *(f"episodes/{name}" for name in ("turns", "reply_tokens", "ended/<reason>")),
+        "rollout/alarms/<drafter>",
+        "rollout/early_seconds",
+        "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
+        *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
+    }
+    missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
+    assert missing <= rare
+
+
+def test_the_page_explains_every_key_of_a_completion(everything: Path) -> None:
+    assert names_in("completions.jsonl") == set(read_completions(everything)[0])
+
+
+def test_names_have_no_spaces_and_every_number_has_one() -> None:
+    line = {"step": 3, "a b": 1, "c": {"d e + f": 2.5, "g": {"h": 3}}, "workers": [{"IDLE": 1.0}], "prompts": [[0, 1]]}
+    assert dict(scalars(line)) == {"a_b": 1, "c/d_e_+_f": 2.5, "c/g/h": 3}
+
+
+# -- the numbers -------------------------------------------------------------------------------------------------------
+
+
+def group(rewards: list[float | None], task: str = "", scores: list[dict[str, float]] | None = None) -> Group:
+    prompt = Prompt(0, "q", (1, 2), {"task": task})
+    params = SamplingParams()
+    responses = [
+        Response(Request(prompt, i, 0, i, params), [7] * (i + 1), [], [], "stop", "", reward, "" if reward else "error")
+        for i, reward in enumerate(rewards)
+    ]
+    for response, found in zip(responses, scores or [], strict=False):
+        response.scores = found
+    return Group(prompt, responses)
+
+
+def test_rewards_terms_and_tasks_by_hand() -> None:
+    first, second = [{"a": 1.0, "b": 0.0}, {"a": 2.0, "b": 1.0}], [{"a": 3.0}]
+    groups = [group([1.0, 3.0], "sums", first), group([2.0, None], "words", second), group([5.0, 5.0])]
+    line = measure(0, groups, RolloutStats(tokens=9), {}, {"waves": 1}, {"total": 2.0, "rollout": 1.0})
+    assert (line.reward, line.reward_std) == (mean([1, 3, 2, 5, 5]), pytest.approx(stdev([1, 3, 2, 5, 5])))
+    assert line.rewards["a"] == {"mean": 2.0, "std": 1.0}
+    assert line.rewards["b"] == {"mean": 0.5, "std": pytest.approx(0.5**0.5)}
+    assert line.tasks["sums"] == {"mean": 2.0, "std": pytest.approx(2**0.5), "responses": 2}
+    assert line.tasks["words"] == {"mean": 2.0, "std": 0.0, "responses": 1}
+    assert set(line.tasks) == {"sums", "words"}
+    assert line.batch == {
+        "waves": 1,
+        "unrewarded": 1,
+        "too_few": 1,
+        "without_spread": 1,
+        "without_spread_share": 0.5,
+    }
+    assert tokens_of(groups) == 3 * (2 + 2) + 3 * (1 + 2)
+
+
+def test_tasks_that_are_free_text_have_no_metrics() -> None:
+    counted, other = group([1.0, 3.0], "sums"), group([2.0, 4.0], "Tell me of Rome.")
+    other.prompt = replace(other.prompt, counts_by_task=False)
+    line = measure(0, [counted, other], RolloutStats(tokens=9), {}, {}, {"total": 2.0, "rollout": 1.0})
+    assert set(line.tasks) == {"sums"}
+
+
+def test_terms_and_tasks_of_a_run_are_those_of_its_completions(everything: Path) -> None:
+    lines = read_metrics(everything)
+    assert set(lines[0]["rewards"]) == {"tiny_rewards:share_of_low_bytes", "length"}
+    assert {task for line in lines for task in line["tasks"]} == {"odd", "even"}
+    for completion in read_completions(everything):
+        total = sum(term.get("weight", 1.0) * completion["scores"][term["name"]] for term in TERMS)  # type: ignore[operator]
+        assert completion["reward"] == pytest.approx(total)
+
+
+def test_tokens_seen_and_seconds_left_go_on_after_a_resume(tmp_path: Path) -> None:
+    whole = read_metrics(train(config_of(tmp_path, train={"steps": 4})))
+    other = {"folder": str(tmp_path / "resumed")}
+    train(config_of(tmp_path, train={"steps": 2}, run=other))
+    resumed = read_metrics(train(config_of(tmp_path, train={"steps": 4}, run=other), resume=True))
+    assert [line["tokens_seen"] for line in resumed] == [line["tokens_seen"] for line in whole]
+    assert whole[0]["tokens_seen"] > whole[0]["tokens"] > 0
+    assert whole[-1]["seconds_left"] == 0.0
+    totals = [line["seconds"]["total"] - line["seconds"].get("save", 0.0) for line in whole]
+    assert 0 < whole[1]["seconds_left"] == pytest.approx(2 * mean([totals[0], totals[1]]), rel=0.5)
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+def test_every_response_is_written_once_with_its_advantage(everything: Path) -> None:
+    found = read_completions(everything)
+    keys = [(line["prompt_id"], line["epoch"], line["index"]) for line in found]
+    assert len(keys) == len(set(keys))
+    lines = read_metrics(everything)
+    last_carried = lines[-1]["batch"]["carried"]
+    assert len(found) == sum(len(line["prompts"]) for line in lines) * 3 - 3 * last_carried
+    groups: dict[tuple[int, int, int], list[float]] = {}
+    for line in found:
+        assert line["length"] == 16 or line["finish_reason"] == "stop"
+        assert line["decoded"]["row_passes"] + line["decoded"]["accepted"] >= line["length"]
+        if line["advantage"] is not None:
+            groups.setdefault((line["step"], line["prompt_id"], line["epoch"]), []).append(line["advantage"])
+    assert groups
+    assert all(sum(advantages) == pytest.approx(0, abs=1e-9) for advantages in groups.values())
+    assert sum(line["length"] for line in found) <= sum(line["tokens"] for line in lines)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def test_a_killed_and_resumed_run_has_every_completion_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_completions(train(config_of(tmp_path, train={"steps": 4})))
+    config = config_of(tmp_path, train={"steps": 4}, run={"folder": str(tmp_path / "killed"), "save_every": 2})
+    with monkeypatch.context() as patch:
+        write = MetricsWriter.write
+
+        def dies(self: MetricsWriter, metrics: Any) -> None:
+            write(self, metrics)
+            if metrics.step == 2:
+                raise Crash
+
+        patch.setattr(MetricsWriter, "write", dies)
+        with pytest.raises(Crash):
+            train(config)
+    path = Path(config.run.folder) / "completions.jsonl"
+    assert {line["step"] for line in read_completions(path.parent)} == {0, 1, 2}
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "half a li')
+    found = read_completions(train(config, resume=True))
+    how: dict[str, Any] = {"decoded": 0, "proposed": ""}  # this depends on the clock
+    assert [line | how for line in found] == [line | how for line in whole]
+
+
+def test_completions_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
+    limit = 4000
+    writer = CompletionsWriter(tmp_path, 0, limit)
+    for step in range(40):
+        writer.write(step, [group([1.0, 0.0])])
+        sizes = [path.stat().st_size for path in tmp_path.glob("completions*")]
+        assert sum(sizes) <= limit
+    steps = [line["step"] for line in read_completions(tmp_path)]
+    assert steps == sorted(steps)
+    assert steps[-1] == 39
+    assert len(steps) > 4
+    CompletionsWriter(tmp_path, steps[0] + 1, limit)
+    assert {line["step"] for line in read_completions(tmp_path)} == {steps[0]}
+    CompletionsWriter(tmp_path, 0, limit)
+    assert not list(tmp_path.glob("completions*"))
+
+
+def parquet_of(folder: Path) -> list[dict[str, Any]]:
+    table = pytest.importorskip("pyarrow.parquet").read_table(folder / "completions")
+    return [row | {"scores": dict(row["scores"])} for row in table.to_pylist()]
+
+
+def test_the_same_completions_as_parquet_once_each_after_a_resume(tmp_path: Path) -> None:
+    """The last two of four steps are done again, in the other format."""
+    pytest.importorskip("pyarrow")
+    steps = {"train": {"steps": 4}}
+    expected = read_completions(train(config_of(tmp_path, **steps)))
+    config = config_of(tmp_path, **steps, run={"folder": str(tmp_path / "p"), "completions_format": "parquet"})
+    found = parquet_of(train(config))
+    how: dict[str, Any] = {"decoded": 0, "proposed": ""}  # this depends on the clock
+    assert [row | how for row in found] == [row | how for row in expected]
+    assert {row["decoded"].keys() == expected[0]["decoded"].keys() for row in found} == {True}
+    folder = Path(config.run.folder)
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
+    (folder / "completions" / "step_00000003.parquet.partial").write_bytes(b"half")
+    other = config.model_copy(update={"run": config.run.model_copy(update={"completions_format": "jsonl"})})
+    later = read_completions(train(other, resume=True))
+    assert {row["step"] for row in later} == {2, 3}
+    assert [row["step"] for row in [*parquet_of(folder), *later]] == [row["step"] for row in expected]
+    assert sorted(path.name for path in (folder / "completions").iterdir()) == [
+        "step_00000000.parquet",
+        "step_00000001.parquet",
+    ]
+
+
+def test_parquet_is_bounded_reads_as_one_table_and_holds_any_answer(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    writer = ParquetCompletions(tmp_path, 0, 60_000)
+    answers: list[Any] = [None, "text", {"a": 1}, 7, "half \ud800"]
+    for step in range(20):
+        odd = group([1.0, 0.0])
+        odd.prompt.data["answer"] = answers[step % len(answers)]
+        writer.write(step, [odd])
+        assert sum(path.stat().st_size for path in (tmp_path / "completions").iterdir()) <= 60_000
+    found = parquet_of(tmp_path)
+    assert [row["step"] for row in found] == sorted(row["step"] for row in found)
+    assert found[-1]["step"] == 19
+    assert found[-1]["answer"] == "half \\ud800"
+    assert {row["answer"] for row in found} >= {None, "text", '{"a": 1}', "7"}
+
+
+def test_parquet_without_pyarrow_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    config = config_of(tmp_path, run={"completions_format": "parquet"})
+    nothing = patch("tlt.store.completions_parquet.find_spec", return_value=None)
+    with nothing, pytest.raises(ConfigError, match=r"run\.completions_format = 'parquet' needs pyarrow: pip install"):
+        train(config)
+    assert not Path(config.run.folder).exists()
+
+
+def test_any_text_survives(tmp_path: Path) -> None:
+    writer = CompletionsWriter(tmp_path, 0, 10**6)
+    text = 'line\u2028break "quotes" \ud800 nul\x00 日本\n'
+    odd = group([1.0, 0.0])
+    odd.responses[0].text = text
+    odd.prompt.data["answer"] = Path("not JSON")
+    writer.write(0, [odd])
+    assert [line["response"] for line in read_completions(tmp_path)] == [text, ""]
+    assert "日本" in (tmp_path / "completions.jsonl").read_text(encoding="utf-8")
+
+
+def test_none_are_kept_where_none_are_asked_for(tmp_path: Path) -> None:
+    folder = train(config_of(tmp_path, run={"completions_mb": 0}))
+    assert not list(folder.glob("completions*"))
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
+
+class Service(types.ModuleType):
+    """In the place of the packages wandb and mlflow: writes down what it is told."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.began: list[dict[str, Any]] = []
+        self.closed = 0
+        self.fails = False
+        self.id = "the-first"
+        self.info = types.SimpleNamespace(run_id=self.id)
+
+    def Settings(self, console: str) -> None:
+        assert console == "off"
+
+    def init(self, **arguments: Any) -> Any:
+        self.began.append(arguments)
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, values: dict[str, float]) -> None:
+        if self.fails:
+            raise ConnectionError("no network")
+        self.told.append((int(values["step"]), {k: v for k, v in values.items() if k != "step"}))
+
+    def finish(self) -> None:
+        self.closed += 1
+
+    def set_experiment(self, name: str) -> None:
+        assert name == "tlt"
+
+    def start_run(self, **arguments: Any) -> Any:
+        self.began.append({"id": arguments["run_id"]} | arguments)
+        return self
+
+    def log_params(self, values: dict[str, Any]) -> None:
+        assert values["train.steps"] == "2"
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.log({"step": step, **values})
+
+    end_run = finish
+
+
+@pytest.fixture(params=["wandb", "mlflow"])
+def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Service:
+    service = Service(request.param)
+    monkeypatch.setitem(sys.modules, request.param, service)
+    monkeypatch.setattr(trackers_module, "find_spec", lambda name: name == request.param or find_spec(name))
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    return service
+
+
+def test_a_service_is_told_every_metric_and_goes_on_after_a_resume(tmp_path: Path, service: Service) -> None:
+    run = {"trackers": [service.__name__]}
+    lines = read_metrics(train(config_of(tmp_path, run=run)))
+    assert service.told == [(line["step"], dict(scalars(line))) for line in lines]
+    assert not (tmp_path / "run" / "tensorboard").exists(), "it was not named"
+    assert service.began[0]["id"] is None
+    train(config_of(tmp_path, train={"steps": 3}, run=run), resume=True)
+    assert service.began[1]["id"] == "the-first"
+    assert service.closed == 2
+    train(config_of(tmp_path, run=run | {"overwrite": True}))
+    assert service.began[2]["id"] is None, "that is another run"
+
+
+def test_only_a_run_that_is_gone_on_with_is_the_one_a_service_knows(tmp_path: Path) -> None:
+    remember_id(Place(tmp_path, 0, {}), "wandb", "the-first")
+    assert known_id(Place(tmp_path, 3, {}), "wandb") == "the-first"
+    assert known_id(Place(tmp_path, 3, {}), "mlflow") is None
+    assert known_id(Place(tmp_path, 0, {}), "wandb") is None
+
+
+def test_what_services_know_survives_an_end_as_it_is_written(tmp_path: Path) -> None:
+    place = Place(tmp_path, 3, {})
+    remember_id(place, "wandb", "the-first")
+    whole = Path.write_text
+
+    def half(path: Path, text: str, **options: Any) -> int:
+        whole(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    with patch.object(Path, "write_text", half), pytest.raises(KeyboardInterrupt):
+        remember_id(place, "mlflow", "another")
+    assert known_id(place, "wandb") == "the-first"
+
+
+def test_a_service_that_fails_is_told_no_more_and_the_run_goes_on(
+    tmp_path: Path, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.fails = True
+    trackers = Trackers([service.__name__, "tensorboard"], Place(tmp_path, 0, {"train": {"steps": 2}}))
+    for step in range(3):
+        trackers.log(step, {"reward": 1.0})
+    trackers.close()
+    assert caplog.text.count("failed (ConnectionError: no network)") == 1
+    assert list((tmp_path / "tensorboard").glob("events*")), "the other one is told"
+
+
+def test_one_that_is_not_installed_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    if find_spec("mlflow"):
+        pytest.skip("mlflow is installed")
+    with pytest.raises(ConfigError, match=r"run\.trackers names mlflow.*pip install 'tlt-rl\[mlflow\]'"):
+        train(config_of(tmp_path, run={"trackers": ["mlflow"]}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_tensorboard_a_run_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_of(None) == ["tensorboard"]
+    monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
+    assert names_of(None) == []

@@ -1,0 +1,239 @@
+"""What a resumed run may change: what reaches no weight, or by rounding alone; the rest must be forced, and is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt.config import Config, ConfigError, RewardConfig
+from tlt.data.prompts import DataError
+from tlt.metrics import read_metrics
+from tlt.rewards import sources_sha256
+from tlt.run.display import Display
+from tlt.run.resume import Contents, allowed_changes
+from tlt.run import train as run_module
+from tlt.store import checkpoint
+
+FILES = Contents("hash", "of the reward")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of three, as an error left it."""
+    home = tmp_path_factory.mktemp("sound")
+    train(short(home, steps=2))
+    return home
+
+
+@pytest.fixture
+def home(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "home"))
+
+
+def short(home: Path, steps: int = 3, **sections: dict[str, Any]) -> Config:
+    train_section = {"steps": steps} | sections.pop("train", {})
+    return tiny_config(home, **{"rollout": {"max_new_tokens": 4}, "train": train_section} | sections)
+
+
+class Listening(Display):
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+def train(config: Config, display: Display | None = None, **options: Any) -> dict[str, Any]:
+    return run_module.train(config, display=display or Listening(), **({"resume": False} | options))
+
+
+def compared(sections: dict[str, Any], force: tuple[str, ...] = (), dtype: str = "float32") -> list[dict[str, Any]]:
+    """What is found where a run without these sections goes on with them."""
+    model = {"path": "m", "dtype": dtype}
+    base = {"data": {"path": "p.jsonl"}, "reward": {"name": "exact"}}
+    before = Config.model_validate({"model": model, **base})
+    now = Config.model_validate({"model": model | sections.pop("model", {}), **base, **sections})
+    state = {"step": 2, "config": json.loads(before.model_dump_json()), "model": "hash"}
+    return allowed_changes(state, now, FILES, force)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"path": "elsewhere"}},
+        {"data": {"path": "copy.jsonl"}},
+        {"data": {"path": "p.jsonl", "max_prompt_tokens": 9999}},
+        {"speculation": {"training": {"extra": 0.5, "learning_rate": 0.1}}},
+        {"cluster": {"patience": 9.0}},
+        {"eval": {"samples": 7}},
+        {"run": {"folder": "moved", "keep": 7, "save_every": 3}},
+        {"train": {"steps": 1000}},
+    ],
+    ids=str,
+)
+def test_what_reaches_no_weight_may_change(sections: dict[str, Any]) -> None:
+    assert compared(sections) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"train": {"micro_batch_tokens": 7}}, "train.micro_batch_tokens"),
+        ({"train": {"logits_mb": 7}}, "train.logits_mb"),
+        ({"train": {"gradient_checkpointing": True}}, "train.gradient_checkpointing"),
+        ({"cluster": {"workers": 3}}, "cluster.workers"),
+        ({"model": {"device": "cpu"}}, "model.device"),
+        ({"engine": {"max_rows": 3}}, "engine.max_rows"),
+        ({"speculation": {"drafter": "off"}}, "speculation.drafter"),
+        ({"speculation": {"window": 8}}, "speculation.window"),
+    ],
+)
+def test_what_rounds_otherwise_may_change_and_is_told(sections: dict[str, Any], key: str) -> None:
+    (change,) = compared(dict(sections))
+    assert (change["key"], change["step"], change["effect"]) == (key, 2, "rounding")
+    exact = key.startswith(("engine", "speculation"))
+    assert bool(compared(dict(sections), dtype="float64")) != exact
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"train": {"learning_rate": 0.5}}, "train.learning_rate"),
+        ({"train": {"schedule": "cosine"}}, "train.schedule"),
+        ({"rollout": {"group_size": 3}}, "rollout.group_size"),
+        ({"reward": {"name": "exact", "answer_marker": "="}}, "reward.answer_marker"),
+        ({"data": {"path": "p.jsonl", "shuffle": False}}, "data.shuffle"),
+        ({"run": {"seed": 3}}, "run.seed"),
+        ({"train": {"steps": 50}}, "train.steps"),
+    ],
+)
+def test_what_would_end_elsewhere_is_refused_with_the_way_to_force_it(sections: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} = .*--force {key}"):
+        compared(dict(sections))
+    (change,) = compared(dict(sections), force=(key,))
+    assert (change["key"], change["effect"]) == (key, "forced")
+
+
+def test_a_field_of_a_table_within_a_section_has_its_whole_key() -> None:
+    lora = {"train": {"lora": {"alpha": 4.0}}}
+    with pytest.raises(ConfigError, match=r"train\.lora\.alpha = 4\.0, but the run .*: .*--force train\.lora\.alpha"):
+        compared(dict(lora))
+    (change,) = compared(dict(lora), force=("train.lora.alpha",))
+    assert change["key"] == "train.lora.alpha"
+
+
+def test_another_rank_cannot_be_forced() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lora\.rank = 4, but the run .* has 0, and its weights do not fit"):
+        compared({"train": {"lora": {"rank": 4}}}, force=("train.lora.rank",))
+
+
+def test_an_older_checkpoint_has_the_drafter_in_a_section_of_its_own() -> None:
+    tree = {"model": {"path": "m", "dtype": "float32"}, "data": {"path": "p"}, "reward": {"name": "exact"}}
+    speculation = {"kind": "eagle3", "window": 9, "training": {"idle": False, "unroll": 3}}
+    config = Config.model_validate(tree | {"speculation": speculation})
+    old = config.model_dump(mode="json")
+    of_its_own = old["speculation"].pop("training")
+    old["drafter"] = of_its_own | {name: old["speculation"].pop(name) for name in ("kind", "window")}
+    old["drafter"]["idle_training"] = old["drafter"].pop("idle")
+    state = {"step": 2, "config": old, "model": "hash"}
+    assert allowed_changes(state, config, FILES, ()) == []
+    other = config.model_copy(update={"speculation": config.speculation.model_copy(update={"kind": "eagle1"})})
+    (change,) = allowed_changes(state, other, FILES, ())
+    assert (change["key"], change["before"], change["now"]) == ("speculation.kind", "eagle3", "eagle1")
+
+
+def test_a_model_is_known_by_what_its_files_hold(home: Path) -> None:
+    shutil.move(home / "model", home / "moved")
+    moved = {"path": str(home / "moved")}
+    assert train(short(home, model=moved), resume=True)["steps"] == 3
+    config = home / "moved" / "config.json"
+    config.write_text(config.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the files in model\.path are not those of the run.*--force model\.path"):
+        train(short(home, steps=4, model=moved), resume=True)
+
+
+def test_what_was_forced_is_said_and_stays_on_record(home: Path) -> None:
+    listening = Listening()
+    forced = short(home, train={"learning_rate": 0.5, "micro_batch_tokens": 32})
+    train(forced, listening, resume=True, force=["train.learning_rate"])
+    assert any("train.learning_rate was 0.001 and is 0.5, as forced" in said for said in listening.said)
+    assert any(
+        "micro_batch_tokens was 64 and is 32: from here on results differ by ro" in said for said in listening.said
+    )
+    summary = train(short(home, steps=4, train={"learning_rate": 0.5, "micro_batch_tokens": 32}), resume=True)
+    recorded = {(change["key"], change["step"], change["effect"]) for change in summary["changes"]}
+    assert recorded == {("train.learning_rate", 2, "forced"), ("train.micro_batch_tokens", 2, "rounding")}
+    assert checkpoint.latest(home / "run" / "checkpoints").state["changes"] == summary["changes"]
+
+
+def test_other_prompts_can_be_forced_and_none_is_asked_twice(home: Path) -> None:
+    prompts = home / "prompts.jsonl"
+    prompts.write_text(
+        "\n".join(json.dumps({"question": word}) for word in ("new", "newer", "newest")), encoding="utf-8"
+    )
+    with pytest.raises(DataError, match=r"not those this run began with.*--force data\.path"):
+        train(short(home), resume=True)
+    train(short(home), resume=True, force=["data.path"])
+    before, now = [{tuple(pair) for pair in line["prompts"]} for line in read_metrics(home / "run")][1:]
+    assert {epoch for _, epoch in before} == {0}
+    assert {epoch for _, epoch in now} == {1}
+
+
+def own_reward(home: Path, steps: int = 3, worth: str = "len(answer)", hint: str = "a") -> Config:
+    """A run with a reward in a file beside the recipe, which may read a column of its own."""
+    (home / "own_reward.py").write_text(f"def score(prompt, answer):\n    return {worth}\n", encoding="utf-8")
+    config = short(home, steps, reward={"name": "own_reward:score", "folder": str(home)})
+    rows = [{"question": word, "answer": "", "hint": hint} for word in ("two", "three")]
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return config
+
+
+def as_older(home: Path) -> None:
+    """The newest checkpoint as it was before it knew rewards and columns by what they hold."""
+    folder = checkpoint.latest(home / "run" / "checkpoints").folder
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    del state["reward"], state["columns"]
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["state.json"] = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def test_a_reward_and_its_columns_are_known_by_what_they_hold(tmp_path: Path) -> None:
+    train(own_reward(tmp_path, 1))
+    assert train(own_reward(tmp_path, 2), resume=True)["changes"] == []
+    with pytest.raises(ConfigError, match=r"the file of the function in reward\.name is not .*--force reward\.name"):
+        train(own_reward(tmp_path, worth="-len(answer)"), resume=True)
+    with pytest.raises(DataError, match=r"columns of .*prompts\.jsonl, which the reward may read.*--force data\.path"):
+        train(own_reward(tmp_path, hint="b"), resume=True)
+    changed = own_reward(tmp_path, 3, worth="-len(answer)", hint="b")
+    summary = train(changed, resume=True, force=["reward.name", "data.path"])
+    assert {(change["key"], change["effect"]) for change in summary["changes"]} == {
+        ("reward.name", "forced"),
+        ("data.path", "forced"),
+    }
+    as_older(tmp_path)
+    assert train(own_reward(tmp_path, 4, worth="3", hint="c"), resume=True)["changes"] == summary["changes"]
+
+
+def test_the_file_of_one_of_several_rewards_counts_as_well(tmp_path: Path) -> None:
+    def digest(**terms: Any) -> str:
+        return sources_sha256(RewardConfig.model_validate({"folder": str(tmp_path)} | terms))
+
+    (tmp_path / "kept").mkdir()
+    for source in (tmp_path / "mine_alone.py", tmp_path / "kept" / "deeper.py"):
+        source.write_text("raise RuntimeError('it is not run')", encoding="utf-8")
+    terms = [{"name": "mine_alone:f"}, {"name": "kept.deeper:f"}, {"name": "exact"}]
+    before = digest(terms=terms), digest(name="mine_alone:f")
+    (tmp_path / "kept" / "deeper.py").write_text("x = 1", encoding="utf-8")
+    after = digest(terms=terms), digest(name="mine_alone:f")
+    assert (before[0] != after[0], before[1] != after[1]) == (True, False)
+    assert digest(name="no_such_module_anywhere.deeper:f") == digest(name="exact")

@@ -1,0 +1,694 @@
+"""A real run of the tiny model: its folder, its checkpoints, and that speculation and interruption change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tiny import QUESTIONS, tiny_config, tiny_tree
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tlt.config import Config, ConfigError
+from tlt.data.prompts import DataError
+from tlt.loop import Rollout
+from tlt.metrics import MetricsWriter, read_metrics
+from tlt.models.families import ModelError
+from tlt.models.weights import read_safetensors, sha256
+from tlt.rewards import RewardError
+from tlt.rl.policy import Policy
+from tlt.run.display import Display
+from tlt.run import display as display_module
+from tlt.run import train as run_module
+from tlt.stopping import Stopped
+from tlt.store import checkpoint
+from tlt.store.checkpoint import CheckpointError
+from tlt.types import Response
+
+STEPS = 4
+TIMES = ("seconds", "seconds_left", "energy", "useful_share", "tokens_per_second", "workers", "memory")
+ACCELERATION = ("accept_length", "rollout")  # what the drafter's memory, lost on a resume, may change
+
+
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    return run_module.train(config, resume, Display(Console(quiet=True)))
+
+
+def lessons(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, less times and acceleration."""
+    kept = []
+    for line in read_metrics(folder):
+        update = {key: value for key, value in line["update"].items() if not key.startswith("mismatch")}
+        rest = {key: value for key, value in line.items() if key not in (*TIMES, *ACCELERATION)}
+        kept.append(rest | {"update": update})
+    return kept
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the prompts, and `whole`: an unbroken run that saves every step and keeps all."""
+    home = tmp_path_factory.mktemp("home")
+    train(whole(home))
+    return home
+
+
+def whole(home: Path, folder: str = "whole", **sections: dict[str, Any]) -> Config:
+    train_section = {"steps": STEPS, "updates_per_step": 2} | sections.pop("train", {})
+    run_section = {"folder": str(home / folder), "save_every": 1, "keep": 9} | sections.pop("run", {})
+    return tiny_config(home, train=train_section, run=run_section, **sections)
+
+
+def copy_of_the_run(home: Path, folder: str, at: int, of: str = "whole") -> Path:
+    """The unbroken run's folder as it stood when the checkpoint after `at` steps was written."""
+    copy = home / folder
+    shutil.copytree(home / of, copy)
+    for place in (copy / "checkpoints").iterdir():
+        if int(place.name.removeprefix("step_")) > at:
+            shutil.rmtree(place)
+    (copy / "summary.json").unlink()
+    return copy
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_its_configuration_metrics_events_and_summary(home: Path) -> None:
+    folder = home / "whole"
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8")) == whole(home).model_dump()
+    assert [line["step"] for line in read_metrics(folder)] == list(range(STEPS))
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert (folder / "summary.json").is_file()
+
+
+def test_tensorboard_holds_the_rewards_of_the_metrics(home: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(home / "whole" / "tensorboard"))
+    events.Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("reward")]
+    assert shown == [(m["step"], pytest.approx(m["reward"], rel=1e-6)) for m in read_metrics(home / "whole")]
+    assert {"update/loss", "update/mismatch_p999", "seconds/rollout", "accept_length"} <= set(events.Tags()["scalars"])
+
+
+def test_summary_has_the_promised_keys(home: Path) -> None:
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    lines = read_metrics(home / "whole")
+    assert summary["steps"] == STEPS
+    assert summary["reward_tenth_steps"] == 1
+    assert summary["reward_first_tenth"] == lines[0]["reward"]
+    assert summary["reward_last_tenth"] == lines[-1]["reward"]
+    assert len(summary["policy_sha256"]) == 64
+    assert summary["accept_length"] == pytest.approx(
+        sum(line["tokens"] for line in lines) / sum(line["rollout"]["row_passes"] for line in lines)
+    )
+    tokens = sum(line["tokens"] for line in lines)
+    assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"]["rollout"])
+    assert {"machine", "versions", "commit"} <= set(summary)
+    shares = [line["useful_share"] for line in lines]
+    assert 0 < min(shares) <= summary["useful_share"] <= max(shares) <= 1
+    peaks = [line["memory"]["driver"]["resident"] for line in lines]
+    assert peaks == sorted(peaks), "they are peaks since the process began"
+    assert summary["peak_memory"] == {"driver": {"resident": peaks[-1]}}
+    assert 50 < peaks[-1] <= getrusage(RUSAGE_SELF).ru_maxrss / 1024, "this very process ran it; MiB"
+
+
+def test_seconds_are_disjoint_and_sum_to_the_total(home: Path) -> None:
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    for seconds in [summary["seconds"], *(line["seconds"] for line in read_metrics(home / "whole"))]:
+        parts = {name: spent for name, spent in seconds.items() if name != "total"}
+        assert set(parts) == {"rollout", "reward", "update", "sync", "save", "other"}
+        assert min(parts.values()) >= 0
+        assert sum(parts.values()) == pytest.approx(seconds["total"], rel=1e-9)
+
+
+def test_the_mismatch_of_rollout_and_trainer_is_rounding(home: Path) -> None:
+    for line in read_metrics(home / "whole"):
+        assert 0 <= line["update"]["mismatch_mean"] <= line["update"]["mismatch_p999"] < 1e-4
+
+
+def test_something_was_learned_and_something_drafted(home: Path) -> None:
+    """Else the equalities below would say little."""
+    assert all(line["update"]["grad_norm"] > 0 for line in read_metrics(home / "whole"))
+    assert sum(line["rollout"]["accepted"] for line in read_metrics(home / "whole")) > 0
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_transformers_loads_the_last_checkpoint(home: Path) -> None:
+    folder = home / "whole" / "checkpoints" / f"step_{STEPS:08d}" / "policy"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    summary = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    assert sha256(model.state_dict()) == summary["policy_sha256"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
+
+
+@pytest.mark.parametrize(("every", "keep", "left"), [(0, 2, [5]), (2, 2, [4, 5])])
+def test_checkpoints_are_saved_every_so_often_and_at_the_end(
+    home: Path, tmp_path: Path, every: int, keep: int, left: list[int]
+) -> None:
+    config = whole(home, train={"steps": 5}, rollout={"max_new_tokens": 2})
+    section = config.run.model_copy(update={"folder": str(tmp_path), "save_every": every, "keep": keep})
+    train(config.model_copy(update={"run": section}))
+    assert sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir()) == left
+
+
+# -- rule 1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"speculation": {"drafter": "off"}, "engine": {"max_rows": 64, "prefill_tokens": 3}},
+        {
+            "speculation": {"depth": 2, "branching": 4, "verify_tokens": 9, "history_tokens": 60},
+            "engine": {"max_rows": 2},
+        },
+    ],
+)
+def test_speculation_and_batching_change_nothing(home: Path, sections: dict[str, dict[str, Any]]) -> None:
+    folder = "other " + json.dumps(sections)[:40].translate(str.maketrans("", "", '{}":/'))
+    summary = train(whole(home, folder, **sections))
+    assert lessons(home / folder) == lessons(home / "whole")
+    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+
+
+def test_another_seed_changes_everything(home: Path) -> None:
+    summary = train(whole(home, "seed", run={"seed": 2}))
+    assert summary["policy_sha256"] != json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, STEPS - 1])
+def test_a_resumed_run_ends_as_one_that_was_never_broken(home: Path, at: int) -> None:
+    copy = copy_of_the_run(home, f"resumed at {at}", at)
+    summary = train(whole(home, copy.name), resume=True)
+    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+    assert summary["steps"] == STEPS
+    assert lessons(copy) == lessons(home / "whole")
+
+
+def test_a_run_that_is_finished_says_so(home: Path) -> None:
+    class Listening(Display):
+        notes: ClassVar[list[str]] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    copy = copy_of_the_run(home, "finished", STEPS)
+    display = Listening(Console(quiet=True))
+    run_module.train(whole(home, copy.name), True, display)
+    assert f"all {STEPS} steps of this run are done: to train on, raise train.steps" in display.notes
+    assert any("6 prompts of" in note and "reward tiny_rewards" in note for note in display.notes)
+    assert any("model: 2 layers x 32, vocabulary 257, float64, on cpu" in note for note in display.notes)
+
+
+def test_without_speculation_a_resumed_run_repeats_every_number(home: Path) -> None:
+    plain = {"drafter": "off"}
+    train(whole(home, "plain", speculation=plain, run={"save_every": 3}))
+    copy = home / "plain resumed"
+    shutil.copytree(home / "plain", copy)
+    shutil.rmtree(copy / "checkpoints" / f"step_{STEPS:08d}")
+    train(whole(home, copy.name, speculation=plain), resume=True)
+    for ours, theirs in zip(read_metrics(home / "plain"), read_metrics(copy), strict=True):
+        for name in ("update", "lengths", "reward", "tokens", "accept_length"):
+            assert ours[name] == theirs[name]
+
+
+def test_a_damaged_last_checkpoint_costs_a_step_and_nothing_else(home: Path) -> None:
+    copy = copy_of_the_run(home, "damaged", 3)
+    weights = copy / "checkpoints" / "step_00000003" / "policy" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    summary = train(whole(home, "damaged"), resume=True)
+    assert summary["policy_sha256"] == json.loads((home / "whole" / "summary.json").read_text())["policy_sha256"]
+    assert lessons(copy) == lessons(home / "whole")
+
+
+def test_a_run_killed_while_it_wrote_a_line_can_be_resumed(home: Path) -> None:
+    copy = copy_of_the_run(home, "half a line", 2)
+    metrics = copy / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    metrics.write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2], encoding="utf-8")
+    train(whole(home, copy.name), resume=True)
+    assert lessons(copy) == lessons(home / "whole")
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def _dies_at(call: Callable[..., Any], step: int) -> Callable[..., Any]:
+    def dying(self: Any, metrics: Any) -> None:
+        if metrics.step == step:
+            raise Crash
+        call(self, metrics)
+
+    return dying
+
+
+def test_a_run_killed_between_checkpoint_and_metrics_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = whole(home, "killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", _dies_at(MetricsWriter.write, step=1))
+        with pytest.raises(Crash):
+            train(config)
+    summary = train(config, resume=True)
+    assert summary["steps"] == STEPS
+    assert lessons(home / "killed") == lessons(home / "whole")
+
+
+def test_a_run_killed_as_it_resumed_loses_no_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copy_of_the_run(home, "killed twice", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", _cut_short(Path.write_text))
+        with pytest.raises(Crash):
+            train(whole(home, copy.name), resume=True)
+    train(whole(home, copy.name), resume=True)
+    assert lessons(copy) == lessons(home / "whole")
+
+
+def _cut_short(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The process ends when metrics.jsonl, or a file to take its place, is open and empty."""
+
+    def dying(self: Path, text: str, **options: Any) -> None:
+        if "metrics" not in self.name:
+            call(self, text, **options)
+            return
+        call(self, "", **options)
+        raise Crash
+
+    return dying
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+class Asking(Display):
+    """Sends this process a signal as a phase of a step begins."""
+
+    def __init__(self, phase: str, step: int, number: int) -> None:
+        super().__init__(Console(quiet=True))
+        self.when, self.number = (step, phase), number
+
+    def note(self, text: str) -> None:
+        self.phase(-1, text.split()[0], 0)
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        if (step, name) == self.when:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("words", ["loading", "model:", "going"])
+def test_a_signal_before_the_first_step_ends_the_run_at_once_and_changes_nothing(home: Path, words: str) -> None:
+    """Whatever is being loaded, and however long that takes."""
+    folder = home / f"early {words}"
+    shutil.copytree(home / "whole", folder, symlinks=True)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    config = whole(home, folder.name, run={"overwrite": True}, train={"steps": STEPS + 1})
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first step: it changed nothing$") as stopped:
+        run_module.train(config, words == "going", Slow(words, -1))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+    assert {path: path.read_bytes() for path in before} == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_summary_that_does_not_end_is_given_up_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    config = whole(home, "no summary", run={"save_every": 0, "stop_within": 0.1})
+    monkeypatch.setattr(run_module, "summarize", slow)
+    with pytest.raises(Stopped, match=rf"given up; saved after step {STEPS} in"):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "number"),
+    [
+        ("rollout", 0, signal.SIGTERM),
+        ("reward", 1, signal.SIGINT),
+        ("update", 2, signal.SIGHUP),
+        ("save", 1, signal.SIGTERM),
+    ],
+)
+def test_a_signal_saves_and_the_run_goes_on_to_the_same_end(home: Path, phase: str, step: int, number: int) -> None:
+    save_every = 1 if phase == "save" else 0  # while it saves for another reason
+    config = whole(home, f"{phase} {number}", run={"save_every": save_every})
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match=rf"saved after step {step + 1} of {STEPS}.*--resume") as stopped:
+        run_module.train(config, False, Asking(phase, step, number))
+    assert stopped.value.exit_code == 128 + number
+    assert signal.getsignal(number) is before
+    assert len(read_metrics(Path(config.run.folder))) == step + 1
+    summary = train(config, resume=True)
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+    assert lessons(Path(config.run.folder)) == lessons(home / "whole")
+
+
+class Slow(Asking):
+    """And that phase takes long."""
+
+    def __init__(self, phase: str, step: int, seconds: float = 60.0) -> None:
+        super().__init__(phase, step, signal.SIGTERM)
+        self.seconds = seconds
+
+    def phase(self, step: int, name: str, total: int) -> None:
+        super().phase(step, name, total)
+        if (step, name) == self.when:
+            time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_a_step_that_does_not_end_is_given_up_and_what_was_before_it_saved(home: Path, phase: str) -> None:
+    config = whole(home, f"slow {phase}", run={"save_every": 0, "stop_within": 0.1})
+    began = time.monotonic()
+    with pytest.raises(Stopped, match=r"within 0.1 s .*given up; saved after step 2 in .*--resume") as stopped:
+        run_module.train(config, False, Slow(phase, 2))
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+    assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
+
+
+def test_a_step_that_ends_in_time_is_saved_as_it_is(home: Path) -> None:
+    config = whole(home, "in time", run={"save_every": 0, "stop_within": 30.0})
+    with pytest.raises(Stopped, match=r"saved after step 3 of"):
+        run_module.train(config, False, Slow("rollout", 2, seconds=0.1))
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_amid_an_update_the_step_gets_more_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nothing whole can be saved then. It is given up when that is over too: what is left is the last checkpoint."""
+    real, seconds = Policy.update, [0.15]
+
+    def update(self: Policy, batch: Any, step: int, *group: Any) -> Any:
+        metrics = real(self, batch, step, *group)
+        if step == 2:
+            self.version = None
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(seconds[0])
+            self.version = step + 1
+        return metrics
+
+    monkeypatch.setattr(Policy, "update", update)
+    with pytest.raises(Stopped, match=r"saved after step 3 of"):
+        train(whole(home, "more time", run={"save_every": 0, "stop_within": 0.1}))
+    seconds[0] = 60.0
+    with pytest.raises(Stopped, match=r"given up; saved after step 2 in"):
+        train(whole(home, "no more time", run={"save_every": 1, "stop_within": 0.1}))
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(home: Path) -> None:
+    config = whole(home, "last step")
+    summary = run_module.train(config, False, Asking("update", STEPS - 1, signal.SIGTERM))
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+
+
+def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
+    class Impatient(Asking):
+        def phase(self, step: int, name: str, total: int) -> None:
+            super().phase(step, name, total)
+            super().phase(step, name, total)
+
+    config = whole(home, "impatient")
+    with pytest.raises(KeyboardInterrupt):
+        run_module.train(config, False, Impatient("update", 2, signal.SIGINT))
+    assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
+
+
+def summary_of(home: Path) -> dict[str, Any]:
+    return json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+
+
+# -- what a resumed run may change -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"train": {"learning_rate": 2e-3}}, "train.learning_rate = 0.002, but the run to be resumed has 0.001"),
+        ({"train": {"steps": STEPS - 1}}, "train.steps = 3 is not the 4 of the run .* of which 2 are done"),
+        ({"train": {"steps": 1}}, "train.steps = 1 is below the 2 that are done"),
+        ({"rollout": {"temperature": 0.7}}, "rollout.temperature"),
+        ({"reward": {"name": "exact"}}, "reward.name"),
+        ({"data": {"shuffle": False}}, "data.shuffle"),
+        ({"run": {"seed": 7}}, "run.seed"),
+        ({"model": {"dtype": "float32"}}, "model.dtype"),
+    ],
+)
+def test_a_changed_recipe_is_refused_with_the_key(home: Path, sections: dict[str, Any], key: str) -> None:
+    copy = home / "changed"
+    if not copy.exists():
+        copy_of_the_run(home, copy.name, 2)
+    with pytest.raises(ConfigError, match=key) as error:
+        train(whole(home, copy.name, **sections), resume=True)
+    assert "\n" not in str(error.value)
+
+
+def test_what_reaches_no_policy_may_change(home: Path) -> None:
+    copy = copy_of_the_run(home, "harmless", 2)
+    free = {"speculation": {"drafter": "off"}, "engine": {"max_rows": 3}, "run": {"keep": 1, "save_every": 2}}
+    held_out = {"eval": {"every": 3, "path": str(home / "held_out.jsonl"), "samples": 1}}
+    (home / "held_out.jsonl").write_text('{"question": "new"}', encoding="utf-8")
+    summary = train(whole(home, copy.name, train={"steps": STEPS + 1}, **free, **held_out), resume=True)
+    assert summary["steps"] == STEPS + 1
+    assert lessons(copy)[:3] == lessons(home / "whole")[:3]
+
+
+def test_changed_prompts_are_refused(home: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, run={"save_every": 1})
+    train(config)
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text(rows.read_text(encoding="utf-8").replace("why?", "why!"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"prompts\.jsonl are not those this run began with"):
+        train(config, resume=True)
+
+
+# -- exactly once ------------------------------------------------------------------------------------------------------
+
+
+def test_every_prompt_is_consumed_once_an_epoch(home: Path) -> None:
+    consumed = [tuple(pair) for line in read_metrics(home / "whole") for pair in line["prompts"]]
+    assert len(consumed) == len(set(consumed)) == STEPS * 2
+    size = len(QUESTIONS)
+    assert {row for row, epoch in consumed if epoch == 0} == set(range(size))
+    assert [epoch for _, epoch in consumed] == [i // size for i in range(len(consumed))]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_changes_nothing_and_is_recorded(home: Path) -> None:
+    path = home / "unseen.jsonl"
+    path.write_text("\n".join(json.dumps({"question": q}) for q in ("unseen", "a", "other")), encoding="utf-8")
+    held_out = {"every": 3, "path": str(path), "samples": 2, "solved": 0.3}
+    config = whole(home, "evaluated", eval=held_out)
+    summary = train(config)
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+    lines = read_metrics(home / "evaluated")
+    assert [bool(line["eval"]) for line in lines] == [True, False, False, True]
+    assert set(lines[0]["eval"]) >= {"mean@2", "pass@1", "pass@2", "length_mean"}
+    assert summary["eval_first"] == lines[0]["eval"]
+    assert summary["eval_last"] not in (summary["eval_first"], {})
+    parts = {name: spent for name, spent in lines[3]["seconds"].items() if name != "total"}
+    assert sum(parts.values()) == pytest.approx(lines[3]["seconds"]["total"], rel=1e-9)
+    again = copy_of_the_run(home, "evaluated again", 2)
+    assert train(whole(home, again.name, eval=held_out), resume=True)["eval_last"] == summary["eval_last"]
+
+
+# -- rewards that fail -------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_the_run_goes_on(home: Path) -> None:
+    config = whole(home, "failing", reward={"name": "tiny_rewards:raises_now_and_then"})
+    summary = train(config)
+    assert summary["steps"] == STEPS
+    assert 0 < summary["without_reward"]["error"] < STEPS * 6
+
+
+def test_nothing_to_resume_is_an_error(home: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        train(whole(home, "nothing here"), resume=True)
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def waves(home: Path) -> Path:
+    """An unbroken run with dynamic sampling, of which every step is saved."""
+    train(in_waves(home, "waves"))
+    return home / "waves"
+
+
+def in_waves(home: Path, folder: str) -> Config:
+    rollout = {"prompts_per_step": 3, "group_size": 4, "max_waves": 4, "max_new_tokens": 6, "overlong_tokens": 2}
+    settings = {"loss": "dapo", "advantage": "rloo", "kl_weight": 0.01, "schedule": "linear"}
+    return whole(home, folder, rollout=rollout, train=settings, reward={"name": "tiny_rewards:every_third"})
+
+
+def test_dynamic_sampling_draws_several_waves_and_leaves_groups_over(waves: Path) -> None:
+    fates = [line["batch"] for line in read_metrics(waves)]
+    assert max(fate["waves"] for fate in fates) > 1
+    assert max(fate["carried"] for fate in fates[:-1]) > 0
+    assert sum(fate["without_spread"] for fate in fates) > 0
+
+
+@pytest.mark.parametrize("at", [1, STEPS - 1])
+def test_groups_left_over_survive_a_resume(home: Path, waves: Path, at: int) -> None:
+    copy = copy_of_the_run(home, f"waves resumed at {at}", at, of="waves")
+    summary = train(in_waves(home, copy.name), resume=True)
+    assert summary["policy_sha256"] == json.loads((waves / "summary.json").read_text())["policy_sha256"]
+    assert lessons(copy) == lessons(waves)
+
+
+# -- folders and bad input ---------------------------------------------------------------------------------------------
+
+
+def test_an_occupied_folder_is_refused_and_left_alone(home: Path) -> None:
+    before = (home / "whole" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--run\.overwrite true.*--run\.folder"):
+        train(whole(home))
+    assert (home / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def test_overwrite_starts_afresh(home: Path) -> None:
+    copy = copy_of_the_run(home, "again", STEPS)
+    (copy / "notes.txt").write_text("mine", encoding="utf-8")
+    summary = train(whole(home, "again", train={"steps": 1}, run={"overwrite": True}))
+    assert summary["steps"] == 1
+    assert [p.name for p in (copy / "checkpoints").iterdir()] == ["step_00000001"]
+    assert (copy / "notes.txt").is_file()
+
+
+def test_a_reward_that_fails_stops_the_run_with_a_sentence(home: Path) -> None:
+    with pytest.raises(RewardError, match="cannot be imported"):
+        train(whole(home, "bad reward", reward={"name": "tiny_rewards:no_such_function"}))
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    tiny_tree(tmp_path)
+    return tmp_path / "model" / "model.safetensors"
+
+
+def test_damaged_weights_are_refused_in_a_sentence(tmp_path: Path, own_model: Path) -> None:
+    own_model.write_bytes(own_model.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        train(tiny_config(tmp_path))
+
+
+def test_missing_weights_are_refused_not_invented(tmp_path: Path, own_model: Path) -> None:
+    weights = load_file(own_model)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, own_model, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+        train(tiny_config(tmp_path))
+
+
+# -- beside plain decoding ---------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_with_plain_decoding_changes_nothing_and_finds_the_same_tokens(home: Path) -> None:
+    summary = train(whole(home, "compared", run={"compare_every": 2}))
+    before = json.loads((home / "whole" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["policy_sha256"], before["compared"]) == (before["policy_sha256"], {})
+    lines = read_metrics(home / "compared")
+    assert [bool(line["compared"]) for line in lines] == [False, True, False, True]
+    assert ["compare" in line["seconds"] for line in lines] == [False, True, False, True]
+    tokens = lines[1]["tokens"] + lines[3]["tokens"]
+    assert {"tokens": tokens, "responses": 12, "differ": 0, "steps": 2}.items() <= summary["compared"].items()
+    for line, alone in zip(lines, read_metrics(home / "whole"), strict=True):
+        counts = ("row_passes", "drafted", "accepted", "ahead_drafted", "strategies")
+        assert {key: line["rollout"][key] for key in counts} == {key: alone["rollout"][key] for key in counts}
+
+
+def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None:
+    compared = {"steps": 1, "tokens": 1234, "responses": 6, "differ": 0, "rollout_seconds": 2.0, "plain_seconds": 5.0}
+    summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared, "times_plain": 2.5}
+    assert (
+        "2.50 times as fast as plain decoding, measured on 1 steps (2.0 s against 5.0 s), same tokens"
+        in display_module._compared(summary)
+    )
+    summary["compared"] = compared | {"differ": 2}
+    assert "2 of 6 responses differ" in display_module._compared(summary)
+
+
+# -- held-out prompts --------------------------------------------------------------------------------------------------
+
+
+def held_out(home: Path, *questions: str, **fields: Any) -> dict[str, Any]:
+    path = home / "held_out.jsonl"
+    path.write_text("\n".join(json.dumps({"question": q}) for q in questions), encoding="utf-8")
+    return {"every": 2, "path": str(path), "samples": 2} | fields
+
+
+def test_held_out_prompts_are_answered_by_their_own_sampling(home: Path) -> None:
+    """At temperature 0 both answers to a prompt are one, and no longer than was asked for; training goes on as ever."""
+    asked: list[list[Response]] = []
+
+    def listening(rollout: Rollout) -> Rollout:
+        generate = rollout.generate
+
+        def heard(requests: Any, on_response: Any, *more: Any) -> Any:
+            responses, stats = generate(requests, on_response, *more)
+            asked.append(sorted(responses, key=lambda r: (r.request.prompt.prompt_id, r.request.index)))
+            return responses, stats
+
+        rollout.generate = heard  # pyright: ignore[reportAttributeAccessIssue]
+        return rollout
+
+    own = held_out(home, "unseen", "other", temperature=0.0, top_k=3, top_p=0.9, max_new_tokens=7)
+    config = whole(home, "own sampling", eval=own)
+    summary = run_module.train(config, display=Display(Console(quiet=True)), wrap=listening)
+    assert summary["policy_sha256"] == summary_of(home)["policy_sha256"]
+    evaluations = [responses for responses in asked if len(responses) == 4]
+    assert len(evaluations) == 3
+    for responses in evaluations:
+        for response in responses:
+            params = response.request.sampling
+            assert (params.temperature, params.top_k, params.top_p, params.max_new_tokens) == (0.0, 3, 0.9, 7)
+            assert len(response.token_ids) <= 7
+        texts = [response.token_ids for response in responses]
+        assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+def test_the_best_policy_of_a_run_is_the_one_that_was_evaluated_best(home: Path) -> None:
+    config = whole(home, "best", eval=held_out(home, "unseen", "other", every=1, samples=3), train={"steps": 6})
+    train(config)
+    found = checkpoint.latest(home / "best" / "best")
+    values = [line["eval"]["mean@3"] for line in read_metrics(home / "best")]
+    evaluated = {step: value for step, value in enumerate(values) if step}  # that before the first is no policy of ours
+    best = max(evaluated, key=lambda step: (evaluated[step], -step))
+    assert (found.state["step"], found.state["worth"]) == (best, evaluated[best])
+    saved = checkpoint.latest(home / "best" / "checkpoints").folder.parent / f"step_{best:08d}"
+    assert sha256(read_safetensors(found.folder / "policy")) == sha256(read_safetensors(saved / "policy"))
+
+
+@pytest.mark.parametrize(
+    ("questions", "fields"), [(("x",), {"max_new_tokens": 600}), (("x" * 600,), {})], ids=["answer", "prompt"]
+)
+def test_held_out_prompts_that_the_model_has_no_room_for_are_refused_at_the_start(
+    home: Path, questions: tuple[str, ...], fields: dict[str, Any]
+) -> None:
+    config = whole(home, "no room", eval=held_out(home, *questions, **fields))
+    with pytest.raises(ModelError, match="512"):
+        train(config)
+    assert not (home / "no room" / "metrics.jsonl").exists()

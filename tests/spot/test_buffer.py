@@ -1,0 +1,226 @@
+"""The harvest's buffer: what it takes, what it drops, and how many tokens it holds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from tlt.spot.buffer import Harvest, HarvestBuffer, pieces
+
+
+def harvest(start: int, length: int, prompt_length: int = 0) -> Harvest:
+    return Harvest(0, start, prompt_length, torch.zeros(length, dtype=torch.long), torch.zeros(length, 2))
+
+
+@given(start=st.integers(0, 20), length=st.integers(1, 20), prompt_length=st.integers(1, 30))
+def test_drafted_counts_the_entries_whose_next_guess_is_of_the_response(
+    start: int, length: int, prompt_length: int
+) -> None:
+    """Entry p predicts token p + 2, and its teacher is entry p + 1 of the same harvest."""
+    entries = range(start, start + length)
+    want = sum(p + 1 in entries and p + 2 >= prompt_length for p in entries)
+    assert harvest(start, length, prompt_length).drafted == want
+
+
+@given(lengths=st.lists(st.integers(2, 30), max_size=30), most=st.integers(1, 60))
+def test_the_newest_stay_under_the_bound(lengths: list[int], most: int) -> None:
+    buffer = HarvestBuffer(most)
+    for i, length in enumerate(lengths):
+        buffer.add(harvest(i, length))
+        assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
+        assert buffer.tokens <= most or len(buffer.items) == 1
+        kept = [item.start for item in buffer.items]
+        assert kept == list(range(i + 1 - len(kept), i + 1)), "the newest, in order"
+        if len(kept) <= i:  # one more would have been too much
+            assert buffer.tokens + lengths[i - len(kept)] > most
+
+
+@pytest.mark.parametrize("item", [harvest(0, 5, prompt_length=9), harvest(3, 1)], ids=["a prompt", "one entry"])
+def test_what_teaches_nothing_is_not_kept(item: Harvest) -> None:
+    buffer = HarvestBuffer(100)
+    buffer.add(harvest(0, 5))
+    buffer.add(item)
+    assert buffer.tokens == 5
+
+
+# -- the step before ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    before=st.lists(st.tuples(st.integers(0, 300), st.integers(2, 30)), max_size=30),
+    now=st.lists(st.tuples(st.integers(0, 300), st.integers(2, 30)), max_size=30),
+    most=st.integers(20, 200),
+)
+def test_the_longest_of_the_step_before_stay_beside_this_steps(
+    before: list[tuple[int, int]], now: list[tuple[int, int]], most: int
+) -> None:
+    buffer = HarvestBuffer(most)
+    for start, length in before:
+        buffer.add(harvest(start, length))
+    reached = sorted((item.end for item in buffer.items), reverse=True)
+    buffer.rollout_ended()
+    kept = sorted((item.end for item in buffer.items), reverse=True)
+    assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
+    assert buffer.tokens <= most / 4 or len(buffer.items) == 1
+    left_out = Counter(reached) - Counter(kept)
+    assert not left_out or buffer.tokens + 30 > most / 4, "there was no room for any of those left out"
+    assert not (left_out and kept) or most < 248 or max(left_out) <= max(kept)
+    for start, length in now:
+        buffer.add(harvest(start, length)._replace(target_version=1))
+        assert buffer.tokens == sum(len(item.tokens) for item in buffer.items)
+        assert buffer.tokens <= most or len([i for i in buffer.items if i.target_version == 1]) == 1
+        assert sorted((i.end for i in buffer.items if i.target_version == 0), reverse=True) == kept
+    buffer.rollout_ended()
+    buffer.rollout_ended()
+    assert buffer.versions <= {1}, "two rollouts before the last one is too old"
+
+
+def test_whole_rollouts_that_fill_the_buffer_leave_room_to_train_on_those_before() -> None:
+    """Half of what whole rollouts may take is left to what is trained on."""
+    buffer = HarvestBuffer(1000, steps=8)
+    for version in range(5):
+        for _ in range(40):
+            buffer.add(harvest(0, 20)._replace(target_version=version))
+        buffer.rollout_ended()
+        assert buffer.tokens <= 500
+    assert buffer.past_tokens >= 240
+    assert sum(len(item.tokens) for item in buffer.latest) == 240
+
+
+def test_small_steps_are_kept_for_as_many_as_there_is_room_for() -> None:
+    """Later ones first: 12 entries a step, of which half of 80 holds three and a part of a fourth."""
+    buffer, kept = HarvestBuffer(80, steps=5), []
+    for version in range(6):
+        for length in (2, 3, 7):
+            buffer.add(harvest(0, length)._replace(target_version=version))
+        buffer.rollout_ended()
+        kept.append([(i.target_version, len(i.tokens)) for i in buffer.items])
+    assert kept[1] == [(v, n) for v in (0, 1) for n in (7, 3, 2)]
+    assert kept[5] == [(2, 3)] + [(v, n) for v in (3, 4, 5) for n in (7, 3, 2)], "of version 2 one fits, of 1 none"
+    for _ in range(3):
+        buffer.rollout_ended()
+    assert buffer.versions == {3, 4, 5}, "a rollout without harvest is one too"
+    for _ in range(3):
+        buffer.rollout_ended()
+    assert not buffer.items
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_late_positions_are_drawn_more_often() -> None:
+    """In proportion to how far into its sequence an item reaches."""
+    buffer, rng = HarvestBuffer(10_000), random.Random(0)
+    for start in (0, 90, 890):
+        buffer.add(harvest(start, 10))
+    buffer.rollout_ended()
+    buffer.rollout_ended()
+    drawn = Counter(buffer.sample(10, rng)[0].start for _ in range(11_000))
+    assert drawn[0] == pytest.approx(11_000 * 10 / 1010, rel=0.2)
+    assert drawn[90] == pytest.approx(11_000 * 100 / 1010, rel=0.1)
+
+
+@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=20), tokens=st.integers(8, 80), seed=st.integers(0, 9))
+def test_a_sample_is_never_larger_than_asked_for(lengths: list[int], tokens: int, seed: int) -> None:
+    buffer = HarvestBuffer(10_000)
+    for i, length in enumerate(lengths):
+        buffer.add(numbered(100 * i, length))
+    buffer.rollout_ended()
+    buffer.rollout_ended()
+    drawn = buffer.sample(tokens, random.Random(seed))
+    assert drawn
+    assert sum(len(item.tokens) for item in drawn) <= tokens
+    assert len({item.start // 100 for item in drawn}) == len(drawn)
+    for item in drawn:  # entries keep their true positions, cut or not
+        assert item.tokens.tolist() == list(range(item.start, item.end))
+        assert item.features[:, 0].tolist() == item.tokens.tolist()
+
+
+def numbered(start: int, length: int) -> Harvest:
+    tokens = torch.arange(start, start + length)
+    return Harvest(0, start, 0, tokens, tokens[:, None].expand(-1, 2).float())
+
+
+def test_only_the_past_is_drawn_and_newer_items_more_often() -> None:
+    """The last whole rollout is what drafters are judged on, and the one under way is for neither."""
+    buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
+    for version in range(5):
+        buffer.rollout_ended()
+        buffer.add(harvest(0, 10)._replace(target_version=version))
+    assert [item.target_version for item in buffer.latest] == [3]
+    drawn = Counter(buffer.sample(10, rng)[0].target_version for _ in range(11_000))
+    assert set(drawn) == {0, 1, 2}
+    total = 1 + 0.97 + 0.97**2
+    for age, weight in enumerate((1, 0.97, 0.97**2)):
+        assert drawn[2 - age] == pytest.approx(11_000 * weight / total, rel=0.03)
+
+
+def test_what_is_forgotten_is_trained_on_no_more() -> None:
+    """The last whole rollout and the one under way stay; what was forgotten makes room."""
+    buffer, rng = HarvestBuffer(10_000, steps=3), random.Random(0)
+    for version in range(5):
+        buffer.rollout_ended()
+        buffer.add(harvest(0, 10 + version)._replace(target_version=version))
+    buffer.forget()
+    assert buffer.past == []
+    assert [item.target_version for item in buffer.items] == [3, 4]
+    assert buffer.tokens == 13 + 14
+    assert buffer.sample(100, rng) == []
+    buffer.rollout_ended()
+    assert {buffer.sample(10, rng)[0].target_version for _ in range(20)} == {3}
+
+
+def test_a_sample_is_of_one_version() -> None:
+    """It has one teacher: the head of that version."""
+    buffer = HarvestBuffer(10_000, steps=3)
+    for version in range(3):
+        for _ in range(4):
+            buffer.add(harvest(0, 10)._replace(target_version=version))
+        buffer.rollout_ended()
+    drawn = [{item.target_version for item in buffer.sample(40, random.Random(seed))} for seed in range(50)]
+    assert {len(versions) for versions in drawn} == {1}
+    assert set.union(*drawn) == {0, 1}
+
+
+def test_a_piece_is_of_anywhere_in_its_item() -> None:
+    """The beginnings of responses are the easy part."""
+    drawn = [piece for seed in range(300) for piece in pieces([numbered(5, 20)], 100, 4, random.Random(seed))]
+    assert {piece.start for piece in drawn} == set(range(5, 22))
+    assert all(piece.tokens.tolist() == list(range(piece.start, piece.start + 4)) for piece in drawn)
+
+
+def test_what_comes_late_displaces_the_oldest() -> None:
+    buffer = HarvestBuffer(40, steps=2)
+    for past in (True, False):
+        buffer.add_late(harvest(0, 5), past)
+    assert not buffer.items, "there was no rollout before"
+    for version in range(2):
+        buffer.add(harvest(0, 5)._replace(target_version=version))
+        buffer.rollout_ended()
+    for length in (1, 5, 5, 3):
+        buffer.add_late(harvest(9, length)._replace(target_version=2), past=True)
+    assert [(item.target_version, len(item.tokens)) for item in buffer.past] == [(2, 5), (2, 5), (2, 3)]
+    assert [item.target_version for item in buffer.latest] == [1]
+    assert (buffer.past_tokens, buffer.tokens) == (13, 18)
+    for _ in range(3):
+        buffer.add(harvest(0, 7)._replace(target_version=3))
+    buffer.add_late(harvest(9, 19)._replace(target_version=2), past=False)
+    assert [len(item.tokens) for item in buffer.latest] == [19]
+    assert not buffer.past
+    assert buffer.tokens == 40, "the rollout under way stays what it is"
+
+
+def test_newer_items_are_drawn_more_often() -> None:
+    """An item that is 40 steps older weighs 0.97^40 = 0.296 times as much, so it is drawn first in 22.8 % of draws."""
+    buffer = HarvestBuffer(1000, steps=2)
+    for version in (0, 40, 41):
+        buffer.add(harvest(0, 20)._replace(target_version=version))
+        buffer.rollout_ended()
+    rng = random.Random(0)
+    old = sum(buffer.sample(20, rng)[0].target_version == 0 for _ in range(2000))
+    assert old / 2000 == pytest.approx(0.228, abs=0.04)

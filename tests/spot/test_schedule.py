@@ -1,0 +1,203 @@
+"""The schedule: hand-worked sequences of events, and what holds for all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport, sum_evaluations
+
+RULE = Rule(stretch=2, judged=2, better=1.02, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
+BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
+
+
+def stretch(schedule: Schedule, found: Evaluation, seconds: float = 0.0) -> Evaluation | None:
+    """Train a stretch in one call, and evaluate it."""
+    schedule.trained(SpotReport(RULE.stretch, 40, seconds))
+    return schedule.evaluated(found)
+
+
+def at_rest() -> Schedule:
+    schedule = Schedule(20, RULE)
+    for _ in range(RULE.burst):
+        assert not schedule.rests
+        stretch(schedule, WORSE)
+    assert schedule.rests
+    return schedule
+
+
+def test_an_evaluation_is_due_after_each_stretch() -> None:
+    schedule, seen = Schedule(20, RULE), []
+    for _ in range(4):
+        seen.append(schedule.due())
+        if seen[-1] is Due.TRAIN:
+            schedule.trained(SpotReport(1, 20, 0.1))
+        else:
+            assert schedule.evaluated(BETTER)
+    assert seen == [Due.TRAIN, Due.TRAIN, Due.EVALUATE, Due.TRAIN]
+
+
+def test_a_burst_ends_after_candidates_that_were_not_published() -> None:
+    """One that is published begins the count anew: better, worse, worse, better, worse, worse, worse."""
+    schedule, rests = Schedule(20, RULE), []
+    for found in (BETTER, WORSE, WORSE, BETTER, WORSE, WORSE, WORSE):
+        stretch(schedule, found)
+        rests.append(schedule.rests)
+    assert rests == [False] * 6 + [True]
+    assert schedule.due() is None
+
+
+def test_at_rest_training_takes_an_eighth_of_the_rollouts() -> None:
+    """Rollouts of 2 s are worth 0.25 s each, and a call takes 0.625 s."""
+    schedule, trained = at_rest(), []
+    for rollout in range(6):
+        schedule.rollout_ended(2.0, None)
+        if schedule.due():
+            trained.append(rollout)
+            schedule.trained(SpotReport(1, 20, 0.625))
+    assert trained == [0, 2, 5]  # credit: 0.25, -0.125, 0.125, -0.25, 0, 0.25
+
+
+def test_an_evaluation_at_rest_is_paid_for_and_its_publication_begins_a_burst() -> None:
+    schedule = at_rest()
+    schedule.rollout_ended(10.0, None)
+    schedule.trained(SpotReport(RULE.stretch, 40, 0.5))
+    assert schedule.due() is Due.EVALUATE
+    schedule.evaluated(BETTER._replace(seconds=0.75, interrupted=True, entries=10))
+    assert schedule.due() is None, "1.25 s of credit are used"
+    schedule.rollout_ended(10.0, None)
+    assert schedule.evaluated(BETTER._replace(entries=30))
+    assert not schedule.rests
+
+
+def test_what_training_takes_in_a_burst_is_not_charged() -> None:
+    schedule = Schedule(20, RULE)
+    schedule.rollout_ended(1.0, None)
+    for _ in range(RULE.burst):
+        assert schedule.due()
+        stretch(schedule, WORSE._replace(seconds=9.0), seconds=9.0)
+    assert schedule.credit == 0.0
+
+
+def test_the_task_has_changed_after_two_fallen_rollouts_in_a_row() -> None:
+    """Of a mean of 0.8, 0.64 is the bound; the mean over three rollouts leaves fallen ones out."""
+    schedule = at_rest()
+    changes = [schedule.rollout_ended(1.0, rate) for rate in (0.8, 0.6, 0.8, 0.6, 0.5, 0.5)]
+    assert changes == [False, False, False, False, True, False]
+    assert schedule.acceptance == 0.5, "the new level"
+    assert not schedule.rests
+    assert schedule.due() is Due.TRAIN
+
+
+def test_the_running_mean_follows_slowly() -> None:
+    schedule = Schedule(20, RULE)
+    for rate in (0.3, 0.6, 0.9):
+        schedule.rollout_ended(1.0, rate)
+    assert schedule.acceptance == pytest.approx((0.3 + 0.1) + (0.9 - 0.4) / 3)
+    schedule.rollout_ended(1.0, None)
+    assert schedule.acceptance == pytest.approx(0.4 + 0.5 / 3), "the drafter was not used"
+
+
+def test_a_change_of_the_task_begins_a_new_stretch() -> None:
+    schedule = Schedule(20, RULE)
+    schedule.rollout_ended(1.0, 0.9)
+    schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
+    assert schedule.due() is Due.EVALUATE
+    schedule.evaluated(BETTER._replace(entries=10, interrupted=True))
+    schedule.rollout_ended(1.0, 0.1)
+    assert schedule.rollout_ended(1.0, 0.1)
+    assert (schedule.micro_batches, schedule.evaluation) == (0, Evaluation())
+
+
+def test_interrupted_evaluations_add_up() -> None:
+    """40 tokens are wanted: two parts of 15 are too few, and with a third one they are enough."""
+    schedule = Schedule(20, RULE)
+    schedule.trained(SpotReport(RULE.stretch, 40, 0.1))
+    part = Evaluation(15, 8.0, 5.0, 3.0, interrupted=True, seconds=0.5)
+    assert schedule.evaluated(part) is None
+    assert schedule.evaluated(part) is None
+    assert schedule.due() is Due.EVALUATE
+    assert schedule.evaluated(part) == Evaluation(45, 24.0, 15.0, 9.0, True, 1.5)
+    assert schedule.due() is Due.TRAIN
+
+
+def test_evaluations_are_summed_by_column() -> None:
+    parts = [Evaluation(10, 20.0, 30.0, 4.0, seconds=1.0), Evaluation(1, 2.0, 3.0, 0.5, interrupted=True)]
+    assert sum_evaluations(parts) == Evaluation(11, 22.0, 33.0, 4.5, interrupted=True, seconds=1.0)
+    assert sum_evaluations([]) == Evaluation()
+    assert Evaluation(11, 22.0, 30.0, 6.0).acceptance == 0.2
+    assert Evaluation().acceptance == 0.0
+
+
+@pytest.mark.parametrize(
+    ("in_use", "candidate", "is_published"),
+    [
+        *((5.0, 4.8, True), (5.0, 4.95, False), (5.0, 5.0, False), (10.0, 0.0, False), (0.0, 0.0, False)),
+        *((math.nan, 5.0, False), (5.0, math.nan, False), (math.inf, math.inf, False)),
+    ],
+)
+def test_a_candidate_must_save_two_percent_of_the_rounds(in_use: float, candidate: float, is_published: bool) -> None:
+    schedule = Schedule(20)
+    assert schedule.publishes(Evaluation(10, in_use, candidate)) == is_published
+    schedule.evaluated(Evaluation(100, in_use, candidate))
+    assert schedule.in_vain == 1 - is_published
+
+
+def test_a_resumed_run_goes_on_with_the_same_schedule_and_a_new_stretch() -> None:
+    before = at_rest()
+    before.rollout_ended(3.0, 0.7)
+    before.rollout_ended(3.0, 0.1)
+    before.trained(SpotReport(1, 20, 0.25))
+    after = Schedule(20, RULE)
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert after.state() == before.state() == {"in_vain": 3, "credit": 0.5, "acceptance": 0.7, "low": 1}
+    assert after.micro_batches == 0
+    after.load_state({"gate": {}})  # of an older version
+
+
+def steps() -> st.SearchStrategy[Callable[[Schedule], tuple[float, float]]]:
+    """Something happens. Returns (seconds of rollouts, seconds that training took at rest)."""
+
+    def work(schedule: Schedule, micro_batches: int, seconds: float, found: Evaluation) -> tuple[float, float]:
+        due, rested = schedule.due(), schedule.rests
+        if due is None:
+            return 0.0, 0.0
+        if due is Due.TRAIN:
+            schedule.trained(SpotReport(micro_batches, 20 * micro_batches, seconds))
+        else:
+            schedule.evaluated(found._replace(seconds=seconds))
+        return 0.0, seconds * rested
+
+    def ended(schedule: Schedule, seconds: float, rate: float | None) -> tuple[float, float]:
+        schedule.rollout_ended(seconds, rate)
+        return seconds, 0.0
+
+    seconds, rates = st.floats(0, 1), st.none() | st.floats(0, 1)
+    found = st.builds(Evaluation, st.integers(0, 50), st.floats(1, 9), st.floats(1, 9), interrupted=st.booleans())
+    works = st.builds(lambda m, s, e: lambda it: work(it, m, s, e), st.integers(0, 2), seconds, found)
+    return works | st.builds(lambda s, rate: lambda it: ended(it, s, rate), seconds, rates)
+
+
+@given(st.lists(steps(), max_size=60))
+def test_at_rest_training_never_takes_more_than_its_share_and_one_call(
+    events: list[Callable[[Schedule], tuple[float, float]]],
+) -> None:
+    schedule, rollouts, trained = Schedule(20, RULE), 0.0, 0.0
+    for event in events:
+        rested = schedule.rests
+        seconds, at_rest = event(schedule)
+        if not rested:
+            rollouts = trained = 0.0
+        rollouts, trained = rollouts + seconds, trained + at_rest
+        if schedule.rests:
+            assert trained <= RULE.rest_share * rollouts + 1.0 + 1e-9
+        else:
+            assert schedule.due(), "in a burst something is always due"
+        assert 0 <= schedule.in_vain <= RULE.burst
+        assert 0 <= schedule.low < RULE.times
+        assert schedule.acceptance is None or 0.0 <= schedule.acceptance <= 1.0

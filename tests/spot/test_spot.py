@@ -1,0 +1,510 @@
+"""The spot trainer: interruption, hand-over, evaluation, and training data of several target versions."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from itertools import count
+
+import pytest
+import torch
+from twin import Model, make_layer, make_model
+
+from tlt.config import DrafterTrainConfig, EngineConfig
+from tlt.draft.eagle import EagleLayer, eagle_options
+from tlt.engine.engine import Engine
+from tlt.spot.buffer import Harvest
+from tlt.spot.losses import total_variation
+from tlt.spot.saving import TrainerState, weights_of
+from tlt.spot.schedule import Evaluation, Schedule
+from tlt.spot.spot import SpotTrainer
+from tlt.spot.trainer import DrafterTrainer
+from tlt.spot.unroll import pack
+from tlt.types import Prompt, Request, SamplingParams
+
+CPU = torch.device("cpu")
+CONFIG = DrafterTrainConfig(unroll=3, micro_batch_tokens=64, learning_rate=3e-3, warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model(seed=1)
+
+
+@pytest.fixture(scope="module")
+def items(model: Model) -> list[Harvest]:
+    """Of 24 prompts."""
+    found: list[Harvest] = []
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=found.append)
+    params = SamplingParams(0.7, max_new_tokens=48)
+    for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in range(24)]):
+        pass
+    return found
+
+
+def fresh_layer(model: Model, seed: int = 0) -> EagleLayer:
+    torch.manual_seed(seed)
+    return EagleLayer(eagle_options(model.decoder.options, "eagle3", 32)).double()
+
+
+def make_spot(
+    model: Model, items: list[Harvest], seed: int = 0, layer: EagleLayer | None = None, now: list[Harvest] | None = None
+) -> SpotTrainer:
+    """It is trained on four prompts of five, and judged on the fifth, which is of the last rollout; or on `now`."""
+    spot = SpotTrainer(layer or fresh_layer(model), model.decoder, CONFIG, seed)
+    for item in items:
+        if now is not None or not is_new(item):
+            spot.harvest(item)
+    spot.target_moved()
+    for item in filter(is_new, items) if now is None else now:
+        spot.harvest(item)
+    spot.rollout_ended()
+    return spot
+
+
+def is_new(item: Harvest) -> bool:
+    return item.prompt_id % 5 == 0
+
+
+def state_of(spot: SpotTrainer) -> TrainerState:
+    state = spot.state()
+    assert state
+    return state
+
+
+def same(one: TrainerState, other: TrainerState) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def test_interruptions_change_nothing(model: Model, items: list[Harvest]) -> None:
+    """Ten calls of one micro-batch, and one trainer handed from worker to worker, end where one call does."""
+    whole = make_spot(model, items)
+    while whole.trainer.steps < 10:
+        whole.train(0)
+    steps = make_spot(model, items)
+    steps.train(0)
+    for _ in range(3):
+        heir = make_spot(model, items)
+        heir.load_state(state_of(steps))
+        heir.rng.setstate(steps.rng.getstate())
+        heir.train(0)
+        heir.train(0)
+        heir.train(0)
+        steps = heir
+    assert same(state_of(whole), state_of(steps))
+
+
+def test_it_is_over_after_the_micro_batch_under_way(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, items)
+    assert spot.train(0).micro_batches == 1
+    began = time.perf_counter()
+    report = spot.train(0.2)
+    spent = time.perf_counter() - began
+    assert report.micro_batches > 1
+    assert report.tokens <= report.micro_batches * CONFIG.micro_batch_tokens
+    assert 0.2 <= report.seconds <= spent
+    assert report.seconds < 0.2 + 20 * report.seconds / report.micro_batches
+
+
+def test_one_that_is_called_back_leaves_the_micro_batch_undone(model: Model, items: list[Harvest]) -> None:
+    """Wherever that reaches it: in each column's pass forward, and backward."""
+    spot = make_spot(model, items)
+    spot.train(0)
+    looks = count()
+    assert spot.train(0, lambda: next(looks) < 0).micro_batches == 1
+    before = state_of(spot)
+    for reached in range(last := next(looks)):
+        looks = count()
+        report = spot.train(60.0, lambda at=reached, looks=looks: next(looks) == at)
+        assert (report.micro_batches, report.tokens, next(looks)) == (0, 0, reached + 1)
+        assert same(before, state_of(spot))
+    assert last >= 2 * spot.trainer.columns
+    spot.train(0)
+    assert not same(before, state_of(spot))
+
+
+@pytest.mark.parametrize(("wrong", "weight"), [(1.0, 1 / 8), (0.64, 0.08), (0.12, 1 / 50), (0.0, 1 / 50)])
+def test_what_is_published_is_the_running_mean_of_the_weights(
+    model: Model, items: list[Harvest], wrong: float, weight: float
+) -> None:
+    """Of 50 micro-batches; of fewer where most guesses are wrong, and the weights move away from what they were."""
+    spot = make_spot(model, items)
+    mean = spot.trainer.layer.fc.weight.detach().clone()
+    for _ in range(3):
+        spot.trainer.reach = (1 - wrong) * spot.config.unroll
+        spot.train(0)
+        mean += weight * (spot.trainer.layer.fc.weight.detach() - mean)
+        assert torch.allclose(weights_of(state_of(spot))["fc.weight"], mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("agreement", "right", "share"),
+    [(None, None, 1.0), (None, 0.6, 0.8), (None, 1.5, 0.5), (None, 2.9, 0.1), (0.9, None, 0.1), (0.9, 0.3, 0.9)],
+)
+def test_the_rate_is_the_share_of_guesses_that_are_wrong(
+    model: Model, items: list[Harvest], agreement: float | None, right: float | None, share: float
+) -> None:
+    """Of three guesses `right` were right lately; so a trained drafter begins cold, and learns again after a
+    collapse."""
+    layer = fresh_layer(model)
+    layer.agreement = agreement
+    spot = make_spot(model, items, layer=layer)
+    spot.enough, spot.trainer.steps = 1, 1000.0
+    if right is not None:
+        spot.trainer.reach = right
+    spot.train(0)
+    assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(share * CONFIG.learning_rate)
+
+
+def test_after_a_change_of_the_task_it_begins_with_first_guesses_at_the_full_rate(
+    model: Model, items: list[Harvest]
+) -> None:
+    layer = fresh_layer(model)
+    layer.agreement = 0.9
+    spot = make_spot(model, items, layer=layer)
+    assert spot.trainer.columns == CONFIG.unroll
+    before = state_of(spot)
+    spot.forget()
+    spot.load_state(before)  # of another worker, from before the change
+    spot.enough, spot.trainer.steps = 1, 1000.0
+    spot.harvest(items[0])
+    for _ in range(2):  # drafters are trained on the rollouts before the last one
+        spot.target_moved()
+    assert spot.train(0).micro_batches == 1
+    assert spot.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(CONFIG.learning_rate)
+    assert 0.0 < spot.trainer.reach <= 0.1, "of one first guess, in a mean over ten"
+    spot.trainer.reach = 2.0
+    spot.train(0)
+    assert spot.trainer.reach > 1.5, "it begins anew once"
+
+
+def test_a_random_drafter_begins_with_regression_and_one_that_was_published_does_not(
+    model: Model, items: list[Harvest]
+) -> None:
+    """Nor does one that is trained again from the drafter in use; the whitening is of the harvest of that time."""
+    spot = make_spot(model, items, layer=EagleLayer(eagle_options(model.decoder.options, "eagle1", 32)).double())
+    assert spot.enough == 4 * 32
+    seen: list[tuple[int, bool]] = []
+    prepare = spot.trainer.prepare
+
+    def look(sample: list[Harvest], from_scratch: bool) -> None:
+        assert 16 * 32 - 64 < sum(len(item.tokens) for item in sample) <= 16 * 32
+        seen.append((int(spot.trainer.steps), from_scratch))
+        prepare(sample, from_scratch)
+
+    spot.trainer.prepare = look  # type: ignore[method-assign]
+    for _ in range(9):
+        spot.train(0)
+    assert seen == [(0, True), (1, False), (2, False), (4, False), (8, False)]
+    spot.publish(state_of(spot), 0.5)
+    spot.mean[0].fill_(math.nan)
+    assert spot.state() is None
+    spot.train(0)
+    assert seen[5:] == [(0, False), (1, False)]
+
+
+def test_without_harvest_nothing_is_trained(model: Model) -> None:
+    spot = make_spot(model, [])
+    before = state_of(spot)
+    assert not spot.ready
+    assert spot.train(1.0).micro_batches == 0
+    assert same(before, state_of(spot))
+    assert spot.evaluate()._replace(seconds=0.0) == Evaluation()
+
+
+def test_the_layer_it_was_given_is_not_changed(model: Model, items: list[Harvest]) -> None:
+    layer = fresh_layer(model)
+    spot = make_spot(model, items, layer=layer)
+    spot.train(0)
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), fresh_layer(model).parameters(), strict=True))
+    state = state_of(spot)
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    spot.train(0)
+    assert same(state, kept), "nor is a state, once given away"
+
+
+def test_a_batch_of_nan_changes_nothing(model: Model, items: list[Harvest]) -> None:
+    spot = make_spot(model, [item._replace(features=item.features * math.nan) for item in items])
+    before = state_of(spot)
+    spot.train(0)
+    assert same(before, state_of(spot))
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_of_many_responses_and_stays_the_same_until_the_target_moves(
+    model: Model, items: list[Harvest]
+) -> None:
+    spot = make_spot(model, items, now=items)
+    evidence = spot.held_out()
+    assert [item.tokens.tolist() for item in evidence] == [item.tokens.tolist() for item in spot.held_out()]
+    assert sum(len(item.tokens) for item in evidence) <= 2 * CONFIG.micro_batch_tokens
+    assert all(item.drafted and len(item.tokens) <= 64 for item in evidence)
+    assert len({item.prompt_id for item in evidence}) > 2
+    before = spot.evaluate()._replace(seconds=0.0)
+    spot.harvest(items[0])
+    now = spot.evaluate()._replace(seconds=0.0)
+    assert now == pytest.approx(before), "what comes by and by is of those who end first"
+
+
+def test_drafters_are_judged_on_the_last_rollout_and_trained_on_those_before(
+    model: Model, items: list[Harvest]
+) -> None:
+    """So whatever they are judged on they have not seen, and nothing is kept from training for ever."""
+    spot = make_spot(model, items)
+    sampled = [item for _ in range(50) for item in spot.buffer.sample(60, random.Random(_))]
+    assert sampled
+    assert not any(is_new(item) for item in sampled)
+    assert all(is_new(item) for item in spot.held_out())
+    spot.rollout_ended()
+    spot.target_moved()
+    assert all(is_new(item) for item in spot.held_out()), "it ends once"
+    spot.target_moved()
+    assert spot.held_out() == []
+    assert spot.evaluate().entries == 0, "of a rollout that gave nothing"
+    assert any(is_new(item) for _ in range(50) for item in spot.buffer.sample(60, random.Random(_)))
+
+
+def test_an_interrupted_evaluation_ends_at_the_next_column(model: Model, items: list[Harvest]) -> None:
+    """It returns the parts that both drafters were compared on by then."""
+    spot = make_spot(model, items)
+    spot.load_state(state_of(make_spot(model, items, layer=fresh_layer(model, 1))))
+    looks = count()
+    whole = spot.evaluate(lambda: next(looks) < 0)
+    seen: list[Evaluation] = []
+    for reached in range(last := next(looks)):
+        looks = count()
+        seen.append(spot.evaluate(lambda at=reached, looks=looks: next(looks) == at))
+        assert next(looks) == reached + 1
+        assert seen[-1].interrupted
+    assert last >= 4 * CONFIG.unroll, "of two drafters and two parts"
+    for one in (seen[0], seen[2 * CONFIG.unroll - 1]):
+        assert one._replace(seconds=0.0) == Evaluation(interrupted=True)
+    assert 0 < seen[-1].entries < whole.entries
+    assert seen[-1].entries >= max(seen[-1].in_use, seen[-1].candidate)
+    assert len({one.in_use for one in seen if one.entries}) > 1, "not of the same part each time: they are added up"
+    assert spot.evaluate()._replace(seconds=0.0) == pytest.approx(whole._replace(seconds=0.0))
+    assert whole.seconds > 0
+    assert not whole.interrupted
+
+
+def test_a_good_drafter_waits_for_more_harvest_than_a_random_one(
+    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.spot.spot._ENOUGH", 16)  # of which a random one needs as many entries as it has inputs
+    layer = fresh_layer(model)
+    layer.agreement = 0.9
+    few = [item for item in items if item.prompt_id < 16]
+    good = make_spot(model, few, layer=layer)
+    assert make_spot(model, few).ready
+    assert not good.ready
+    for _ in range(3):
+        for item in items:
+            good.harvest(item)
+        good.target_moved()
+    assert good.ready
+    config = CONFIG.model_copy(update={"buffer_tokens": 8 * 100})
+    small = SpotTrainer(layer, model.decoder, config)
+    assert small.enough == 100, "there is room for so much"
+
+
+def test_the_judgement_is_the_hand_worked_one(model: Model, items: list[Harvest]) -> None:
+    """By the law of how far each round gets, a_k = 1 - TV(target at entry + k, twin's guess k), rounds are counted from
+    the end: those that one from here, and all behind it, take."""
+    layer = make_layer(model.decoder, "eagle3", 32)
+    item = items[0]
+    twin, head = model.twin(layer), model.hf.lm_head.weight.detach()
+    known = twin.true_entries(item.features, item.tokens.tolist(), item.start)
+    right: list[list[float]] = []
+    for at in range(len(item.tokens) - 3):
+        if item.start + at + 2 < item.prompt_length:
+            continue
+        outputs, chances = twin.chain(known[: at + 1], item.tokens[at + 1 : at + 3].tolist()), []
+        for k, output in enumerate(outputs):
+            p = torch.softmax(head @ item.features[at + 1 + k, -16:], 0)
+            chances.append(1 - float(total_variation(p, torch.log_softmax(twin.logits(output), 0))))
+        right.append(chances)
+    count = len(right)
+
+    def left(at: int) -> tuple[float, float]:
+        """Rounds from there on, and their right first guesses."""
+        if at >= count:
+            return 0.0, 0.0
+        a, b, c = right[at]
+        rounds = firsts = 0.0
+        for commits, chance in enumerate((1 - a, a * (1 - b), a * b * (1 - c), a * b * c), start=1):
+            within = min(1.0, (count - at) / commits)
+            more, first = left(at + commits)
+            rounds += chance * (within + more)
+            firsts += chance * (within * a + first)
+        return rounds, firsts
+
+    made = DrafterTrainer(layer, model.decoder, CONFIG)
+    count = min(count, 12)  # the twin goes through every path
+    [found], entries = made.judge([layer], pack([item.cut(0, len(item.tokens) - (len(right) - count))], CPU))
+    assert found == pytest.approx(left(0), rel=1e-6)
+    assert entries == count
+
+
+def test_a_better_candidate_is_published_and_then_is_the_one_to_beat(model: Model, items: list[Harvest]) -> None:
+    spot, schedule = make_spot(model, items), Schedule(CONFIG.micro_batch_tokens)
+    first = spot.evaluate()
+    assert first.candidate == first.in_use
+    assert not schedule.publishes(first), "not the very same one"
+    while spot.trainer.steps < 60:
+        spot.train(0)
+    found = spot.evaluate()
+    assert schedule.publishes(found)
+    assert 0 < found.first < found.candidate < found.entries
+    assert found.candidate + found.first < found.entries
+    assert spot.evaluate().in_use == first.in_use, "to evaluate is not to publish"
+    state = state_of(spot)
+    layer = spot.publish(state, 0.5)
+    after = spot.evaluate()
+    assert after.in_use == after.candidate == found.candidate
+    assert layer.agreement == 0.5
+    assert all(torch.equal(p, state[f"mean.{name}"]) for name, p in layer.named_parameters())
+    assert layer.fc.weight.data_ptr() != spot.in_use.fc.weight.data_ptr()
+
+
+def test_the_draft_vocabulary_goes_with_the_state_and_is_published(
+    model: Model, items: list[Harvest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
+    spot, other = make_spot(model, items), make_spot(model, items)
+    spot.train(0)
+    chosen = spot.trainer.layer.vocabulary
+    assert chosen is not None
+    assert chosen.tolist() != list(range(5))
+    state = state_of(spot)
+    other.load_state(state)
+    assert torch.equal(state_of(other)["mean.vocabulary"], chosen)
+    published = other.publish(state, 0.5).vocabulary
+    assert published is not None
+    assert torch.equal(published, chosen)
+
+
+def test_a_candidate_that_is_not_finite_never_passes_and_training_starts_again(
+    model: Model, items: list[Harvest]
+) -> None:
+    spot = make_spot(model, items)
+    spot.train(0)
+    spot.mean[0].view(-1)[0] = math.nan
+    assert spot.evaluate() == Evaluation()
+    assert spot.trainer.steps == 0
+    assert spot.state()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("part", ["weight", "moment", "mean"])
+def test_training_that_is_not_finite_starts_again_from_the_drafter_in_use(
+    model: Model, items: list[Harvest], part: str, value: float
+) -> None:
+    spot = make_spot(model, items)
+    spot.train(0)
+    layer = spot.publish(state_of(spot), 0.5)
+    spot.train(0)
+    weight = spot.trainer.layer.fc.weight
+    moment = spot.trainer.optimizer.state[spot.trainer.parameters["fc.weight"]]["exp_avg_sq"]
+    {"weight": weight.data, "moment": moment, "mean": spot.mean[0]}[part].view(-1)[-1] = value
+    assert spot.state() is None
+    for parameter, mean, wanted in zip(spot.trainer.layer.parameters(), spot.mean, layer.parameters(), strict=True):
+        assert torch.equal(parameter, wanted)
+        assert torch.equal(mean, wanted)
+    assert spot.trainer.steps == 0
+    assert spot.train(0).tokens > 0
+
+
+# -- the target moves --------------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_the_target_of_the_harvests_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old item's loss is what it was, though the head has changed; a planted mix-up shows."""
+    monkeypatch.setattr("tlt.spot.spot._STEPS", 8)
+    model = make_model(seed=1)
+    engine_items: list[Harvest] = []
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=engine_items.append)
+    params = SamplingParams(0.7, max_new_tokens=40)
+    for _ in engine.generate([Request(Prompt(i, "", (i, 3)), 0, 0, i, params) for i in range(6)]):
+        pass
+    spot = make_spot(model, engine_items)
+    old = model.decoder.head
+    state = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in model.hf.state_dict().items()}
+    model.decoder.load(state, version=1)
+    spot.target_moved()
+    assert spot.trainer.heads[0] is old
+    assert spot.trainer.heads[1] is model.decoder.head
+    batch, spot.trainer.reach = pack(engine_items[:3], CPU), 0.0
+    hidden, (out,) = batch.features[:, -16:].double(), spot.trainer._columns(spot.trainer.layer, batch, 1)
+    p, log_q = torch.softmax(hidden @ old.T, -1), torch.log_softmax(out @ model.decoder.head.T, -1)
+    follows = (batch.segments[1:] == batch.segments[:-1]) & batch.counted[:-1]
+    overlap = 1 - total_variation(p[1:], log_q[:-1])[follows].mean().item()
+    assert spot.trainer.loss(batch)[1] == [pytest.approx(overlap)], "trained towards the laws of its version"
+    law = torch.cat([law for _, law in spot.trainer._laws(batch)])
+    assert torch.allclose(law, p), "judged by the same"
+    spot.target_moved()
+    spot.train(0)
+    for version in range(2, 9):
+        assert spot.ready
+        model.decoder.load(state, version=version)
+        spot.target_moved()
+    spot.target_moved()
+    assert spot.buffer.versions == set(), "what was not seen for eight steps is gone"
+    assert spot.trainer.heads.keys() == {8}, "with its head"
+    assert not spot.ready
+
+
+@pytest.mark.parametrize(("heads", "steps"), [(0.5, 1), (4.5, 3), (99, 64)])
+def test_harvest_is_kept_for_as_many_steps_as_there_is_room_for_heads(
+    model: Model, monkeypatch: pytest.MonkeyPatch, heads: float, steps: int
+) -> None:
+    monkeypatch.setattr("tlt.spot.spot._HEADS", int(heads * model.decoder.head.nbytes))
+    assert make_spot(model, []).buffer.whole.maxlen == steps + 1, "and those of the last rollout"
+
+
+def test_a_pack_is_of_one_version(items: list[Harvest], model: Model) -> None:
+    spot = make_spot(model, items)
+    spot.buffer.rollout_ended()
+    for item in items[:8]:
+        spot.buffer.add(item._replace(target_version=1))
+    for _ in range(20):
+        assert len({item.target_version for item in spot.buffer.sample(200, random.Random(3))}) == 1
+
+
+class Waiting:
+    """Responses whose harvest is computed late, one at a time."""
+
+    def __init__(self, items: list[Harvest]) -> None:
+        self.items = items
+
+    def tokens(self, past: bool) -> int:
+        return sum(len(item.tokens) for item in self.items)
+
+    def take(self, past: bool, stop: object) -> list[Harvest]:
+        return [self.items.pop()] if self.items else []
+
+    def rollout_ended(self) -> None: ...
+
+
+def test_what_is_computed_and_not_yet_trained_on_is_no_micro_batch(model: Model, items: list[Harvest]) -> None:
+    spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
+    for _ in range(2):  # a rollout before the last one, both without harvest so far
+        spot.target_moved()
+    report = spot.train(1e-9)
+    assert spot.buffer.past_tokens > 0
+    assert (report.micro_batches, report.tokens) == (0, 0)
+
+
+def test_what_is_computed_for_an_evaluation_is_not_trained_on(model: Model, items: list[Harvest]) -> None:
+    spot = SpotTrainer(fresh_layer(model), model.decoder, CONFIG, recompute=Waiting(items[:]))  # pyright: ignore
+    for _ in range(2):
+        spot.target_moved()
+    assert spot.evaluate().entries > 0
+    assert spot.buffer.past_tokens == 0

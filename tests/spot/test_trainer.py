@@ -1,0 +1,455 @@
+"""Training of the learned drafter: the unrolled pass against sequential drafting, the losses against hand-worked
+numbers, the agreement against a count of shared draws, and that a few steps teach something."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor
+from twin import Model, make_layer, make_model
+
+from tlt.config import DrafterTrainConfig, EngineConfig
+from tlt.draft.calibration import Calibration
+from tlt.draft.drafter import Candidates, Level
+from tlt.draft.eagle import EagleLayer, Kind, eagle_options
+from tlt.draft.features import FeatureView, FeatureWindow
+from tlt.draft.learned import EagleDrafter
+from tlt.draft.strategy import Strategy
+from tlt.draft.tree import Roots, grow
+from tlt.engine.engine import Engine
+from tlt.engine.laws import law_of
+from tlt.models.decoder import Decoder
+from tlt.spot import losses
+from tlt.spot.buffer import Harvest
+from tlt.spot.losses import LOSSES, total_variation
+from tlt.spot.trainer import DrafterTrainer
+from tlt.spot.unroll import bundles, pack, packs, unroll
+from tlt.types import Prompt, Request, Row, SamplingParams
+
+CPU = torch.device("cpu")
+CLASSES: tuple[Kind, ...] = ("eagle3", "eagle1")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+def harvest(kind: Kind, start: int, length: int, prompt_length: int = 0, seed: int = 0) -> Harvest:
+    generator = torch.Generator().manual_seed(1000 * start + 10 * length + seed)
+    features = torch.randn(length, 64 if kind == "eagle3" else 16, dtype=torch.float64, generator=generator)
+    return Harvest(0, start, prompt_length, torch.randint(11, (length,), generator=generator), features)
+
+
+# -- the unrolled pass against sequential drafting ---------------------------------------------------------------------
+
+
+class Recorded(EagleDrafter):
+    """Keeps the laws it gave, level by level."""
+
+    def __init__(self, layer: EagleLayer, target: Decoder) -> None:
+        super().__init__(layer, target)
+        self.laws: list[Tensor] = []
+
+    def predict(self, level: Level) -> Candidates:
+        candidates = super().predict(level)
+        self.laws.append(candidates.log_q[:, 0].clone())
+        return candidates
+
+
+def drafted(
+    model: Model, layer: EagleLayer, items: Sequence[Harvest], steps: int
+) -> dict[tuple[int, int, int], Tensor]:
+    """(item, entry, column) -> the law, as the engine drafts it: a row an item, one more entry of the target every
+    round (so that keys and values come from the cache), and noise that makes the true tokens the guesses."""
+    drafter, rows = Recorded(layer, model.decoder), len(items)
+    window = FeatureWindow(layer.options.layout, layer.options.hidden_size, torch.float64, CPU)
+    request = Request(Prompt(0, "", (1,)), 0, 0, 0, SamplingParams())
+    drafter.begin(FeatureView(window))
+    for row, item in enumerate(items):
+        drafter.open(request, [])
+        window.append(Row(request), kept=0)
+        window.first[row] = item.start
+    room, stops = np.full(rows, 1000), np.full((rows, 1), -1)
+    roots = Roots(np.zeros(rows, dtype=np.int64), room, stops, law_of([SamplingParams()] * rows, CPU), CPU)
+    found = {}
+    for entry in range(max(len(item.tokens) for item in items)):
+        on = [row for row in range(rows) if entry < len(items[row].tokens)]
+        features = torch.stack([items[row].features[entry] for row in on])
+        positions = [items[row].start + entry for row in on]
+        window.write(on, positions, features, [int(items[row].tokens[entry]) for row in on])
+
+        def noise_of(depth: int, ids: Tensor | None, entry: int = entry) -> Tensor:
+            following = [int(item.tokens[min(entry + depth + 1, len(item.tokens) - 1)]) for item in items]
+            return 1e6 * F.one_hot(torch.tensor(following), 11).double()[:, None]
+
+        drafter.laws.clear()
+        grow(drafter, roots, Strategy("eagle", steps, 1, steps + 1), noise_of, 11, Calibration())
+        for column, laws in enumerate(drafter.laws):
+            for row in on:
+                if entry + column < len(items[row].tokens):
+                    found[row, entry, column] = laws[row]
+    return found
+
+
+@pytest.mark.parametrize("queries", [1, 7, 128])
+@pytest.mark.parametrize("window", [3, 8, 64])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_column_is_what_sequential_drafting_gives(
+    model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, window: int, queries: int
+) -> None:
+    """Several sequences in a pack, of different lengths, some from the middle of a text; attention in blocks of any
+    size."""
+    monkeypatch.setattr("tlt.spot.unroll._QUERIES", queries)
+    layer, steps = make_layer(model.decoder, kind, window), 5
+    items = [harvest(kind, start, length) for start, length in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))]
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=steps))
+    batch = pack(items, CPU)
+    with torch.no_grad():
+        columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, batch, steps))
+        want = drafted(model, layer, items, steps)
+    offsets = [sum(len(item.tokens) for item in items[:row]) for row in range(len(items))]
+    assert len(want) == sum(n - t for n in (17, 9, 1, 21, 4) for t in range(steps) if n > t)
+    for (row, entry, column), law in want.items():
+        got = torch.log_softmax(model.decoder.head @ columns[column][offsets[row] + entry], 0)
+        assert torch.allclose(got, law, rtol=1e-8, atol=1e-8), (row, entry, column)
+
+
+@pytest.mark.parametrize("queries", [1, 7, 128])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_columns_of_some_entries_are_those_of_all(
+    model: Model, monkeypatch: pytest.MonkeyPatch, kind: Kind, queries: int
+) -> None:
+    """Blocks without a root among them."""
+    monkeypatch.setattr("tlt.spot.unroll._QUERIES", queries)
+    layer, roots = make_layer(model.decoder, kind, 8), torch.tensor([1, 5, 18, 25, 31, 44, 51])
+    batch = pack([harvest(kind, start, n) for start, n in ((0, 17), (300, 9), (5, 1), (480, 21), (0, 4))], CPU)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig())
+    with torch.no_grad():
+        every, some = (
+            list(unroll(layer, model.decoder.embedding, made.cos_sin, batch, 4, chosen)) for chosen in (None, roots)
+        )
+    assert torch.equal(every[0], some[0])
+    for column, those in zip(every[1:], some[1:], strict=True):
+        assert torch.allclose(column[roots], those, rtol=1e-10, atol=1e-12)
+
+
+def test_positions_beyond_the_targets_last_one_are_drafted_as_they_are_trained(model: Model) -> None:
+    """The guesses at the end of the longest text there can be."""
+    layer, item = make_layer(model.decoder, "eagle3", 8), harvest("eagle3", 500, 12)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=4))
+    with torch.no_grad():
+        columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack([item], CPU), 4))
+        want = drafted(model, layer, [item], 4)
+    assert max(entry + column for _, entry, column in want) == 11
+    for (_, entry, column), law in want.items():
+        got = torch.log_softmax(model.decoder.head @ columns[column][entry], 0)
+        assert torch.allclose(got, law, rtol=1e-8, atol=1e-8)
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+MIX = (("eagle3", 0, 13, 6), ("eagle3", 40, 7, 6), ("eagle3", 2, 9, 6), ("eagle3", 0, 3, 9))
+
+
+def mixed_items() -> list[Harvest]:
+    """A prompt and its response; a response's middle; one that starts in the prompt; a prompt alone."""
+    return [harvest("eagle3", start, length, prompt) for _, start, length, prompt in MIX]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_the_mean_over_guesses_of_response_tokens(model: Model, name: str) -> None:
+    """Column t of entry i predicts token i + t + 2; its teacher is the head on the target's last state of entry
+    i + t + 1. The later columns count at every fourth entry of the pack, with each step another one; and sixteen
+    times the smooth L1 distance between what the head is given and that state."""
+    layer, items, decay = make_layer(model.decoder, "eagle3", 8), mixed_items(), 0.7
+    config = DrafterTrainConfig(unroll=4, decay=decay, loss=name)
+    made = DrafterTrainer(layer, model.decoder, config)
+    made.reach, made.steps = 4.0, 6.0
+    columns = list(unroll(layer, model.decoder.embedding, made.cos_sin, pack(items, CPU), 4))
+    loss, overlaps = made.loss(pack(items, CPU))
+    total, weight = 0.0, 0.0
+    for t, column in enumerate(columns):
+        each, distances, offset = [], [], 0
+        for item in items:
+            for i in range(len(item.tokens)):
+                if t > 0 and (offset + i) % 4 != 2:
+                    continue
+                predicted = item.start + i + t + 2
+                if i + t + 1 < len(item.tokens) and predicted >= item.prompt_length:
+                    teacher = model.decoder.head @ item.features[i + t + 1, -16:]
+                    p, log_q = (
+                        torch.softmax(teacher, -1),
+                        torch.log_softmax(model.decoder.head @ column[offset + i], -1),
+                    )
+                    each.append((LOSSES[name](p[None], log_q[None]).item(), 1 - total_variation(p, log_q).item()))
+                    apart = (column[offset + i] - item.features[i + t + 1, -16:]).abs().tolist()
+                    distances += [d * d / 2 if d < 1 else d - 0.5 for d in apart]
+            offset += len(item.tokens)
+        total += decay**t * (sum(e for e, _ in each) / len(each) + 16 * sum(distances) / len(distances))
+        weight += decay**t
+        assert overlaps[t] == pytest.approx(sum(o for _, o in each) / len(each), abs=1e-12)
+    assert loss.item() == pytest.approx(total / weight, abs=1e-12)
+
+
+def test_a_pack_with_nothing_to_learn_changes_nothing(model: Model) -> None:
+    layer = make_layer(model.decoder, "eagle3", 8)
+    made, before = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=3)), layer.fc.weight.clone()
+    for items in ([harvest("eagle3", 0, 1)], [harvest("eagle3", 0, 4, prompt_length=100)]):
+        overlaps = made.step(pack(items, CPU))
+        assert all(math.isnan(overlap) for overlap in overlaps)
+    assert torch.equal(layer.fc.weight, before)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_chunks_is_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    layer, batch = make_layer(model.decoder, "eagle3", 8), pack(mixed_items(), CPU)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=3, loss=name))
+    made.reach = 3.0
+
+    def results() -> tuple[float, list[float], list[Tensor]]:
+        layer.zero_grad()
+        loss, overlaps = made.loss(batch)
+        loss.backward()
+        return loss.item(), overlaps, [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+
+    whole = results()
+    monkeypatch.setattr(losses, "LOGITS", 3 * 11)
+    parts = results()
+    assert parts[0] == pytest.approx(whole[0], abs=1e-12)
+    assert parts[1] == pytest.approx(whole[1], abs=1e-12)
+    assert len(whole[2]) == len(list(layer.parameters())), "every tensor learns"
+    for one, other in zip(parts[2], whole[2], strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_judgement_in_chunks_is_the_judgement(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two drafters are judged together as each alone."""
+    layers, batch = [make_layer(model.decoder, "eagle3", 8, seed) for seed in (0, 1)], pack(mixed_items(), CPU)
+    made = DrafterTrainer(layers[0], model.decoder, DrafterTrainConfig(unroll=3))
+    alone = [made.judge([layer], batch) for layer in layers]
+    monkeypatch.setattr("tlt.spot.trainer.LOGITS", 3 * 11)
+    together, entries = made.judge(layers, batch)
+    assert [([found], entries) for found in together] == [
+        ([pytest.approx(found, rel=1e-9)], count) for [found], count in alone
+    ]
+
+
+def test_laws_are_compared_on_the_likeliest_tokens_of_a_large_vocabulary(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the head had no other rows, in the loss and in a judgement."""
+    monkeypatch.setattr("tlt.draft.eagle._DRAFT_VOCABULARY", 5)
+    items, config = mixed_items(), DrafterTrainConfig(unroll=2)
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
+    made.prepare(items, from_scratch=False)
+    mass = torch.zeros(11, dtype=torch.float64)
+    for item in items:
+        for i in range(len(item.tokens)):
+            if item.start + i + 2 >= item.prompt_length:
+                mass += torch.softmax(model.decoder.head @ item.features[i, -16:], -1)
+    likeliest = sorted(sorted(range(11), key=lambda token: -float(mass[token]))[:5])
+    assert made.layer.vocabulary is not None
+    assert made.layer.vocabulary.tolist() == likeliest
+
+    def results() -> tuple[float, list[float], object]:
+        loss, overlaps = made.loss(pack(items, CPU))
+        return loss.item(), overlaps, made.judge([made.layer], pack(items, CPU))
+
+    found, head = results(), made.target.head
+    made.layer.vocabulary = None
+    whole = results()
+    monkeypatch.setattr(model.decoder, "head", head[likeliest])
+    made.heads = {0: head[likeliest]}
+    assert found == results() != whole
+
+
+def test_the_acceptance_of_a_sample_is_that_of_the_loss(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all packs, in chunks, for every guess of a chain whatever is trained by now."""
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=4))
+    batch = pack(mixed_items(), CPU)
+    made.reach = 4.0
+    _, overlaps = made.loss(batch)
+    made.reach = 0.0
+    monkeypatch.setattr(losses, "LOGITS", 3 * 11)
+    assert made.acceptance([batch]) == pytest.approx(overlaps, abs=1e-12)
+    assert made.acceptance([batch, batch]) == pytest.approx(overlaps, abs=1e-12)
+    assert made.acceptance([pack([harvest("eagle3", 0, 3)], CPU)])[2:] == [0.0, 0.0], "no chain is so long"
+
+
+# -- packs -------------------------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), most=st.integers(1, 64), seed=st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_packs_lose_nothing_and_mix_nothing(lengths: list[int], most: int, seed: int) -> None:
+    items = [
+        Harvest(0, 7 * i, 7 * i + 3, torch.arange(n) + 100 * i, torch.full((n, 2), float(i)))
+        for i, n in enumerate(lengths)
+    ]
+    seen = []
+    for batch in packs(items, most, CPU, random.Random(seed)):
+        segments = batch.segments.tolist()
+        assert segments == sorted(segments)
+        assert len(segments) <= most or segments[-1] == 0, "only an item that fits nowhere is alone above the bound"
+        for segment in range(segments[-1] + 1):
+            mine = batch.segments == segment
+            which = int(batch.features[mine][0, 0])
+            item = items[which]
+            assert torch.equal(batch.tokens[mine], item.tokens)
+            assert torch.equal(batch.features[mine], item.features)
+            assert batch.positions[mine].tolist() == list(range(item.start, item.start + len(item.tokens)))
+            counted = [p + 2 >= item.prompt_length for p in batch.positions[mine].tolist()]
+            assert batch.counted[mine].tolist() == counted
+            seen.append(which)
+    assert sorted(seen) == list(range(len(items)))
+
+
+def test_a_bundle_is_of_one_target_version() -> None:
+    items = [harvest("eagle3", 0, 5)._replace(target_version=version) for version in (0, 0, 1, 1, 1, 2)]
+    found = [[item.target_version for item in held] for held in bundles(items, 12)]
+    assert found == [[0, 0], [1, 1], [1], [2]]
+
+
+def test_an_epoch_comes_in_another_order_every_time() -> None:
+    items = [harvest("eagle3", 0, 5, seed=i) for i in range(20)]
+    rng = random.Random(0)
+    one, two = ([b.tokens.tolist() for b in packs(items, 10, CPU, rng)] for _ in range(2))
+    assert one != two
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_warms_up_and_follows_the_callers_schedule(model: Model) -> None:
+    config = DrafterTrainConfig(unroll=2, learning_rate=0.01, warmup_steps=4)
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, config)
+    rates = []
+    for step in range(6):
+        made.rate_scale = 0.5 if step == 5 else 1.0
+        made.step(pack(mixed_items(), CPU))
+        rates.append(made.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.005])
+    assert made.steps == 6
+
+
+def test_the_norm_of_a_gradient_is_bounded(model: Model) -> None:
+    layer = make_layer(model.decoder, "eagle3", 8)
+    made = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2, max_grad_norm=1e-3))
+    norms: list[float] = []
+
+    def look(*_: object) -> None:
+        norms.append(math.sqrt(sum(p.grad.square().sum().item() for p in made.parameters.values())))
+
+    made.optimizer.register_step_pre_hook(look)
+    made.step(pack(mixed_items(), CPU))
+    assert norms == [pytest.approx(1e-3, rel=1e-3)]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_fc_learns_as_one_that_is_trained_on_white_inputs(model: Model, kind: Kind) -> None:
+    """The twin holds W with fc = W whitening, and Adam steps W by the gradient that autograd gives it; after every step
+    its folded weights are those of the layer, which is what is published."""
+    items = [harvest(kind, 3 * n, 20, seed=n) for n in range(6)]
+    made = DrafterTrainer(make_layer(model.decoder, kind, 8), model.decoder, DrafterTrainConfig(unroll=2))
+    twin = DrafterTrainer(make_layer(model.decoder, kind, 8), model.decoder, DrafterTrainConfig(unroll=2))
+    made.prepare(items, from_scratch=False)
+    white = (twin.layer.fc.weight.detach() @ torch.linalg.inv(made.whitening)).requires_grad_()
+    others = [parameter for name, parameter in twin.layer.named_parameters() if name != "fc.weight"]
+    adam = torch.optim.AdamW([white, *others], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    batch = pack(items, CPU)
+    for step in range(4):
+        made.reach = twin.reach = 2.0
+        twin.steps = step
+        del twin.layer.fc.weight
+        twin.layer.fc.weight = white @ made.whitening  # type: ignore[assignment]
+        adam.zero_grad()
+        twin.loss(batch)[0].backward()
+        torch.nn.utils.clip_grad_norm_([white, *others], 0.5)
+        adam.param_groups[0]["lr"] = 1e-3 * (step + 1) / 20
+        adam.step()
+        made.step(batch)
+        assert torch.allclose(made.layer.fc.weight, white @ made.whitening, rtol=0, atol=1e-12)
+        for name, parameter in twin.layer.named_parameters():
+            assert torch.allclose(made.layer.get_parameter(name), parameter, rtol=0, atol=1e-12), name
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(model: Model) -> None:
+    layer = make_layer(model.decoder, "eagle3", 8)
+    made, before = DrafterTrainer(layer, model.decoder, DrafterTrainConfig(unroll=2)), layer.fc.weight.clone()
+    spoilt = layer.q_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    assert all(math.isfinite(overlap) for overlap in made.step(pack(mixed_items(), CPU)))
+    assert made.steps == 0
+    assert torch.equal(layer.fc.weight, before)
+    spoilt.remove()
+    made.step(pack(mixed_items(), CPU))
+    assert made.steps == 1
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize(("reach", "columns"), [(0.0, 1), (0.3, 2), (1.95, 3), (2.2, 4), (3.9, 5), (5.0, 5)])
+def test_training_goes_one_guess_beyond_those_that_are_right(model: Model, reach: float, columns: int) -> None:
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=5))
+    made.reach = reach
+    overlaps = made.step(pack(mixed_items(), CPU))
+    assert len(overlaps) == columns
+    right = sum(math.prod(overlaps[: t + 1]) for t in range(columns))
+    assert made.reach == pytest.approx(reach + 0.1 * (right - reach))
+    other = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=5))
+    other.load_state(made.state())
+    assert other.reach == made.reach
+
+
+def rollout(model: Model, prompts: range) -> list[Harvest]:
+    items: list[Harvest] = []
+    layout = eagle_options(model.decoder.options, "eagle3", 32).layout
+    engine = Engine(model.decoder, EngineConfig(), layout=layout, on_harvest=items.append)
+    params = SamplingParams(0.7, max_new_tokens=48)
+    for _ in engine.generate([Request(Prompt(i, "", (i % 9, i % 7, 3)), 0, 0, i, params) for i in prompts]):
+        pass
+    return items
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_few_steps_teach_what_was_not_seen(name: str) -> None:
+    """On held-out responses the laws come closer at every guess, under each loss."""
+    model = make_model(seed=1, dtype=torch.float32)
+    torch.manual_seed(0)
+    layer = EagleLayer(eagle_options(model.decoder.options, "eagle3", 32))
+    config = DrafterTrainConfig(unroll=3, loss=name, learning_rate=1e-2, warmup_steps=5, micro_batch_tokens=256)
+    made = DrafterTrainer(layer, model.decoder, config)
+    train, held_out = rollout(model, range(40)), pack(rollout(model, range(40, 52)), CPU)
+    made.prepare(train, from_scratch=True)
+
+    def judged() -> tuple[float, list[float]]:
+        reach, made.reach = made.reach, 3.0
+        loss, overlaps = made.loss(held_out)
+        made.reach = reach
+        return loss.item(), overlaps
+
+    before_loss, before = judged()
+    while made.steps < 60:
+        for _ in made.epoch(train):
+            pass
+    after_loss, after = judged()
+    assert after_loss < before_loss
+    assert after[0] > before[0] + 0.1
+    assert all(late > early for early, late in zip(before, after, strict=True))
+
+
+def test_training_reads_the_targets_present_head() -> None:
+    """The same harvest under another head has another teacher."""
+    model, other = make_model(seed=1), make_model(seed=2)
+    made = DrafterTrainer(make_layer(model.decoder, "eagle3", 8), model.decoder, DrafterTrainConfig(unroll=2))
+    batch = pack(mixed_items(), CPU)
+    one = made.loss(batch)[0].item()
+    model.decoder.load(other.hf.state_dict(), version=1)
+    assert made.loss(batch)[0].item() != pytest.approx(one, abs=1e-6)

@@ -1,0 +1,277 @@
+"""Checkpoints: whatever breaks, and whenever, the last good one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.store.checkpoint import Best, CheckpointError, latest, save
+
+
+def write_step(step: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "model.safetensors").write_bytes(bytes([step]) * 8)
+        (folder / "optimizer.safetensors").write_bytes(bytes([step + 100]) * 8)
+
+    return write
+
+
+def save_step(root: Path, step: int, keep: int = 10) -> Path:
+    return save(root, step, {"step": step}, write_step(step), keep)
+
+
+def good_step(root: Path) -> int:
+    """Of the checkpoint found; its files must all be of that step."""
+    found = latest(root)
+    step = found.state["step"]
+    assert (found.folder / "policy" / "model.safetensors").read_bytes() == bytes([step]) * 8
+    assert (found.folder / "optimizer.safetensors").read_bytes() == bytes([step + 100]) * 8
+    return step
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_what_is_saved_is_found(tmp_path: Path) -> None:
+    state = {"step": 3, "cursor": {"epoch": 1, "position": 7, "shuffle": True}, "share": 0.1}
+    folder = save(tmp_path / "deep" / "er", 3, state, write_step(3), keep=1)
+    assert latest(tmp_path / "deep" / "er") == (folder, state, ())
+
+
+def test_the_newest_is_found_by_number_not_by_time(tmp_path: Path) -> None:
+    for step in (10, 9, 100):
+        save_step(tmp_path, step)
+    os.utime(tmp_path / "step_00000009")
+    assert good_step(tmp_path) == 100
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 6):
+        save_step(tmp_path, step, keep)
+    assert names(tmp_path) == [f"step_{step:08d}" for step in range(6 - keep, 6)]
+
+
+def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    save(tmp_path, 1, {"step": 1, "again": True}, write_step(1), 10)
+    assert latest(tmp_path).state["again"] is True
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def files(root: Path) -> list[Path]:
+    folder = save_step(root, 2)
+    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_checkpoint_has_four_files(tmp_path: Path) -> None:
+    """So that the tests of damage below miss none."""
+    expected = ["manifest.json", "optimizer.safetensors", "policy/model.safetensors", "state.json"]
+    assert [str(p) for p in files(tmp_path)] == expected
+
+
+def flip_each_byte(path: Path) -> list[bytes]:
+    content = path.read_bytes()
+    return [content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in range(len(content))]
+
+
+def cut_anywhere(path: Path) -> list[bytes]:
+    content = path.read_bytes()
+    return [content[:i] for i in range(len(content))]
+
+
+@pytest.mark.parametrize("damage", [flip_each_byte, cut_anywhere])
+def test_a_damaged_file_falls_back_to_the_checkpoint_before(
+    tmp_path: Path, damage: Callable[[Path], list[bytes]]
+) -> None:
+    save_step(tmp_path, 1)
+    for name in files(tmp_path):
+        path = tmp_path / "step_00000002" / name
+        whole = path.read_bytes()
+        for content in damage(path):
+            path.write_bytes(content)
+            assert good_step(tmp_path) == 1, f"{name}: {content!r}"
+        path.write_bytes(whole)
+        assert good_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{}", "[]", "3", '{"state.json": 3}', "[" * 100_000, '{"policy": "", "state.json": ""}']
+)
+def test_a_manifest_that_does_not_list_the_files_is_damaged(tmp_path: Path, manifest: str) -> None:
+    save_step(tmp_path, 1)
+    (save_step(tmp_path, 2) / "manifest.json").write_text(manifest, encoding="utf-8")
+    assert good_step(tmp_path) == 1
+
+
+def test_a_manifest_that_leaves_a_file_out_is_damaged(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    path = save_step(tmp_path, 2) / "manifest.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    for name in whole:
+        path.write_text(json.dumps({key: value for key, value in whole.items() if key != name}), encoding="utf-8")
+        assert good_step(tmp_path) == 1, name
+
+
+def test_a_copy_that_somebody_made_beside_the_checkpoints_is_none_and_stays(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    copies = [shutil.copytree(tmp_path / "step_00000001", tmp_path / name) for name in ("step_00000001_copy", "step_9")]
+    for step in (2, 3):
+        save_step(tmp_path, step, keep=1)
+    assert good_step(tmp_path) == 3
+    assert all((copy / "state.json").is_file() for copy in copies)
+
+
+def test_what_was_passed_over_is_told(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    (save_step(tmp_path, 2) / "state.json").write_text("{}", encoding="utf-8")
+    assert latest(tmp_path).passed_over == ("step_00000002 (state.json is damaged)",)
+
+
+def test_a_missing_file_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    for name in files(tmp_path):
+        (tmp_path / "step_00000002" / name).unlink()
+        assert good_step(tmp_path) == 1, name
+        save_step(tmp_path, 2)
+
+
+def test_a_partial_folder_is_ignored_and_then_replaced(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".step_00000002.partial")
+    assert good_step(tmp_path) == 1
+    save_step(tmp_path, 2)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def test_a_stray_file_is_no_checkpoint(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    (tmp_path / "step_notes.txt").write_text("mine", encoding="utf-8")
+    assert good_step(tmp_path) == 1
+
+
+def test_none_left_is_an_error_that_says_what_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save_step(tmp_path, step) / "state.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*step_00000002 \(state\.json.*step_00000001"):
+        latest(tmp_path)
+
+
+def test_none_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        latest(tmp_path / "nowhere")
+
+
+def test_a_save_never_removes_what_it_saved_nor_the_last_good_one(tmp_path: Path) -> None:
+    """After a fall-back newer, damaged ones stand beside it: they must not count among those kept."""
+    save_step(tmp_path, 2)
+    (save_step(tmp_path, 8) / "state.json").unlink()
+    save_step(tmp_path, 3, keep=1)
+    assert good_step(tmp_path) == 3
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, before: bool) -> list[int]:
+    """The n-th call ends the process, before or after it took effect; the list counts the calls."""
+    real, calls = getattr(owner, name), [0]
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == n and before:
+            raise Crash
+        result = real(*args, **options)
+        if calls[0] == n:
+            raise Crash
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (os, "fsync"),
+        (Path, "mkdir"),
+        (Path, "write_text"),
+        (Path, "write_bytes"),
+        (Path, "rename"),
+        (shutil, "rmtree"),
+        (os, "unlink"),
+    ],
+)
+def test_a_crash_at_any_call_leaves_a_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool
+) -> None:
+    crashes = 0
+    for n in range(1, 100):
+        root = tmp_path / str(n)
+        for step in (1, 2):
+            save_step(root, step, keep=2)
+        with monkeypatch.context() as patch:
+            calls = crash_at(patch, owner, name, n, before)
+            try:
+                save_step(root, 3, keep=2)
+            except Crash:
+                crashes += 1
+        assert good_step(root) in (2, 3)
+        if calls[0] < n:
+            break
+        save_step(root, 3, keep=2)
+        assert good_step(root) == 3
+        save_step(root, 4, keep=2)
+        assert names(root) == ["step_00000003", "step_00000004"]
+    assert crashes > 0 or name == "unlink"  # rmtree may unlink by other means
+
+
+def test_everything_is_flushed_before_the_folder_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(handle: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real_fsync(handle)
+
+    def rename(source: Path, target: Path) -> Path:
+        events.append("rename")
+        return real_rename(source, target)
+
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc to name what is flushed")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    save_step(tmp_path / "checkpoints", 1)
+    at = events.index("rename")
+    flushed = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "policy"}
+    assert set(events[:at]) == flushed | {".step_00000001.partial"}
+    assert events[at + 1 :] == ["checkpoints"]
+
+
+# -- the best one ------------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_that_was_worth_most_stays(tmp_path: Path) -> None:
+    best = Best(tmp_path / "best")
+
+    for step, worth in ((0, 9.0), (10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)):
+        Best(tmp_path / "best").offer(step, {"mean@2": worth}, worth, write_step(step))  # as after a resume
+    found = latest(best.root)
+    assert [path.name for path in best.root.iterdir()] == ["step_00000020"]
+    assert found.state == {"step": 20, "worth": 0.7, "eval": {"mean@2": 0.7}}

@@ -1,0 +1,340 @@
+"""Names on the Hugging Face hub, against a server on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import Files, Hub, files_in
+from huggingface_hub import constants, file_download
+from rich.console import Console
+from tiny import QUESTIONS, tiny_config, tiny_model
+
+from tlt.cli import main
+from tlt.config import Config
+from tlt.data.prompts import load_prompts
+from tlt.data.tables import read_rows
+from tlt.run.display import Display
+from tlt.run.resume import ConfigError
+from tlt.run import train as run_module
+from tlt.store.hub import HubError, from_hub, local_data, local_model
+
+MODEL, DATA = "models/org/tiny", "datasets/org/sums"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The files of a model, and files that tlt must not download."""
+    folder = tiny_model(tmp_path_factory.mktemp("weights"))
+    unwanted = (
+        "pytorch_model.bin",
+        "tiny.gguf",
+        "onnx/model.onnx",
+        "onnx/model.safetensors",
+        "consolidated.safetensors",
+    )
+    return files_in(folder) | dict.fromkeys(unwanted, b"unwanted") | {"tokenization_tiny.py": b"1/0"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Files) -> Iterator[Hub]:
+    """The hub, which has the model `org/tiny`. Its cache is in tmp_path."""
+    server = Hub()
+    server.commit(MODEL, weights)
+    here = {
+        "ENDPOINT": server.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_ASSETS_CACHE": str(tmp_path / "assets"),
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+        "HF_HUB_OFFLINE": False,
+    }
+    for name, value in here.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    yield server
+    server.close()
+
+
+def rows(*questions: str) -> bytes:
+    return "\n".join(json.dumps({"question": q, "answer": q[0]}) for q in questions).encode()
+
+
+def config(home: Path, steps: int = 1, **sections: dict[str, Any]) -> Config:
+    short = {"rollout": {"max_new_tokens": 2}, "train": {"steps": steps}, "model": {"path": "org/tiny"}}
+    return tiny_config(home, **short | sections)
+
+
+def train(config: Config, **options: Any) -> dict[str, Any]:
+    return run_module.train(config, display=Display(Console(quiet=True)), **options)
+
+
+def recorded(home: Path) -> dict[str, Any]:
+    return json.loads((home / "run" / "config.json").read_text(encoding="utf-8"))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_and_a_data_set_train_by_their_names(hub: Hub, tmp_path: Path) -> None:
+    data_commit = hub.commit(DATA, {"train.jsonl": rows(*QUESTIONS)})
+    train(config(tmp_path, data={"path": "org/sums"}))
+    commit = hub.heads[MODEL]
+    assert recorded(tmp_path)["model"]["hub"] == f"org/tiny@{commit}"
+    assert recorded(tmp_path)["data"]["hub"] == f"org/sums@{data_commit}"
+    card = (tmp_path / "run" / "latest" / "policy" / "README.md").read_text(encoding="utf-8")
+    assert "\nbase_model: org/tiny\n" in card
+    assert f"from `org/tiny@{commit}`" in card
+    assert str(tmp_path) not in card
+
+
+def test_only_the_files_that_a_model_needs_are_downloaded(hub: Hub, weights: Files) -> None:
+    local_model("org/tiny")
+    wanted = {name for name, content in weights.items() if content != b"unwanted" and not name.endswith(".py")}
+    assert sorted(hub.downloaded()) == sorted(wanted)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= wanted
+
+
+def test_a_resumed_run_keeps_its_commits_when_the_branches_move(hub: Hub, tmp_path: Path, weights: Files) -> None:
+    hub.commit(DATA, {"train.jsonl": rows(*QUESTIONS)})
+    names = {"data": {"path": "org/sums"}, "model": {"path": "org/tiny@main"}}
+    train(config(tmp_path, **names))
+    before = recorded(tmp_path)
+    newer = hub.commit(MODEL, weights | files_in(tiny_model(tmp_path / "other", seed=1)))
+    hub.commit(DATA, {"train.jsonl": rows("x", "y", "z")})
+    snapshot = Path(before["model"]["path"])
+    (snapshot / "trainer_state.json").write_text("{}")  # as a download of the whole repository leaves it
+    train(config(tmp_path, steps=2, **names), resume=True)
+    after = recorded(tmp_path)
+    for section in ("model", "data"):
+        assert after[section] == before[section]
+    assert local_model("org/tiny@main")[1] == f"org/tiny@main@{newer}"  # a new run has the new one
+
+
+def test_another_revision_is_refused_on_resume(hub: Hub, tmp_path: Path, weights: Files) -> None:
+    train(config(tmp_path))
+    newer = hub.commit(MODEL, weights | files_in(tiny_model(tmp_path / "other", seed=1)))
+    with pytest.raises(ConfigError, match=r"the files in model\.path are not those of the run"):
+        train(config(tmp_path, steps=2, model={"path": f"org/tiny@{newer}"}), resume=True)
+
+
+def test_a_local_folder_wins_and_nothing_is_asked(hub: Hub, tmp_path: Path) -> None:
+    tiny_model(tmp_path / "org" / "tiny")
+    (tmp_path / "org" / "sums").write_bytes(rows("a"))
+    assert local_model("org/tiny") == ("org/tiny", None)
+    assert local_data("org/sums") == ("org/sums", None)
+    train(config(tmp_path))
+    assert hub.requests == []
+    assert recorded(tmp_path)["model"]["hub"] is None
+
+
+def test_names_are_resolved_once(hub: Hub, tmp_path: Path) -> None:
+    found = from_hub(config(tmp_path))
+    asked = len(hub.requests)
+    assert from_hub(found) == found
+    assert len(hub.requests) == asked
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_download_goes_on(hub: Hub, weights: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.refuses.add("model.safetensors")
+    with pytest.raises(HubError, match=r"the download of .*org/tiny.* failed \(.*503.*\): start again"):
+        local_model("org/tiny")
+    assert set(hub.downloaded()) >= {"config.json", "model.safetensors"}
+    hub.requests.clear()
+    hub.refuses.clear()
+    hub.cut["model.safetensors"] = 1000  # the connection is lost once more
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    folder, _ = local_model("org/tiny")
+    assert hub.downloaded() == 2 * ["model.safetensors"]
+    assert (Path(folder) / "model.safetensors").read_bytes() == weights["model.safetensors"]
+
+
+def test_offline_a_complete_cache_is_enough(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit(DATA, {"train.jsonl": rows("a"), "test.jsonl": rows("b")})
+    online = local_model("org/tiny"), local_data("org/sums:test")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert (local_model("org/tiny"), local_data("org/sums:test")) == online
+    assert hub.requests == []
+    with pytest.raises(HubError, match=r"run hf download org/sums --repo-type dataset --revision \w{40} where"):
+        local_data("org/sums:train")  # which was not downloaded
+
+
+def test_offline_without_the_cache_the_command_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set: unset it, or run hf download org/tiny --revision v1 w"):
+        local_model("org/tiny@v1")
+
+
+def test_without_a_connection_the_cache_is_used_or_the_network_blamed(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_model("org/tiny")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    assert local_model("org/tiny")[1] == f"org/tiny@{hub.heads[MODEL]}"
+    with pytest.raises(HubError, match=r"the hub cannot be reached \(.*\): check the network, the proxy and HF_ENDPO"):
+        local_model("org/other")
+
+
+def test_wrong_names_and_gated_models(hub: Hub) -> None:
+    with pytest.raises(HubError, match=r"no org/tinny on this machine, and no model of this name on the Hugging"):
+        local_model("org/tinny")
+    with pytest.raises(HubError, match=r"no data set of this name on the Hugging Face hub: correct the name, or"):
+        local_data("org/none")
+    with pytest.raises(HubError, match=r"has no revision v9: give a branch, a tag or a commit that it has"):
+        local_model("org/tiny@v9")
+    with pytest.raises(HubError, match=r"the download of the model org/a--b .* failed \("):
+        local_model("org/a--b")
+    hub.gated.add(MODEL)
+    with pytest.raises(HubError, match=r"is gated: accept its licence on its page, and set HF_TOKEN"):
+        local_model("org/tiny")
+
+
+def test_a_token_opens_a_gated_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated.add(MODEL)
+    monkeypatch.setenv("HF_TOKEN", "good")
+    assert (Path(local_model("org/tiny")[0]) / "config.json").is_file()
+
+
+def test_a_repository_without_safetensors(hub: Hub, weights: Files) -> None:
+    hub.commit("models/org/old", {"config.json": weights["config.json"], "pytorch_model.bin": b"pickle"})
+    with pytest.raises(HubError, match=r"org/old .* has no model\.safetensors, and tlt reads no other weights: give"):
+        local_model("org/old")
+    assert "pytorch_model.bin" not in hub.downloaded()
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------------
+
+NAMED = {f"{part}/{split}-0.jsonl": rows(f"{part} {split}") for part in ("main", "hard") for split in ("train", "test")}
+CARD = """---
+configs:
+- config_name: easy
+  data_files:
+  - {split: train, path: ["x/b.jsonl", "x/a*.jsonl"]}
+  - {split: held_out, path: "x/c/**"}
+- config_name: all
+  data_files: "x/**"
+---
+"""
+DESCRIBED = {
+    "README.md": CARD.encode(),
+    **{f"x/{name}.jsonl": rows(name) for name in ("a1", "a2", "b", "c/d", "c/e/f")},
+}
+PLAIN = {"data/train-1.jsonl": rows("two"), "data/train-0.jsonl": rows("one"), "data/test.jsonl": rows("three")}
+CHOICES = {
+    "subset and split": (NAMED, ":main/test", ["main test"]),
+    "a subset without a split": (NAMED, ":hard", ["hard train"]),
+    "train by default, in the order of names": (PLAIN, "", ["one", "two"]),
+    "a split alone": (PLAIN, ":test", ["three"]),
+    "the card's order": (DESCRIBED, ":easy/train", ["b", "a1", "a2"]),
+    "the card's split": (DESCRIBED, ":easy/held_out", ["c/d", "c/e/f"]),
+    "a card's subset without splits": (DESCRIBED, ":all", ["a1", "a2", "b", "c/d", "c/e/f"]),
+    "one file": ({"limo.jsonl": rows("x"), "notes.txt": b""}, "", ["x"]),
+    "at a revision": (PLAIN, ":default/test@main", ["three"]),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_subset_and_split(hub: Hub, case: str) -> None:
+    files, choice, questions = CHOICES[case]
+    commit = hub.commit(DATA, files)
+    path, name = local_data(f"org/sums{choice}")
+    assert [row["question"] for _, row in read_rows(path)] == questions
+    assert name == f"org/sums{choice}@{commit}"
+    assert len([file for file in hub.downloaded() if file != "README.md"]) == len(questions)
+
+
+def test_a_choice_that_is_not_there_names_all(hub: Hub) -> None:
+    hub.commit(DATA, NAMED)
+    for choice in ("", ":main/validation", ":test"):
+        with pytest.raises(HubError, match=r"has hard/test, hard/train, main/test, main/train: give one of these"):
+            local_data(f"org/sums{choice}")
+    hub.commit(DATA, {"data.zip": b""})
+    with pytest.raises(HubError, match=r"org/sums .* holds no \.jsonl, .* file"):
+        local_data("org/sums")
+
+
+def test_held_out_prompts_have_a_name_too(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.commit(DATA, NAMED)
+    found = from_hub(config(tmp_path, data={"path": "org/sums:main"}, eval={"every": 1, "path": "org/sums:main/test"}))
+    assert found.eval.hub == f"org/sums:main/test@{commit}"
+    held_out = found.data.model_copy(update={"path": found.eval.path})
+    assert [prompt.text for prompt in load_prompts(held_out, lambda text: [1])] == ["main test"]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_pushed(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tlt.commands.export.check_in_new_process", lambda out, facts: None)
+    command = ["export", "org/tiny", "out", "--dtype", "float32", "--push", "me/mine"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command[:-1], "mine"])
+    assert (ended.value.code, (tmp_path / "out").exists()) == (2, False)  # before any work
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "out is written, but cannot be uploaded to me/mine (" in message
+    assert "run hf upload me/mine out . --private" in message
+    monkeypatch.setenv("HF_TOKEN", "good")
+    for out in ("first", "second"):  # into a new repository, and into one that is there
+        with pytest.raises(SystemExit) as ended:
+            main([word if word != "out" else out for word in command])
+        assert ended.value.code == 0
+        assert hub.commits["models/me/mine"][hub.heads["models/me/mine"]] == files_in(tmp_path / out)
+    assert hub.private == {"models/me/mine": True}
+    assert f"it is uploaded to {hub.address}/me/mine" in capsys.readouterr().out
+
+
+def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit(DATA, NAMED)
+    configs: list[Config] = []
+    monkeypatch.setattr("tlt.run.train", lambda config, *others, **options: configs.append(from_hub(config)) or {})
+    monkeypatch.setattr("tlt.run.display.closing", lambda summary, folder: [])
+    names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]
+    for words in (names, [*names, "--train.steps", "3"], ["--train.steps", "3", *names]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *words])
+        assert ended.value.code == 0
+    assert [config.train.steps for config in configs] == [100, 3, 3]
+    assert configs[0].model.hub == f"org/tiny@{hub.heads[MODEL]}"
+    assert configs[0].data.hub == f"org/sums:hard@{hub.heads[DATA]}"
+    assert configs[0].reward.name == "exact"
+
+
+def test_a_recipe_may_follow_an_option(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--train.steps", "3", "none.toml"], ["none.toml", "--train.steps", "3"], ["--force=x", "none.toml"]):
+        with pytest.raises(SystemExit):
+            main(["train", *words])
+    message = capsys.readouterr().err.splitlines()
+    assert message[:2] == 2 * [
+        "tlt: there is no recipe at none.toml: give the path of a TOML file, such as recipes/quickstart.toml"
+    ]
+    with pytest.raises(SystemExit):
+        main(["train", "--model", "org/tiny"])
+    assert capsys.readouterr().err == "tlt: give a recipe, or --model NAME --data NAME --reward NAME\n"
+
+
+def test_the_command_obeys_the_environment(hub: Hub, tmp_path: Path) -> None:
+    """HF_ENDPOINT and HF_HOME, in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-m", "tlt", "generate", "org/tiny", "--prompt", "a", "--max-new-tokens", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 tokens in" in done.stdout
+    assert (tmp_path / "home" / "hub" / "models--org--tiny").is_dir()

@@ -1,0 +1,295 @@
+"""Checkpoints in a second place: whole there or not at all, and gone on with on a machine that has nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import BUCKET, Cut, Environ, Forbidden, ObjectStore, object_store
+from rich.console import Console
+from tiny import tiny_config
+
+from tlt import cli
+from tlt.config import Config, ConfigError
+from tlt.run.display import Display
+from tlt.run.train import train
+from tlt.store import checkpoint
+from tlt.store.mirror import Mirror
+
+pytestmark = pytest.mark.skipif(find_spec("fsspec") is None, reason="fsspec is an extra")
+needs_s3 = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs and moto are extras")
+places = iter(range(1000))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(served: ObjectStore) -> Iterator[ObjectStore]:
+    yield served
+    served.door = lambda environ: None
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=needs_s3)])
+def url(request: pytest.FixtureRequest) -> str:
+    """Of a store of objects, in which folders are names alone."""
+    if request.param == "s3":
+        request.getfixturevalue("store")
+    return f"{request.param}://{BUCKET}/{next(places)}"
+
+
+def save(root: Path, step: int) -> Path:
+    def write(folder: Path) -> None:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "model.safetensors").write_bytes(b"weights %d" % step)
+        (folder / "optimizer.safetensors").write_bytes(b"moments")
+
+    return checkpoint.save(root, step, {"step": step}, write, keep=2)
+
+
+def copy(mirror: Mirror, *checkpoints: Path) -> None:
+    for one in checkpoints:
+        mirror.copy(one)
+    mirror.close()
+
+
+def fetched(url: str, root: Path, newer_than: int = 0) -> list[str]:
+    Mirror(url, 2).fetch(root, newer_than)
+    return sorted(path.name for path in root.glob("*"))
+
+
+def test_what_comes_back_is_what_was_saved(tmp_path: Path, url: str) -> None:
+    saved = [save(tmp_path / "here", step) for step in (2, 10)]
+    copy(Mirror(url, 2), *saved)
+    assert Mirror(url, 2).newest == 10
+    assert fetched(url, tmp_path / "there") == ["step_00000010"]
+    assert checkpoint.latest(tmp_path / "there").state == {"step": 10}
+    found = {p.relative_to(tmp_path / "there"): p.read_bytes() for p in (tmp_path / "there").rglob("*") if p.is_file()}
+    root = tmp_path / "here"
+    assert found == {p.relative_to(root): p.read_bytes() for p in saved[1].rglob("*") if p.is_file()}
+    assert fetched(url, tmp_path / "other", newer_than=10) == []
+
+
+def test_as_many_are_kept_as_the_run_keeps(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, 2)
+    for step in (1, 2, 3, 4):
+        mirror.copy(save(tmp_path, step))
+        mirror._copier.submit(lambda: None).result()
+    mirror.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+    assert sorted(Mirror(url, 2)._found()) == ["step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_one_that_was_cut_short_is_not_there(
+    tmp_path: Path, url: str, fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever file it was. It goes with the next one that is copied."""
+    first, second = (save(tmp_path / "here", step) for step in (1, 2))
+    copy(Mirror(url, 2), first)
+    mirror, puts = Mirror(url, 2), iter(range(10))
+    real: Callable[..., None] = mirror._files.put_file
+
+    def put(local: str, place: str) -> None:
+        if next(puts) >= fails_at:
+            raise OSError("the line is down")
+        real(local, place)
+
+    mirror._files.put_file = put
+    try:
+        mirror.copy(second)
+        mirror._copier.submit(lambda: None).result()
+        assert Mirror(url, 2).newest == 1
+        mirror.close()
+    finally:
+        del mirror._files.put_file
+    assert "step_00000002 was not copied" in caplog.text
+    assert "(the line is down): tried again" in caplog.text
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+    copy(Mirror(url, 1), save(tmp_path / "here", 3))
+    assert Mirror(url, 2)._found() == {"step_00000003"}
+
+
+def test_a_newer_one_that_is_damaged_pushes_no_good_one_out(tmp_path: Path) -> None:
+    """A run that has fallen back behind it copies what it saves from there on."""
+    there, root = tmp_path / "there", tmp_path / "run"
+    copy(Mirror(f"file://{there}", keep=1), save(root, 9))
+    (there / "step_00000009" / "optimizer.safetensors").write_bytes(b"torn")
+    shutil.rmtree(root)
+    for step, left in ((2, {2, 9}), (3, {3, 9}), (9, {9})):
+        copy(Mirror(f"file://{there}", keep=1), save(root, step))
+        assert {path.name for path in there.glob("step_*")} == {f"step_{one:08d}" for one in left}
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    mirror = Mirror(url, 2)
+    copy(mirror, *(save(tmp_path / "here", step) for step in (1, 2)))
+    mirror._files.pipe_file(f"{mirror._root}/step_00000002/optimizer.safetensors", b"other")
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+    assert "optimizer.safetensors is damaged" in caplog.text
+
+
+def test_the_one_that_was_cut_short_at_last_is_copied_at_the_end(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url, 2)
+    real, mirror._files.put_file = mirror._files.put_file, None
+    mirror.copy(save(tmp_path / "here", 1))
+    mirror._copier.submit(lambda: None).result()
+    mirror._files.put_file = real
+    mirror.close()
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+
+
+def test_the_newest_is_copied_however_slow_the_line_is(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has removed the one under way by then; of those that wait the others are left out."""
+    monkeypatch.setattr("tlt.store.mirror._TELLS", 0.0)
+    mirror, begun, up = Mirror(url, 4), threading.Event(), threading.Event()
+    real: Callable[..., None] = mirror._files.put_file
+
+    def put(local: str, place: str) -> None:
+        begun.set()
+        assert up.wait(30)
+        real(local, place)
+
+    mirror._files.put_file = put
+    try:
+        mirror.copy(save(tmp_path, 1))
+        assert begun.wait(30)
+        for step in (2, 3, 4):
+            mirror.copy(save(tmp_path, step))
+        threading.Timer(0.2, up.set).start()
+        mirror.close()
+    finally:
+        del mirror._files.put_file
+    assert f"step_00000004 is on its way to {url}" in caplog.text
+    assert sorted(Mirror(url, 4)._whole()) == ["step_00000001", "step_00000004"]
+
+
+@needs_s3
+def test_a_server_that_goes_away_amid_an_upload_and_comes_back(
+    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"s3://{BUCKET}/{next(places)}"
+    saved = [save(tmp_path / "here", step) for step in (1, 2)]
+    mirror = Mirror(url, 2)
+    mirror.copy(saved[0])
+    mirror._copier.submit(lambda: None).result()
+
+    def goes_away(environ: Environ) -> None:
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("model.safetensors"):
+            store.go_away()
+            raise Cut
+
+    store.door = goes_away
+    mirror.copy(saved[1])
+    mirror._copier.submit(lambda: None).result()
+    store.door = lambda environ: None
+    assert "step_00000002 was not copied" in caplog.text
+    store.come_back()
+    assert fetched(url, tmp_path / "there") == ["step_00000001"], "half of the second one is there"
+    mirror.close()
+    assert fetched(url, tmp_path / "there") == ["step_00000001", "step_00000002"]
+
+
+@needs_s3
+def test_an_upload_that_is_cut_once_goes_through(
+    tmp_path: Path, store: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, cut = f"s3://{BUCKET}/{next(places)}", set[str]()
+
+    def cuts(environ: Environ) -> None:
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"] not in cut:
+            cut.add(environ["PATH_INFO"])
+            raise Cut
+
+    store.door = cuts
+    copy(Mirror(url, 2), save(tmp_path / "here", 1))
+    assert len(cut) == 5, "four files, and the one that shows that the place can be written to"
+    assert not caplog.text
+    assert fetched(url, tmp_path / "there") == ["step_00000001"]
+
+
+@needs_s3
+def test_a_store_that_is_closed_to_us_is_one_sentence(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(url: str) -> str:
+        with pytest.raises(
+            ConfigError, match=r"run\.mirror = .* cannot be written to \([^\n]*\): see that the"
+        ) as said:
+            Mirror(url, 2)
+        return str(said.value)
+
+    assert "The specified bucket does not exist" in refusal("s3://another/run")
+    assert "The specified bucket does not exist" in refusal("s3://another")
+
+    def read_only(environ: Environ) -> None:
+        if environ["REQUEST_METHOD"] == "PUT":
+            raise Forbidden
+
+    store.door = read_only
+    assert "Access Denied" in refusal(f"s3://{BUCKET}/run")
+    store.door = lambda environ: None
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0.0)  # from now on keys are looked at
+    assert "Access Key" in refusal(f"s3://{BUCKET}/run")
+
+
+def test_a_place_that_cannot_be_used_is_one_sentence() -> None:
+    for url in ("nowhere://bucket", "s3://bucket/run" if find_spec("s3fs") is None else "gs2://bucket"):
+        with pytest.raises(ConfigError, match=r"run\.mirror = .* cannot be used"):
+            Mirror(url, 2)
+
+
+def config_of(home: Path, folder: str, steps: int, **run: Any) -> Config:
+    reward = {"name": "tiny_rewards:share_of_low_bytes", "folder": str(Path(__file__).parent.parent)}
+    run = {"folder": str(home / folder), "save_every": 1, "seed": 1} | run
+    return tiny_config(home, reward=reward, train={"steps": steps, "learning_rate": 1e-3}, run=run)
+
+
+def run(config: Config, resume: bool = False) -> str:
+    return train(config, resume, Display(Console(quiet=True)))["policy_sha256"]
+
+
+def test_a_run_goes_on_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -> None:
+    expected = run(config_of(tmp_path, "undisturbed", 4))
+    run(config_of(tmp_path, "lost", 2, mirror=url))
+    shutil.rmtree(tmp_path / "lost")
+    fresh = config_of(tmp_path, "fresh", 4, mirror=url)
+    with pytest.raises(ConfigError, match="already holds checkpoints: go on with --resume"):
+        run(fresh)
+    assert run(fresh, resume=True) == expected
+    assert Mirror(url, 2).newest == 4
+    shutil.rmtree(tmp_path / "fresh" / "checkpoints" / "step_00000004")
+    (tmp_path / "fresh" / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
+    assert run(fresh, resume=True) == expected, "what is damaged here is fetched"
+
+
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=needs_s3)])
+def test_resume_auto_finds_what_is_in_the_mirror_alone(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tlt.config.show import resolved
+
+    if kind == "s3":
+        request.getfixturevalue("store")
+    place = f"s3://{BUCKET}/{next(places)}" if kind == "s3" else f"file://{tmp_path}/store"
+    config = config_of(tmp_path, "run", 1, mirror=place)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(resolved(config))
+    for steps in (1, 2):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", str(recipe), "--resume", "auto", "--train.steps", str(steps)])
+        assert ended.value.code == 0
+        if steps == 1:
+            shutil.rmtree(tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines][-1] == 1
+    assert "going on from step 1" in capsys.readouterr().out

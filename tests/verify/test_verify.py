@@ -1,0 +1,550 @@
+"""`tlt verify` holds on the tiny model, and fails where a bug is planted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny import tiny_config, tiny_tree
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tlt.build import make_target, open_workplace
+from tlt.config import Config, parse_config
+from tlt.draft.ahead import Ahead, LookAhead
+from tlt.draft.tree import DraftTree
+from tlt.engine import engine, runner
+from tlt.engine.engine import Engine
+from tlt.engine.kv_cache import KVCache
+from tlt.engine.noise import DraftNoise
+from tlt.engine.walk import walk
+from tlt.models.weights import read_safetensors
+from tlt.rewards.turns import SingleTurn
+from tlt.run.display import Display
+from tlt.run import train as run
+from tlt.sampling import TopK, gumbel_noise
+from tlt.types import Prompt, Request, Response, SamplingParams
+from tlt.verify import forks, oracle
+from tlt.verify import verify as runs
+from tlt.verify.look_ahead import OlderTarget, spoiled
+from tlt.verify.modes import modes
+from tlt.verify.verify import verify
+
+EXPLAINED = 1e-4  # in float32
+MODES = {
+    *("suffix", "suffix, wide", "random", "adversarial", "learned, chain", "learned, tree"),
+    *("off and on", "swapped every round", "adaptive", "plain", "several workers"),
+    *("look-ahead", "look-ahead, spoiled"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def small(home: Path, **sections: dict[str, Any]) -> Config:
+    """As little as shows a bug: 2 prompts, 2 responses each, 12 tokens."""
+    rollout = {"group_size": 2, "max_new_tokens": 12} | sections.pop("rollout", {})
+    return tiny_config(home, rollout=rollout, **sections)
+
+
+def check(config: Config, tmp_path: Path, dtype: str = "float64", steps: int = 1) -> tuple[bool, dict[str, Any]]:
+    file = tmp_path / "verdict.json"
+    agree = verify(config, steps, dtype, False, file)
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert result["agree"] is agree
+    return agree, result
+
+
+@pytest.fixture(autouse=True)
+def without_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there for users, and would see most of what is planted here before the verdict does."""
+    monkeypatch.delenv("TLT_AUDIT")
+
+
+# -- it holds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def verdict(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two steps in float64, of responses long enough to outgrow the oracle's cache."""
+    config = small(home, rollout={"max_new_tokens": 48})
+    agree, result = check(config, tmp_path_factory.mktemp("verdict"), steps=2)
+    assert agree
+    return result
+
+
+def test_every_mode_ends_in_the_same_bits(verdict: dict[str, Any]) -> None:
+    assert {r["mode"] for r in verdict["runs"]} == MODES
+    assert verdict["runs"][-1]["mode"] == "plain"
+    assert len({r["policy_sha256"] for r in verdict["runs"]}) == 1
+    assert {r["tokens_different"] for r in verdict["runs"]} == {0}
+    assert verdict["forks"] == []
+
+
+def test_result_has_the_promised_keys(verdict: dict[str, Any]) -> None:
+    assert {"agree", "runs", "forks", "machine", "versions", "commit"} <= set(verdict)
+    for r in verdict["runs"]:
+        assert {"mode", "policy_sha256", "tokens_different", "seconds", "rewards"} <= set(r)
+        assert r["seconds"] > 0
+        assert len(r["rewards"]) == 2
+
+
+def test_the_oracle_is_always_right_and_comes_back_from_preemption(verdict: dict[str, Any]) -> None:
+    laws = {(o["temperature"], o["top_k"] > 0, o["top_p"] < 1) for o in verdict["oracle"]}
+    assert laws == {(1.0, False, False), (0.6, False, False), (1.0, True, True), (0.6, True, True)}
+    assert all(o["accepted"] == o["drafted"] > 0 for o in verdict["oracle"])
+    assert any(o["preemptions"] > 0 for o in verdict["oracle"])
+
+
+def test_what_the_target_decoded_ahead_for_itself_is_accepted_to_the_last_token(verdict: dict[str, Any]) -> None:
+    assert [law_of(check) for check in verdict["look_ahead"]] == [law_of(check) for check in verdict["oracle"]]
+    for check in verdict["look_ahead"]:
+        assert check["accepted"] == check["drafted"] > 0
+        assert check["passes"] == check["fewest_passes"] == 3 * 4  # 17, 17 and 14 tokens of each of four rows
+    assert any(check["preemptions"] > 0 for check in verdict["look_ahead"])
+
+
+def law_of(check: dict[str, Any]) -> tuple[Any, ...]:
+    return check["temperature"], check["top_k"], check["top_p"]
+
+
+def test_look_aheads_are_seen_where_there_are_any_and_nowhere_else(verdict: dict[str, Any]) -> None:
+    looking = {"look-ahead, spoiled", "look-ahead", "several workers"}
+    assert {r["mode"] for r in verdict["runs"] if r["seen_ahead"]} == looking
+
+
+def test_the_verified_run_is_the_one_that_train_does(home: Path, verdict: dict[str, Any]) -> None:
+    config = small(home, rollout={"max_new_tokens": 48}, train={"steps": 2})
+    summary = run.train(config, False, Display(Console(quiet=True)))
+    assert summary["policy_sha256"] == verdict["runs"][0]["policy_sha256"]
+
+
+def test_it_holds_for_episodes_whose_replies_differ_each_time(home: Path, tmp_path: Path) -> None:
+    """The first mode asks, and all others get what it was told."""
+    tree = tiny_tree(home, rollout={"group_size": 2, "max_new_tokens": 40, "stop_strings": list("abcdefgh ")})
+    reward = {"environment": "tiny_environments:Unsure", "folder": str(Path(__file__).parent.parent)}
+    agree, result = check(parse_config(tree | {"reward": reward}), tmp_path)
+    assert agree
+    assert len({run["policy_sha256"] for run in result["runs"]}) == 1
+
+
+@pytest.mark.slow
+def test_it_holds_with_dynamic_sampling(home: Path, tmp_path: Path) -> None:
+    config = small(
+        home,
+        rollout={"prompts_per_step": 3, "group_size": 4, "max_waves": 4},
+        reward={"name": "tiny_rewards:every_third"},
+    )
+    agree, result = check(config, tmp_path, steps=3)
+    assert agree
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+
+
+def test_with_importance_weights_rewards_are_compared_and_it_says_so(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agree, result = check(small(home, train={"importance_cap": 2.0}), tmp_path)
+    assert agree
+    assert result["compared"] == "tokens and rewards"
+    assert all(r["steps_equal"] for r in result["runs"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sha256 cannot be compared" in said
+    assert "runs that differ in no token end with the same rewards: yes" in said
+
+
+def test_with_importance_weights_a_reward_that_differs_is_seen(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    class AlwaysAnother:
+        def submit(self, response: Response) -> None: ...
+
+        def __call__(self, responses: Sequence[Response]) -> None:
+            for response in responses:
+                response.reward = float(next(calls))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("tlt.run.parts.make_reward", lambda *_: AlwaysAnother())
+    agree, _ = check(small(home, train={"importance_cap": 2.0}), tmp_path)
+    assert not agree
+
+
+def test_float32_holds_and_the_last_line_is_the_verdict(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agree, result = check(small(home), tmp_path, "float32")
+    assert agree
+    assert result["dtype"] == "float32"
+    assert {r["mode"] for r in result["runs"]} == MODES
+    lines = said(capsys)
+    assert lines[-1] == f"verdict: all {len(MODES)} modes agree in every token"
+    assert "…" not in "".join(lines)
+    table = [line for line in lines if any(line.strip().startswith(mode) for mode in MODES)]
+    assert len(table) == len(MODES)
+    assert max(len(line) for line in table) <= 80
+    assert "1 preemption," in "".join(lines)
+    assert "1 preemptions" not in "".join(lines)
+
+
+def test_at_most_eight_prompts_a_step_unless_full(home: Path) -> None:
+    config = small(home, rollout={"prompts_per_step": 20})
+    assert runs._verify_config(config, "float64", full=False).rollout.prompts_per_step == 8
+    assert runs._verify_config(config, "float64", full=True).rollout.prompts_per_step == 20
+    assert runs._verify_config(small(home), "float64", full=False).rollout.prompts_per_step == 2
+
+
+def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
+    config = small(home)
+    target = make_target(config.model)
+    target.load(read_safetensors(config.model.path), 0)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64).eval()
+    contexts = [[1, 2, 3], [9], [4, 4, 200, 7, 31]]
+    with torch.no_grad():
+        expected = torch.stack([model(torch.tensor([c])).logits[0, -1] for c in contexts])
+    assert torch.allclose(oracle.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
+
+
+# -- look-ahead --------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """As a policy, by its weights alone."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state_dict = lambda: state
+
+    def update(self, batch: Any, step: int) -> dict[str, float]:
+        raise AssertionError("nothing is trained here")
+
+
+def said_by(config: Config, state: dict[str, Tensor], requests: Sequence[Request]) -> list[list[int]]:
+    """Decoded one after the other."""
+    target = make_target(config.model)
+    target.load(state, 0)
+    engine_ = engine.Engine(target, config.engine)
+    return [list(response.token_ids) for request in requests for response in engine_.generate([request])]
+
+
+def test_an_older_target_is_that_of_the_step_before(home: Path) -> None:
+    """Every mode trains from the same state, so versions come and go; in the first step there is no older one."""
+    config = small(home)
+    first = read_safetensors(config.model.path)
+    second = {name: tensor * 1.1 for name, tensor in first.items()}
+    params = SamplingParams(max_new_tokens=24)
+    requests = [Request(Prompt(i, "", (1 + i, 2, 3)), 0, 0, 50 + i, params) for i in range(8)]
+    older = OlderTarget(make_target(config.model), config.engine, lambda tokens: "")
+    now = said_by(config, first, requests)
+    older.sync(Weights(first), 0)
+    found = older.said(requests)
+    tokens = [ahead.tokens.tolist() for ahead in found]
+    assert [ahead.seed for ahead in found] == [request.seed for request in requests]
+    assert all(ahead.ended for ahead in found)
+    assert tokens != now, "they part"
+    assert sum(a[0] == b[0] for a, b in zip(tokens, now, strict=True)) >= 6, "but not at once"
+    older.sync(Weights(second), 1)
+    older.sync(Weights(first), 0)
+    assert all(a is b for a, b in zip(older.said(requests), found, strict=True)), "decoded once for all modes"
+    older.sync(Weights(second), 1)
+    assert [ahead.tokens.tolist() for ahead in older.said(requests)] == now
+
+
+def test_a_spoiled_look_ahead_is_wrong_in_every_way() -> None:
+    rng = random.Random(0)
+    own = list(range(10, 40))
+    entries = [
+        Ahead(seed, (seed // 2,), np.array([token + 100 * seed for token in own], dtype=np.int32), 4, True)
+        for seed in range(4)
+    ]
+    seen = set()
+    for _ in range(60):
+        for entry, other in zip(entries, spoiled(entries, 1000, rng), strict=True):
+            assert (other.seed, other.prompt, other.version) == (entry.seed, entry.prompt, 5)
+            assert all(0 <= token < 1000 for token in other.tokens.tolist())
+            seen.add(what_happened(entry, other.tokens.tolist(), entries))
+    assert seen == {"nothing", "empty", "cut", "left out", "put in", "twice", "a sibling's", "a stranger's", "random"}
+
+
+def what_happened(entry: Ahead, tokens: list[int], entries: Sequence[Ahead]) -> str:
+    own = entry.tokens.tolist()
+    whose = next((other for other in entries if other.tokens.tolist() == tokens), None)
+    if whose is not None:
+        return "nothing" if whose is entry else "a sibling's" if whose.prompt == entry.prompt else "a stranger's"
+    if tokens == own[: len(tokens)]:
+        return "cut" if tokens else "empty"
+    if tokens == own + own:
+        return "twice"
+    if any(tokens == own[:at] + own[at + 1 :] for at in range(len(own))):
+        return "left out"
+    if any(own == tokens[:at] + tokens[at + 1 :] for at in range(len(tokens))):
+        return "put in"
+    return "random"
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def takes_the_first_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    return [0, 1] if len(tree.tokens) > 1 else [0]
+
+
+def takes_a_second_child(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    """Right for chains, such as the oracle's."""
+    return [0, 2] if tree.parents[:3] == [0, 0, 0] else walk(tree, sampled)
+
+
+def rank_that_sees_the_tree(log_probs: Tensor, noise: Tensor, k: int = 1) -> TopK:
+    """A law that is a few per cent sharper where there are several nodes to verify."""
+    sharper = log_probs * 1.05 if log_probs.shape[1] > 1 else log_probs
+    scores, picks = (sharper + noise).max(dim=-1, keepdim=True)
+    return TopK(scores, picks)
+
+
+@pytest.mark.parametrize(
+    ("bug", "dtype"),
+    [
+        ((engine, "walk", takes_the_first_child), "float64"),
+        ((runner, "gumbel_topk", rank_that_sees_the_tree), "float32"),
+    ],
+    ids=["a walk that takes what was not sampled", "a sample that depends on the batch"],
+)
+def test_a_planted_bug_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: tuple[Any, str, Any], dtype: str
+) -> None:
+    monkeypatch.setattr(*bug)
+    agree, result = check(small(home), tmp_path, dtype)
+    assert not agree
+    assert sum(r["tokens_different"] for r in result["runs"]) > 0
+    assert result["runs"][-1]["tokens_different"] == 0  # plain is the measure
+    for fork in result["forks"]:
+        assert set(fork) == {"mode", "step", "prompt", "index", "position", "gap"}
+        assert fork["mode"] in {r["mode"] for r in result["runs"]} - {"plain"}
+    assert any(fork["gap"] > EXPLAINED for fork in result["forks"])
+
+
+def test_a_bug_that_changes_tokens_but_no_reward_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal rewards leave the policy where it is, so its sha256 says nothing about the tokens."""
+    monkeypatch.setattr(engine, "walk", takes_a_second_child)
+    agree, result = check(small(home, reward={"name": "exact"}), tmp_path)
+    assert sum(r["tokens_different"] for r in result["runs"]) > 0
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+    assert not agree
+    apart = [r["mode"] for r in result["runs"] if r["tokens_different"]]
+    assert said(capsys)[-1].startswith(f"verdict: DIFFER in {len(apart)} of {len(MODES)} modes ({'; '.join(apart)});")
+
+
+def test_a_bug_that_only_costs_speed_is_found_by_the_oracle(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without: Callable[..., Tensor] = DraftNoise.__call__
+
+    def silence(*args: Any) -> Tensor:
+        return without(*args) * 0.0
+
+    monkeypatch.setattr(DraftNoise, "__call__", silence)
+    agree, result = check(small(home), tmp_path)
+    assert len({r["policy_sha256"] for r in result["runs"]}) == 1
+    assert any(o["accepted"] < o["drafted"] for o in result["oracle"])
+    assert not agree
+
+
+def commits_what_it_saw(tree: DraftTree, sampled: Sequence[int]) -> list[int]:
+    return list(range(len(tree.tokens))) if tree.ahead else walk(tree, sampled)
+
+
+def test_a_look_ahead_that_is_not_checked_is_found(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "walk", commits_what_it_saw)
+    agree, result = check(small(home), tmp_path)
+    assert not agree
+    assert "look-ahead, spoiled" in {r["mode"] for r in result["runs"] if r["tokens_different"]}
+    assert result["runs"][-1]["tokens_different"] == 0
+
+
+def test_a_look_ahead_that_only_costs_speed_is_found(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of its chains begins one token late: no token changes, and none of a chain is right."""
+    propose: Callable[..., list[list[int]]] = LookAhead.propose
+    monkeypatch.setattr(LookAhead, "propose", lambda self, counts: [chain[1:] for chain in propose(self, counts)])
+    agree, result = check(small(home), tmp_path)
+    assert {r["tokens_different"] for r in result["runs"]} == {0}
+    assert any(c["accepted"] < c["drafted"] for c in result["look_ahead"])
+    assert not agree
+    assert said(capsys)[-1].startswith(f"verdict: DIFFER in 0 of {len(MODES)} modes; 1 of ")
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.rstrip().split("\n")
+
+
+@pytest.mark.slow
+def test_a_slot_that_forgot_what_it_held_is_found_by_several_workers(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker in a process never comes to such a slot: only late siblings do."""
+    resize = KVCache._resize
+
+    def forgetful(self: KVCache, slots: int, tokens: int) -> None:
+        held = self._held
+        resize(self, slots, tokens)
+        self._held = held + [()] * (slots - len(held))
+
+    monkeypatch.setattr(KVCache, "_resize", forgetful)
+    rollout = {"prompts_per_step": 4, "group_size": 6, "max_new_tokens": 32}
+    agree, result = check(small(home, rollout=rollout), tmp_path)
+    assert not agree
+    assert {r["mode"] for r in result["runs"] if r["tokens_different"]} == {"several workers"}
+
+
+def test_several_workers_decode_plainly_too(home: Path) -> None:
+    config = small(home)
+    place = open_workplace(config)
+    several = modes(config, place.target, place.tokenizer, SingleTurn())["several workers"]
+    asked = [Request(prompt, 0, 0, seed, place.sampling) for seed, prompt in enumerate(place.prompts)]
+    seen: list[Response] = []
+    said = several.plainly(asked, seen.append)
+    expected = Engine(place.target, config.engine).generate(asked)
+    assert {r.request.seed: r.token_ids for r in said} == {r.request.seed: r.token_ids for r in expected}
+    assert seen == said
+    assert all(r.decoded.drafted == 0 for r in said)
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+V, SEED = 8, 2**63 + 5
+REFERENCE: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
+def request_of(**law: Any) -> Request:
+    return Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**law))
+
+
+def noise_at(position: int) -> Tensor:
+    seed = torch.tensor([SEED], dtype=torch.uint64).view(torch.int64)
+    return gumbel_noise(seed, torch.tensor([position]), V)[0].double()
+
+
+@pytest.fixture
+def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
+    """Have the float64 recomputation give these logits."""
+
+    def give(logits: Tensor) -> None:
+        monkeypatch.setattr(forks, "last_logits", lambda target, contexts: logits.double()[None])
+
+    return give
+
+
+def response(tokens: list[int], **law: Any) -> Response:
+    return Response(request_of(**law), tokens, [], [], "length")
+
+
+@pytest.mark.parametrize("difference", [1e-6, 0.3])
+def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference: float) -> None:
+    logits = -noise_at(2)  # every score equal
+    logits[5] += difference
+    recompute(logits)
+    fork = forks.fork_of("suffix", 7, response([0, 1, 5, 2]), response([0, 1, 6, 3]), REFERENCE)
+    assert (fork.mode, fork.step, fork.prompt, fork.index, fork.position) == ("suffix", 7, 3, 2, 2)
+    assert fork.gap == pytest.approx(difference, rel=1e-6)
+    assert (fork.gap < EXPLAINED) == (difference == 1e-6)
+
+
+def test_gap_is_taken_under_the_noise_of_the_forks_own_position(recompute: Callable[[Tensor], None]) -> None:
+    recompute(-noise_at(1))
+    assert forks.fork_of("suffix", 0, response([4, 5]), response([4, 6]), REFERENCE).gap == pytest.approx(0, abs=1e-9)
+    assert forks.fork_of("suffix", 0, response([5]), response([6]), REFERENCE).gap > 1e-3
+
+
+def test_gap_is_taken_after_temperature(recompute: Callable[[Tensor], None]) -> None:
+    logits = -noise_at(0) * 0.5
+    recompute(logits)
+
+    def gap(temperature: float) -> float:
+        ours, theirs = (response([token], temperature=temperature) for token in (5, 6))
+        return forks.fork_of("suffix", 0, ours, theirs, REFERENCE).gap
+
+    assert gap(0.5) == pytest.approx(0, abs=1e-9)
+    assert gap(1.0) > 1e-3
+
+
+def test_the_recomputation_sees_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(forks, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
+    forks.fork_of("suffix", 0, response([4, 5, 6]), response([4, 5, 7]), REFERENCE)
+    assert seen == [[1, 2, 4, 5]]
+
+
+def test_a_response_that_ends_early_for_no_reason_is_never_explained() -> None:
+    fork = forks.fork_of("suffix", 0, response([4, 5]), response([4, 5, 6]), REFERENCE)
+    assert fork.gap == math.inf
+    assert fork.position == 2
+
+
+def law_with(chances: list[float]) -> Tensor:
+    return torch.tensor([*chances, *[1e-9] * (V - len(chances))], dtype=torch.float64).log()
+
+
+def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_the_one_outside(recompute: Callable[[Tensor], None]) -> None:
+    recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
+    fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([3], top_k=3), REFERENCE)
+    assert fork.gap < EXPLAINED
+
+
+def test_a_token_at_the_edge_of_top_k_explains_a_fork_to_one_well_inside(recompute: Callable[[Tensor], None]) -> None:
+    """One side kept token 2, which won; the other cut it in favour of token 3, and then token 0 was the best left."""
+    recompute(law_with([0.4, 0.3, 0.15, 0.15 * (1 - 1e-6)]))
+    fork = forks.fork_of("suffix", 0, response([2], top_k=3), response([0], top_k=3), REFERENCE)
+    assert fork.gap < EXPLAINED
+
+
+def test_a_mass_at_the_edge_of_top_p_explains_a_fork(recompute: Callable[[Tensor], None]) -> None:
+    """The mass above token 2 is top_p up to rounding: one side had it inside, the other outside."""
+    recompute(law_with([0.5, 0.4, 0.1]))
+    for top_p in (0.9 - 1e-6, 0.9 + 1e-6):
+        fork = forks.fork_of("suffix", 0, response([2], top_p=top_p), response([0], top_p=top_p), REFERENCE)
+        assert fork.gap < EXPLAINED
+
+
+@pytest.mark.parametrize("law", [{"top_k": 2}, {"top_p": 0.6}])
+def test_a_token_far_outside_the_cut_explains_nothing(recompute: Callable[[Tensor], None], law: dict[str, Any]) -> None:
+    recompute(law_with([0.5, 0.3, 0.1, 0.06]))
+    fork = forks.fork_of("suffix", 0, response([0], **law), response([3], **law), REFERENCE)
+    assert fork.gap > EXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("gaps", "dtype", "holds"),
+    [
+        ((), "float64", True),
+        ((1e-12,), "float64", False),
+        ((1e-6,), "float32", True),
+        ((1e-3,), "float32", False),
+        ((math.nan,), "float32", False),
+        ((1e-6, 1e-6), "float32", False),
+        ((1e-3, 1e-3), "bfloat16", True),
+    ],
+)
+def test_how_many_forks_are_allowed(gaps: tuple[float, ...], dtype: str, holds: bool) -> None:
+    """One in 100,000 tokens, or a single one, in float32, if rounding explains it; none in float64."""
+    found = [forks.Fork("suffix", 0, 0, 0, 0, gap) for gap in gaps]
+    right = {"drafted": 1, "accepted": 1, "preemptions": 1, "passes": 1, "fewest_passes": 1}
+    every = {"suffix": runs.ModeRun("suffix", tokens_different=len(gaps)), "plain": runs.ModeRun("plain")}
+    assert all(runs._checks(every, found, [right], [right], 100, dtype, False).values()) is holds
