@@ -50,8 +50,8 @@ class Shuffled:
 def run(config: Config, shuffled: bool) -> dict[str, Any]:
     from rich.console import Console
 
-    from tlt.run.display import Display
     from tlt.run import parts, train
+    from tlt.run.display import Display
 
     make_reward = parts.make_reward
 

@@ -21,8 +21,8 @@ from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
-from tlt.run.display import Display
 from tlt.run import train as run_module
+from tlt.run.display import Display
 from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
 

@@ -36,8 +36,8 @@ from tlt.cluster.workers import RayPool, _own_signals, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
-from tlt.run.display import Display
 from tlt.run import train as run_module
+from tlt.run.display import Display
 from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 

@@ -14,8 +14,8 @@ from test_recovery import recovery
 
 from tlt.cli import main
 from tlt.metrics import read_metrics
-from tlt.run.restarts import keep_running
 from tlt.run import restarts
+from tlt.run.restarts import keep_running
 
 
 class Runs:

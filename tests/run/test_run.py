@@ -27,9 +27,9 @@ from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import RewardError
 from tlt.rl.policy import Policy
-from tlt.run.display import Display
 from tlt.run import display as display_module
 from tlt.run import train as run_module
+from tlt.run.display import Display
 from tlt.stopping import Stopped
 from tlt.store import checkpoint
 from tlt.store.checkpoint import CheckpointError

@@ -20,9 +20,9 @@ from tlt.cli import main
 from tlt.config import Config
 from tlt.data.prompts import load_prompts
 from tlt.data.tables import read_rows
+from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.resume import ConfigError
-from tlt.run import train as run_module
 from tlt.store.hub import HubError, from_hub, local_data, local_model
 
 MODEL, DATA = "models/org/tiny", "datasets/org/sums"
