@@ -51,11 +51,16 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def logits(x: Tensor, head: Tensor) -> Tensor:
+    """Return [M, V] logits in the dtype of x [M, D], computed in the dtype of the head [V, D]."""
+    return F.linear(x.to(head.dtype), head).to(x.dtype)
+
+
 def overlap_of_guesses(outs: Tensor, teacher: Tensor, at: Tensor, head: Tensor, known: Tensor) -> Iterator[Tensor]:
     """Yield 1 - TV of each draft token, a chunk at a time. The arguments are those of `loss_of_guesses`."""
     rows = max(1, LOGITS // len(head))
     for out, entries in zip(outs.split(rows), at.split(rows), strict=True):
-        p, q = (torch.softmax(F.linear(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
+        p, q = (torch.softmax(logits(x, w), dim=-1) for x, w in ((teacher[entries], known), (out, head)))
         yield torch.minimum(p, q).sum(-1)
 
 
@@ -82,12 +87,12 @@ def loss_of_guesses(
     for part in at.argsort().split(max(1, LOGITS // len(head))):
         look()
         entries, which = at[part].unique_consecutive(return_inverse=True)
-        p = torch.softmax(F.linear(teacher[entries], known), dim=-1)[which]
+        p = torch.softmax(logits(teacher[entries], known), dim=-1)[which]
         with torch.enable_grad():
             out = outs[part].detach().requires_grad_()
-            log_q = torch.log_softmax(F.linear(out, head), dim=-1)
+            log_q = torch.log_softmax(logits(out, head), dim=-1)
             loss = weights[part] @ LOSSES[name](p, log_q)
         (gradient[part],) = torch.autograd.grad(loss, out)
-        overlap[part] = 1 - total_variation(p, log_q.detach())
+        overlap[part] = torch.minimum(p, log_q.detach().exp()).sum(-1)  # 1 - TV
         total += loss.detach()
     return total + ((outs - outs.detach()) * gradient).sum(), overlap

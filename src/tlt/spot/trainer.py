@@ -20,10 +20,10 @@ from torch import Tensor
 from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import EagleLayer
 from tlt.spot.buffer import Harvest
-from tlt.spot.losses import LOGITS, loss_of_guesses, overlap_of_guesses
+from tlt.spot.losses import LOGITS, logits, loss_of_guesses, overlap_of_guesses
 from tlt.spot.rounds import expected_rounds
 from tlt.spot.teacher import Teacher
-from tlt.spot.unroll import Pack, packs, unroll
+from tlt.spot.unroll import Pack, packs, product_dtype, unroll
 from tlt.spot.whitening import Moments
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -95,7 +95,8 @@ class DrafterTrainer:
 
     def _rows(self, head: Tensor) -> Tensor:
         """Return the rows of a head [V, D] on which distributions are compared."""
-        return self.layer.head(head).to(self.dtype)
+        rows = self.layer.head(head).to(self.dtype)
+        return rows.to(product_dtype(rows))
 
     def target_moved(self, held: Collection[int]) -> None:
         """Note that the target has new weights: keep its head, and the heads of versions `held` in the training
@@ -186,7 +187,7 @@ class DrafterTrainer:
                     raise Interrupted
                 at = where + 1 + t - first
                 known = ((at >= 0) & (at < len(law))).nonzero().squeeze(1)
-                guessed = torch.softmax(F.linear(out[known], head), dim=-1)
+                guessed = torch.softmax(logits(out[known], head), dim=-1)
                 overlaps[number, known, t] = torch.minimum(law[at[known]], guessed).sum(-1)
         return [expected_rounds(right, batch.segments[where]) for right in overlaps], len(where)
 
@@ -196,7 +197,7 @@ class DrafterTrainer:
         known, teacher = self._rows(self.heads[batch.version]), self._teacher(batch)
         rows = max(1, LOGITS // len(known))
         for first in range(0, len(teacher), rows):
-            yield first, torch.softmax(F.linear(teacher[first : first + rows], known), dim=-1)
+            yield first, torch.softmax(logits(teacher[first : first + rows], known), dim=-1)
 
     def _columns(self, layer: EagleLayer, batch: Pack, steps: int, roots: Tensor | None = None) -> Iterable[Tensor]:
         """Return the drafter's inputs of the head in each column, as `unroll` yields them."""

@@ -94,17 +94,19 @@ def unroll(
     share = o.num_heads // o.num_kv_heads
     places = torch.arange(len(batch.tokens), device=batch.tokens.device)
     blocks = _blocks(batch, places, o.window)
-    g = layer.fuse(batch.features)
+    with _fast_products(batch.features):
+        g = layer.fuse(batch.features).to(batch.features.dtype)
     true: tuple[Tensor, Tensor] | None = None  # keys and values of column 0, [K, T, E]
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of each later column, [K, R, E]
     for t in range(steps):
         if t == 1 and roots is not None:
             g, places = g[roots], roots
             blocks = _blocks(batch, roots, o.window)
-        x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding), g)
+        with _fast_products(g):
+            x, residual = layer.inputs(F.embedding(batch.tokens.roll(-t)[places], embedding), g)
+            projected = [p(x).to(g.dtype) for p in (layer.q_proj, layer.k_proj, layer.v_proj)]
         at = (batch.positions[places] + t).clamp(max=len(cos_sin[0]) - 1)
-        heads = (p(x).view(len(places), -1, o.head_dim) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-        query, key, value = heads
+        query, key, value = (heads.view(len(places), -1, o.head_dim) for heads in projected)
         query, key = (_rotate_halves(heads, cos_sin, at) for heads in (query, key))
         written = key.transpose(0, 1), value.transpose(0, 1)
         if true is None:
@@ -113,8 +115,24 @@ def unroll(
             own.append(written)
         query = query.view(-1, o.num_kv_heads, share, o.head_dim).permute(1, 2, 0, 3) * o.head_dim**-0.5
         mixed = torch.cat([_attend(query, true, own, block) for block in blocks], dim=2)
-        g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).flatten(1)))
-        yield layer.finish(g)
+        with _fast_products(g):
+            g = layer.mlp(residual + layer.o_proj(mixed.permute(2, 0, 1, 3).flatten(1))).to(mixed.dtype)
+            out = layer.finish(g)
+        yield out
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype for products of tensors like x: bfloat16 for float32 if x's device has units for it, because no
+    token depends on how a drafter rounds."""
+    if x.device.type == "cpu":
+        is_fast = torch.cpu.get_capabilities().get("amx_bf16", False)
+    else:
+        is_fast = x.device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if is_fast and x.dtype == torch.float32 else x.dtype
+
+
+def _fast_products(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=product_dtype(x) != x.dtype)
 
 
 class _Block(NamedTuple):
