@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,11 @@ import torch
 from rich.console import Console
 from tiny import QUESTIONS, tiny_tree
 
-from tlt import __version__
+from tlt import __version__, progress
 from tlt.cli import _parser, main
 from tlt.commands.generate import _shown
 from tlt.run.display import Display
+from tlt.run.views import JsonLines, OneLine
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Response, SamplingParams
 
@@ -242,6 +244,46 @@ def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
     assert re.search(r"tlt: SIG\w+: this step has 20 s to end .* A second signal stops it at once", acknowledged)
     assert re.search(r"tlt: stopped by SIG\w+ and saved after step 1 of 2 in .*run: .*--resume", line)
     assert exit_code("train", recipe, "--train.steps", "2", "--resume") == 0
+
+
+def test_two_signals_end_a_run_at_once_and_it_says_what_was_saved(
+    capfd: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_twice(self: Display, step: int, name: str, total: int) -> None:
+        if name == "update":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Display, "phase", stop_twice)
+    assert exit_code("train", recipe) == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "tlt: interrupted; nothing was saved yet"
+
+
+@pytest.mark.parametrize(("option", "first", "lines"), [("--quiet", "1 steps: mean reward", 1), ("--json", "{", 7)])
+def test_train_for_scripts_prints_nothing_else(recipe: str, option: str, first: str, lines: int) -> None:
+    shutil.copy(Path(__file__).with_name("tiny_rewards.py"), Path(recipe).parent)
+    done = python(MAIN.format(argv=["tlt", "train", recipe, "--train.steps", "1", option]))
+    assert done.stderr == ""
+    assert done.stdout.startswith(first)
+    assert len(done.stdout.splitlines()) == lines
+
+
+@pytest.mark.parametrize(("options", "is_shown"), [([], True), (["--quiet"], False), (["--json"], False)])
+def test_progress_is_shown_to_people_alone(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, options: list[str], is_shown: bool
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr("tlt.run.train.train", lambda *others, **named: seen.append(progress._is_shown) or {})
+    monkeypatch.setattr(Display, "end", lambda self, summary, folder: None)
+    monkeypatch.setattr(OneLine, "end", lambda self, summary, folder: None)
+    monkeypatch.setattr(JsonLines, "end", lambda self, summary, folder: None)
+    assert exit_code("train", recipe, *options) == 0
+    assert seen == [is_shown]
+
+
+def test_train_is_quiet_or_prints_json(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert exit_code("train", recipe, "--quiet", "--json") == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:

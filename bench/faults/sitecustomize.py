@@ -48,7 +48,7 @@ POINTS = {
     "tlt.spot.schedule": ("Schedule.trained", "Schedule.publishes"),
     "tlt.spot.saving": ("flush",),
     "tlt.store.checkpoint": ("flush",),
-    "tlt.run.train": ("_evaluate",),
+    "tlt.run.train.train": ("_evaluate",),
     "tiny_rewards": ("share_of_low_bytes",),
 }
 """module -> functions and methods in it, which are called there"""

@@ -13,9 +13,9 @@ from pathlib import Path
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
-from tlt.commands.options import Parser, joined
+from tlt.commands.options import OVERRIDES, RECIPE, Parser, joined
+from tlt.commands.train import add_train
 from tlt.config import (
-    Config,
     ConfigError,
     EngineConfig,
     ModelConfig,
@@ -28,19 +28,13 @@ from tlt.config.registry import DRAFTERS
 from tlt.config.show import SECTIONS, commented, resolved
 from tlt.progress import shown
 from tlt.report.command import add_report
-from tlt.run.restarts import LOST, keep_running, newest
+from tlt.run.restarts import LOST
 from tlt.stopping import Stopped
 
 _LONGEST = 1200  # characters of what an error says
-_RECIPE = "TOML file, such as recipes/quickstart.toml"
 _DRAFTER = (
     "drafter, which changes the speed only. eagle: a learned drafter (--drafter-path). suffix: copies earlier text. "
     "adaptive: the fastest for each round. off: plain decoding"
-)
-_OVERRIDES = (
-    "Any field of the configuration can be set by --section.key value, such as --train.steps 10. "
-    'An empty value, such as --speculation.path "", removes the value in the recipe. '
-    "tlt config prints every field with its meaning and default."
 )
 
 
@@ -55,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Stopped as stopped:
         print(f"tlt: {stopped}", file=sys.stderr)
         code = stopped.exit_code
-    except KeyboardInterrupt:
-        print("tlt: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"tlt: {'; '.join(['interrupted', *getattr(stop, '__notes__', [])])}", file=sys.stderr)
         code = 130
     except Exception as error:
         told = _sentence(error)
@@ -90,16 +84,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    _add_train(commands.add_parser("train", help="train a policy", epilog=_OVERRIDES))
+    add_train(commands.add_parser("train", help="train a policy", epilog=OVERRIDES))
 
     _add_generate(commands.add_parser("generate", help="sample responses to prompts"))
     add_report(commands.add_parser("report", help="write one HTML page on one or several runs"))
     _add_export(commands.add_parser("export", help="write a run's policy and drafter for an engine"))
 
-    add_estimate(commands.add_parser("estimate", help="measure a few steps of a recipe", epilog=_OVERRIDES))
+    add_estimate(commands.add_parser("estimate", help="measure a few steps of a recipe", epilog=OVERRIDES))
 
-    verify = commands.add_parser("verify", help="prove that speculation changes no token", epilog=_OVERRIDES)
-    verify.add_argument("recipe", help=_RECIPE)
+    verify = commands.add_parser("verify", help="prove that speculation changes no token", epilog=OVERRIDES)
+    verify.add_argument("recipe", help=RECIPE)
     verify.add_argument("--steps", type=int, default=2, help="number of training steps")
     verify.add_argument("--dtype", default="float64", choices=["float64", "float32", "bfloat16"], help="number format")
     verify.add_argument("--backend", choices=["tlt", "vllm"], help="engine that is compared with ours (engine.backend)")
@@ -108,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(command=_verify)
 
     config = commands.add_parser(
-        "config", help="print every field of the configuration, or a recipe with all defaults", epilog=_OVERRIDES
+        "config", help="print every field of the configuration, or a recipe with all defaults", epilog=OVERRIDES
     )
     config.add_argument(
         "what",
@@ -118,41 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(command=_config)
 
     _add_draft(commands.add_parser("draft", help="train or evaluate a drafter"))
-    _add_bench(commands.add_parser("bench", help="run benchmarks", epilog=_OVERRIDES))
+    _add_bench(commands.add_parser("bench", help="run benchmarks", epilog=OVERRIDES))
     return parser
-
-
-def _add_train(train: argparse.ArgumentParser) -> None:
-    train.add_argument(
-        "recipe", nargs="?", help=f"{_RECIPE} (default: all defaults, with --model, --data and --reward)"
-    )
-    train.add_argument("--model", metavar="NAME", help="folder of the model, or its name on the hub (model.path)")
-    train.add_argument("--data", metavar="NAME", help="file of prompts, or a data set on the hub (data.path)")
-    train.add_argument("--reward", metavar="NAME", help="reward, such as math (reward.name)")
-    train.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
-    train.add_argument(
-        "--resume",
-        nargs="?",
-        choices=["newest", "auto"],
-        const="newest",
-        help="continue from the newest checkpoint in run.folder; auto: start a new run if there is none",
-    )
-    train.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="restart when the process is killed or all workers are lost, at most N times without a new checkpoint",
-    )
-    train.add_argument(
-        "--force",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="with --resume: allow this field to change, such as train.learning_rate, although the result changes; the "
-        "run records it; repeat it for several fields",
-    )
-    train.set_defaults(command=_train)
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
@@ -197,7 +158,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     rollout = kinds.add_parser("rollout", help="tokens per second by batch size and strategy, and of installed peers")
-    rollout.add_argument("recipe", help=_RECIPE)
+    rollout.add_argument("recipe", help=RECIPE)
     rollout.add_argument("--batches", default="1,8,32", help="batch sizes, comma-separated")
     rollout.add_argument("--tail", type=int, default=0, help="also measure one rollout of this many requests")
     rollout.add_argument("--repeats", type=int, default=3, help="number of measurements; the median is reported")
@@ -216,14 +177,14 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 
 def _add_draft(draft: argparse.ArgumentParser) -> None:
     kinds = draft.add_subparsers(required=True, metavar="WHAT")
-    train = kinds.add_parser("train", help="train a drafter for the recipe's model", epilog=_OVERRIDES)
-    train.add_argument("recipe", help=_RECIPE)
+    train = kinds.add_parser("train", help="train a drafter for the recipe's model", epilog=OVERRIDES)
+    train.add_argument("recipe", help=RECIPE)
     train.add_argument("--out", type=Path, required=True, help="folder for the drafter")
     train.add_argument("--tokens", type=int, default=100_000, help="tokens of training data")
     train.add_argument("--seconds", type=float, default=300, help="training time in seconds, evaluations included")
     train.set_defaults(command=_draft_train)
-    judge = kinds.add_parser("eval", help="accept length and acceptance rate on held-out prompts", epilog=_OVERRIDES)
-    judge.add_argument("recipe", help=_RECIPE)
+    judge = kinds.add_parser("eval", help="accept length and acceptance rate on held-out prompts", epilog=OVERRIDES)
+    judge.add_argument("recipe", help=RECIPE)
     judge.add_argument("--seconds", type=float, default=120, help="decoding time in seconds")
     judge.add_argument("--json", type=Path, help="write the result to this file")
     judge.set_defaults(command=_draft_eval)
@@ -245,47 +206,6 @@ def _draft_eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from tlt.commands.drafting import eval_drafter
 
     eval_drafter(config, arguments.seconds, arguments.json)
-    return 0
-
-
-def _has_checkpoints(config: Config) -> bool:
-    """Here, or in the mirror."""
-    if newest(Path(config.run.folder) / "checkpoints"):
-        return True
-    from tlt.store.mirror import mirror_of
-
-    mirror = mirror_of(config.run)
-    return mirror is not None and mirror.newest > 0
-
-
-def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if arguments.force and not arguments.resume:
-        raise ConfigError("--force goes with --resume: a new run may have any recipe")
-    loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
-    if not arguments.recipe and loose:  # Python 3.11 does not find a recipe behind an option
-        arguments.recipe = loose[0]
-        overrides = [word for word in overrides if word != loose[0]]
-    if not arguments.recipe and not (arguments.model and arguments.data and arguments.reward):
-        raise ConfigError("give a recipe, or --model NAME --data NAME --reward NAME")
-    named = {"model.path": arguments.model, "data.path": arguments.data, "reward.name": arguments.reward}
-    named["cluster.workers"] = arguments.workers
-    overrides = [*overrides, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
-    config = load_config(arguments.recipe, overrides)
-    if arguments.restarts:
-        return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
-    resume = arguments.resume is not None
-    if arguments.resume == "auto" and not _has_checkpoints(config):
-        overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
-        resume, config = False, load_config(arguments.recipe, overrides)
-    from rich.console import Console
-
-    from tlt.run.display import Display, closing
-    from tlt.run.train import train
-
-    console = Console(markup=False, emoji=False)
-    summary = train(config, resume, Display(console), force=arguments.force)
-    for line in closing(summary, config.run.folder):
-        console.print(line, soft_wrap=True)
     return 0
 
 

@@ -24,10 +24,10 @@ _is_shown = False
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """Show the progress of the block's work."""
+def shown(is_shown: bool = True) -> Iterator[None]:
+    """Show the progress of the block's work, or hide it."""
     global _is_shown
-    before, _is_shown = _is_shown, True
+    before, _is_shown = _is_shown, is_shown
     try:
         yield
     finally:

@@ -20,6 +20,14 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
+def how_to_go_on(done: int, steps: int, folder: str, number: int) -> str:
+    """Return the message of a run that was stopped by signal `number`."""
+    return (
+        f"stopped by {signal.Signals(number).name} and saved after step {done} of {steps} in {folder}: "
+        "give the same command with --resume to go on"
+    )
+
+
 class GivenUp(BaseException):
     """A run was asked to stop before its first step, or the step that was under way has not ended in time. No guard
     around a part that may fail shall hold it up."""

@@ -235,6 +235,11 @@ class RolloutStats(Passes):
     """rounds by strategy"""
     agreement: dict[str, float] = field(default_factory=dict)
     """by drafter, how often its first guess was right lately"""
+    verified_to: dict[str, int] = field(default_factory=dict)
+    """Number of drafts of a drafter by the deepest token that follows accepted tokens only. The key `eagle 2` is the
+    drafter and the depth."""
+    accepted_to: dict[str, int] = field(default_factory=dict)
+    """Number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted."""
     alarms: dict[str, float] = field(default_factory=dict)
     """those whose agreement is below half of what it was when they were published"""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -255,6 +260,8 @@ class RolloutStats(Passes):
         return RolloutStats(
             **counts,
             strategies=_sum_by_key(self.strategies, other.strategies),
+            verified_to=_sum_by_key(self.verified_to, other.verified_to),
+            accepted_to=_sum_by_key(self.accepted_to, other.accepted_to),
             seconds=_sum_by_key(self.seconds, other.seconds),
             against_plain=_sum_by_key(self.against_plain, other.against_plain),
             agreement=other.agreement,

@@ -39,7 +39,8 @@ def test_why_a_run_gains_little() -> None:
 
 
 def test_a_recipe_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run")})
+    """Held-out prompts are not decoded: there is not even a file of them."""
+    config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run")}, eval={"every": 1, "path": "missing.jsonl"})
     said = estimate(config, 2, Display(Console(quiet=True)))
     assert said[0] == "measured on 2 steps, the same tokens:"
     assert f"{config.train.steps:,} steps would take" in said[4]

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import qwen3
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config
 
 from tlt.files import read_json
@@ -41,3 +43,17 @@ def test_the_older_fields_alone_make_the_same_model(tmp_path: Path, rope: dict[s
     older, wanted = decoder_options(Qwen3Config(**config)), decoder_options(model.config)
     assert torch.equal(older.inv_freq, wanted.inv_freq)
     assert (older.attention_scaling, older.max_positions) == (wanted.attention_scaling, wanted.max_positions)
+
+
+def test_a_worker_of_any_rank_saves_the_model(tmp_path: Path) -> None:
+    """In a process group, transformers itself writes on rank 0 alone."""
+    model = qwen3(vocab_size=31).float()
+    save_model(model, tmp_path / "alone")
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        save_model(model, tmp_path / "second")
+    finally:
+        dist.destroy_process_group()
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
+    assert saved == {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
+    assert {"config.json", "model.safetensors"} <= saved.keys()

@@ -245,6 +245,12 @@ def test_a_run_writes_its_page_and_who_proposed_each_token(tmp_path: Path) -> No
         assert row["length"] - accepted["."] == row["decoded"]["accepted"]
 
 
+def test_the_page_shows_acceptance_by_depth(tmp_path: Path) -> None:
+    said = text_of(write_report([make_run(tmp_path / "run", steps=2)]))
+    assert "Acceptance rate by depth: eagle" in said
+    assert "depth 1 depth 2 Of the drafts" in said
+
+
 def test_a_run_that_asks_for_no_page_has_none(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, run={"folder": str(tmp_path / "run"), "report": False})
     run.train(config, display=Display(Console(quiet=True)))

@@ -98,7 +98,10 @@ def test_the_page_explains_nothing_that_is_not_there(everything: Path) -> None:
         *(f"episodes/{name}" for name in ("turns", "reply_tokens", "ended/<reason>")),
         "rollout/alarms/<drafter>",
         "rollout/early_seconds",
-        "rollout/agreement/<drafter>",  # of a learned drafter, if the tuner tried it in the rollout
+        *(
+            "rollout/agreement/<drafter>",
+            "rollout/by_depth/<drafter>/<depth>",
+        ),  # of a learned drafter, if the tuner tried it in the rollout
         *(f"rollout/spot/{name}" for name in ("accept_length", "candidate")),
     }
     missing = {name for name in documented() if not any(explains(name, metric) for metric in found)}
@@ -315,13 +318,14 @@ def test_none_are_kept_where_none_are_asked_for(tmp_path: Path) -> None:
 
 
 class Service(types.ModuleType):
-    """In the place of the packages wandb and mlflow: writes down what it is told."""
+    """A stand-in for the packages wandb, mlflow and trackio, which records its calls."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.told: list[tuple[int, dict[str, float]]] = []
         self.began: list[dict[str, Any]] = []
         self.closed = 0
+        self.tables: list[tuple[int, list[dict[str, Any]]]] = []
         self.fails = False
         self.id = "the-first"
         self.info = types.SimpleNamespace(run_id=self.id)
@@ -330,15 +334,27 @@ class Service(types.ModuleType):
         assert console == "off"
 
     def init(self, **arguments: Any) -> Any:
+        if self.__name__ == "trackio":
+            print("trackio prints where its data is")
+            assert arguments["resume"] == ("allow" if arguments["name"] == self.id else "never")
+            arguments["id"] = self.id if arguments["resume"] == "allow" else None
+            self.name = self.id
         self.began.append(arguments)
         return self
+
+    def Table(self, data: list[Any], columns: list[str] | None = None) -> list[dict[str, Any]]:
+        return data if columns is None else [dict(zip(columns, row, strict=True)) for row in data]
 
     def define_metric(self, name: str, step_metric: str) -> None:
         assert (name, step_metric) == ("*", "step")
 
-    def log(self, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
         if self.fails:
             raise ConnectionError("no network")
+        values = values if step is None else {"step": step, **values}
+        if "completions" in values:
+            self.tables.append((values["step"], values["completions"]))
+            return
         self.told.append((int(values["step"]), {k: v for k, v in values.items() if k != "step"}))
 
     def finish(self) -> None:
@@ -360,7 +376,7 @@ class Service(types.ModuleType):
     end_run = finish
 
 
-@pytest.fixture(params=["wandb", "mlflow"])
+@pytest.fixture(params=["wandb", "mlflow", "trackio"])
 def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Service:
     service = Service(request.param)
     monkeypatch.setitem(sys.modules, request.param, service)
@@ -380,6 +396,22 @@ def test_a_service_is_told_every_metric_and_goes_on_after_a_resume(tmp_path: Pat
     assert service.closed == 2
     train(config_of(tmp_path, run=run | {"overwrite": True}))
     assert service.began[2]["id"] is None, "that is another run"
+
+
+def test_responses_go_to_the_tables_of_trackers_that_have_them(
+    tmp_path: Path, service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train(config_of(tmp_path, run={"trackers": [service.__name__], "tracker_completions": 3}))
+    assert capsys.readouterr().out == ""
+    if service.__name__ == "mlflow":
+        assert service.tables == []
+        return
+    written = read_completions(folder)
+    assert [step for step, _ in service.tables] == [0, 1]
+    for step, rows in service.tables:
+        known = {(row["prompt"], row["response"]): row["reward"] for row in written if row["step"] == step}
+        assert len(rows) == 3
+        assert all(known[row["prompt"], row["response"]] == row["reward"] for row in rows)
 
 
 def test_only_a_run_that_is_gone_on_with_is_the_one_a_service_knows(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import QUESTIONS, tiny_config, tiny_tree
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tlt import closing as closing_module
 from tlt.config import Config, ConfigError
 from tlt.data.prompts import DataError
 from tlt.loop import Rollout
@@ -27,7 +28,6 @@ from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import RewardError
 from tlt.rl.policy import Policy
-from tlt.run import display as display_module
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.stopping import Stopped
@@ -428,8 +428,9 @@ def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
             super().phase(step, name, total)
 
     config = whole(home, "impatient")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         run_module.train(config, False, Impatient("update", 2, signal.SIGINT))
+    assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: go on with --resume"]
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 
@@ -625,10 +626,10 @@ def test_the_sentence_on_plain_decoding_says_how_many_responses_differ() -> None
     summary = {"steps": 4, "seconds": {"rollout": 9.0}, "compared": compared, "times_plain": 2.5}
     assert (
         "2.50 times as fast as plain decoding, measured on 1 steps (2.0 s against 5.0 s), same tokens"
-        in display_module._compared(summary)
+        in closing_module._compared(summary)
     )
     summary["compared"] = compared | {"differ": 2}
-    assert "2 of 6 responses differ" in display_module._compared(summary)
+    assert "2 of 6 responses differ" in closing_module._compared(summary)
 
 
 # -- held-out prompts --------------------------------------------------------------------------------------------------

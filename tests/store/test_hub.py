@@ -303,7 +303,9 @@ def test_an_export_is_pushed(
 def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.commit(DATA, NAMED)
     configs: list[Config] = []
-    monkeypatch.setattr("tlt.run.train", lambda config, *others, **options: configs.append(from_hub(config)) or {})
+    monkeypatch.setattr(
+        "tlt.run.train.train", lambda config, *others, **options: configs.append(from_hub(config)) or {}
+    )
     monkeypatch.setattr("tlt.run.display.closing", lambda summary, folder: [])
     names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]
     for words in (names, [*names, "--train.steps", "3"], ["--train.steps", "3", *names]):

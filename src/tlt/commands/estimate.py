@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from tlt.commands.options import RECIPE
 from tlt.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_estimate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="TOML file, such as recipes/quickstart.toml")
+    parser.add_argument("recipe", help=RECIPE)
     parser.add_argument("--steps", type=int, default=3, help="number of steps to measure")
     parser.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
     parser.set_defaults(command=_estimate)
@@ -46,7 +47,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
         changes = {
             "run": config.run.model_copy(update={**run, "mirror": None, "report": False, "overwrite": True}),
             "train": config.train.model_copy(update={"steps": steps}),
-            "eval": config.eval.model_copy(update={"path": None}),
+            "eval": config.eval.model_copy(update={"every": 0}),
         }
         return expected(train(config.model_copy(update=changes), False, display), config.train.steps)
 
@@ -54,7 +55,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
 def expected(summary: Mapping[str, Any], steps: int) -> list[str]:
     """Return what a run of `steps` steps may take, from the summary of one whose steps were all compared with plain
     decoding."""
-    from tlt.run.display import GAIN, NO_GAIN
+    from tlt.run.closing import GAIN, NO_GAIN
 
     found, measured = summary["compared"], summary["steps"]
     ours, plain = (found[f"{name}_seconds"] / measured for name in ("rollout", "plain"))

@@ -1,4 +1,4 @@
-"""The parser of the command line: its help shows the default of every option."""
+"""The parser of the command line, whose help shows the default of every option, and texts that commands share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import argparse
 import re
 from collections.abc import Sequence
 from typing import Any
+
+RECIPE = "TOML file, such as recipes/quickstart.toml"
+OVERRIDES = (
+    "Any field of the configuration can be set by --section.key value, such as --train.steps 10. "
+    'An empty value, such as --speculation.path "", removes the value in the recipe. '
+    "tlt config prints every field with its meaning and default."
+)
 
 
 class _Help(argparse.HelpFormatter):

@@ -59,6 +59,7 @@ TRACKERS = {
     "tensorboard": TrackerEntry("tlt.run.trackers:TensorBoard", "tensorboard"),
     "wandb": TrackerEntry("tlt.run.trackers:WeightsAndBiases", "wandb"),
     "mlflow": TrackerEntry("tlt.run.trackers:MLflow", "mlflow"),
+    "trackio": TrackerEntry("tlt.run.trackers:Trackio", "trackio"),
 }
 
 

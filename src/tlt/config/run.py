@@ -30,8 +30,10 @@ class RunConfig(Section):
     """Every this many steps, decode the requests a second time with plain decoding. The run then reports the times of
     both and the number of tokens that differ. 0 turns it off."""
     trackers: list[str] | None = None
-    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`. Each is an extra, such as tlt-rl[wandb]
-    (default: TensorBoard if it is installed)."""
+    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow`, `trackio`. Each is an extra, such as
+    tlt-rl[wandb] (default: TensorBoard if it is installed)."""
+    tracker_completions: int = Field(default=0, ge=0, le=10_000)
+    """Number of responses of each step that `wandb` and `trackio` receive as a table. 0 sends none."""
     completions_mb: int = Field(default=1024, ge=0)
     """Size of completions.jsonl in MiB. The oldest responses are dropped beyond it. 0 keeps none."""
     completions_format: Literal["jsonl", "parquet"] = "jsonl"

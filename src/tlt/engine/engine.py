@@ -34,7 +34,7 @@ from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled, most_nodes
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.spelling import Detokenizer
-from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_row, guesses_of
+from tlt.engine.state import Clock, RolloutState, Round, compare_with_plain, count_depth, count_row, guesses_of
 from tlt.engine.stops import Stops, text_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
@@ -339,6 +339,7 @@ class Engine(Generates):
             path = walk(tree, sampled.tokens[place])
             if len(tree.tokens) > 1 and not tree.ahead:
                 self.drafters.learn(now.strategy.drafter, tree, path)
+                count_depth(self.stats, now.strategy.drafter, tree, path)
             moves += [(place, start + node, start + i) for i, node in enumerate(path) if node != i]
             reason = self.stops.append(row, path, sampled, place)
             taken = row.kv_length - start

@@ -94,6 +94,14 @@ def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right:
     stats.tokens += taken
 
 
+def count_depth(stats: RolloutStats, drafter: str, tree: DraftTree, path: Sequence[int]) -> None:
+    """Count how deep a draft was accepted, and how deep it was verified along the accepted path."""
+    accepted = len(path) - 1
+    for counts, depth in ((stats.accepted_to, accepted), (stats.verified_to, accepted + (path[-1] in tree.parents))):
+        key = f"{drafter} {depth}"
+        counts[key] = counts.get(key, 0) + 1
+
+
 def guesses_of(row: Row, tree: DraftTree, taken: int) -> tuple[int, int]:
     """Return the numbers of committed tokens and of look-ahead draft tokens, for the tuner. A draft token that ends the
     response counts as accepted, although no token of the target follows. The draft tokens after it do not count."""

@@ -56,12 +56,15 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     """Write config.json, the weights and generation_config.json. `weights` take the place of the model's own.
 
     transformers refuses to write some generation configs that it has read, such as a temperature without do_sample.
-    They are written as they are."""
+    They are written as they are. In a process group, transformers writes on rank 0 alone and does nothing on other
+    ranks. Any worker may be the one that saves."""
     generation, model.generation_config = model.generation_config, GenerationConfig()
+    model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(folder, state_dict=weights)
     finally:
         model.generation_config = generation
+        del model.should_save_on_this_rank
     generation.to_json_file(folder / _GENERATION)
     config = for_both_generations(read_json(folder / "config.json")) | {"tie_word_embeddings": is_tied(model)}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

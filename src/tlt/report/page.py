@@ -97,21 +97,8 @@ def _words(runs: Sequence[Run]) -> str:
 
 def _counterfactual(runs: Sequence[Run]) -> str:
     def block(run: Run) -> str:
-        rows = []
-        for found in (story.ratio(run, True), story.ratio(run, False)):
-            if found:
-                interval = "too few steps" if found.interval is None else "{:.2f} to {:.2f}".format(*found.interval)
-                rows.append(
-                    [
-                        mark(found.measured),
-                        f"{found.plain:,.1f} s",
-                        f"{found.ours:,.1f} s",
-                        f"<strong>{found.times:.2f}</strong>",
-                        interval,
-                        f"{found.steps:,}",
-                        f"{found.lost:,}",
-                    ]
-                )
+        found = [ratio for ratio in (story.ratio(run, True), story.ratio(run, False)) if ratio]
+        rows = [_ratio_row(ratio) for ratio in found]
         if not rows:
             return "<p>Not measured: set <code>run.compare_every</code> to decode some steps by plain decoding too.</p>"
         head = ["", "plain decoding", "tlt", "times as fast", "95 % interval", "steps", "steps that lost"]
@@ -123,6 +110,13 @@ def _counterfactual(runs: Sequence[Run]) -> str:
         "plainly now and then. Every step with a number counts, those that lost included.</p>"
     )
     return columns(runs, block) + note
+
+
+def _ratio_row(found: story.Ratio) -> list[str]:
+    interval = "too few steps" if found.interval is None else "{:.2f} to {:.2f}".format(*found.interval)
+    times = f"<strong>{found.times:.2f}</strong>"
+    seconds = [f"{spent:,.1f} s" for spent in (found.plain, found.ours)]
+    return [mark(found.measured), *seconds, times, interval, f"{found.steps:,}", f"{found.lost:,}"]
 
 
 def _rollout_series(run: Run) -> list[Series]:
@@ -233,48 +227,45 @@ def _names(runs: Sequence[Run], path: str) -> list[str]:
     return list(found)
 
 
+_LENGTHS = [(name, f"lengths/{name}") for name in ("median", "p99", "max")]
+_SHARES = [("truncated responses", "lengths/truncated"), ("groups of equal rewards", "batch/without_spread_share")]
+_MISMATCH = [("mean", "update/mismatch_mean"), ("99.9 % of tokens", "update/mismatch_p999")]
+
+
 def _learning(runs: Sequence[Run]) -> str:
     tasks = [(task, f"tasks/{task}/mean") for task in _names(runs, "tasks") if "/" not in task][:7]
     held_out = [(name, f"eval/{name}") for name in _names(runs, "eval") if name.startswith(("mean@", "pass@"))]
-    return "".join(
-        (
-            _curve(runs, "Mean reward", [("all", "reward"), *tasks]),
-            _curve(runs, "Held-out reward", held_out),
-            _curve(
-                runs, "Length of responses", [(name, f"lengths/{name}") for name in ("median", "p99", "max")], "tokens"
-            ),
-            _curve(
-                runs,
-                "Shares",
-                [
-                    ("truncated responses", "lengths/truncated"),
-                    ("groups of equal rewards", "batch/without_spread_share"),
-                ],
-            ),
-            _curve(runs, "Entropy", [("entropy", "update/entropy")], "nats"),
-            _curve(runs, "Divergence from the first model", [("KL", "update/kl")], "nats"),
-            _curve(
-                runs,
-                "Mismatch between trainer and rollout",
-                [("mean", "update/mismatch_mean"), ("99.9 % of tokens", "update/mismatch_p999")],
-                "nats",
-            ),
-        )
+    curves = (
+        ("Mean reward", [("all", "reward"), *tasks], ""),
+        ("Held-out reward", held_out, ""),
+        ("Length of responses", _LENGTHS, "tokens"),
+        ("Shares", _SHARES, ""),
+        ("Entropy", [("entropy", "update/entropy")], "nats"),
+        ("Divergence from the first model", [("KL", "update/kl")], "nats"),
+        ("Mismatch between trainer and rollout", _MISMATCH, "nats"),
     )
+    return "".join(_curve(runs, *curve) for curve in curves)
+
+
+_SPOT = [("drafter in use", "rollout/spot/accept_length"), ("drafter in training", "rollout/spot/candidate")]
 
 
 def _drafter(runs: Sequence[Run]) -> str:
-    drafters = [(name, f"rollout/agreement/{name}") for name in _names(runs, "rollout/agreement")]
-    spot = [name for name in _names(runs, "rollout/spot") if _present(runs, f"rollout/spot/{name}")]
-    return "".join(
-        (
-            _curve(runs, "Accept length", [("tokens per target pass", "accept_length")], "tokens"),
-            _curve(runs, "Acceptance rate of the first draft token", drafters),
-            *(_curve(runs, f"Drafter: {name.replace('_', ' ')}", [(name, f"rollout/spot/{name}")]) for name in spot),
-            _curve(runs, "Training of the drafter", _present(runs, "rollout/drafter_tokens"), "tokens"),
-            _curve(runs, "Rollout blocked by drafter training", _present(runs, "rollout/spot_seconds"), "s"),
-        )
+    curves = (
+        ("Accept length", [("tokens per target pass", "accept_length")], "tokens"),
+        ("Accept length on the last rollout's data", _SPOT, "tokens"),
+        ("Version of the drafter", _present(runs, "rollout/spot/version"), ""),
+        ("Training of the drafter", _present(runs, "rollout/drafter_tokens"), "tokens"),
+        ("Rollout blocked by drafter training", _present(runs, "rollout/spot_seconds"), "s"),
     )
+    depths = "".join(_by_depth(runs, name) for name in _names(runs, "rollout/by_depth"))
+    return depths + "".join(_curve(runs, *curve) for curve in curves)
+
+
+def _by_depth(runs: Sequence[Run], drafter: str) -> str:
+    paths = [(f"depth {depth}", f"rollout/by_depth/{drafter}/{depth}") for depth in (1, 2, 3, 4, 6, 8, 12, 16)]
+    note = "Of the drafts whose earlier tokens were all accepted."
+    return _curve(runs, f"Acceptance rate by depth: {drafter}", paths, note=note)
 
 
 def _present(runs: Sequence[Run], path: str) -> list[tuple[str, str]]:

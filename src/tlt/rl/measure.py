@@ -24,7 +24,8 @@ def measure(
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)
-    counters = {key: value for key, value in asdict(stats).items() if key not in ("tokens", "seconds")}
+    apart = ("tokens", "seconds", "verified_to", "accepted_to")
+    counters = {key: value for key, value in asdict(stats).items() if key not in apart}
     seconds["other"] = seconds["total"] - sum(value for key, value in seconds.items() if key != "total")
     return StepMetrics(
         step=step,
@@ -45,7 +46,11 @@ def measure(
         tokens_per_second=stats.tokens / seconds["rollout"],
         seconds=seconds,
         update=update,
-        rollout={**counters, **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()}},
+        rollout={
+            **counters,
+            "by_depth": acceptance_by_depth(stats.verified_to, stats.accepted_to),
+            **{f"{phase}_seconds": spent for phase, spent in stats.seconds.items()},
+        },
         batch=fate | faults_of(groups),
         outcomes=dict(Counter(response.outcome for response in responses if response.outcome)),
         episodes=episodes_of(responses),
@@ -65,6 +70,22 @@ def faults_of(groups: Sequence[Group]) -> dict[str, float]:
         "without_spread": without_spread,
         "without_spread_share": without_spread / max(1, len(comparable)),
     }
+
+
+def acceptance_by_depth(verified_to: dict[str, int], accepted_to: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Return for each drafter and depth the share of drafts whose token there was accepted, of those whose earlier
+    tokens all were. The arguments are those of `RolloutStats`."""
+    found: dict[str, dict[str, float]] = {}
+    for drafter in sorted({key.rpartition(" ")[0] for key in verified_to}):
+        deepest = max(int(key.rpartition(" ")[2]) for key in verified_to if key.rpartition(" ")[0] == drafter)
+        verified = accepted = 0
+        rates: dict[str, float] = {}
+        for depth in range(deepest, 0, -1):
+            verified += verified_to.get(f"{drafter} {depth}", 0)
+            accepted += accepted_to.get(f"{drafter} {depth}", 0)
+            rates[str(depth)] = accepted / verified
+        found[drafter] = dict(reversed(rates.items()))
+    return found
 
 
 def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:

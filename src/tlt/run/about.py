@@ -1,13 +1,17 @@
-"""What a run is made of, in a sentence each: said at its start, while that is loaded."""
+"""What a run found at its start: prompts, model, memory, and what it will write where."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from tlt.build import share_cores, torch_device
 from tlt.config import Config
+from tlt.engine.memory import free_bytes
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED
+from tlt.run.trackers import names_of
 from tlt.types import Prompt
 
 VLLM_STARTS = "vLLM starts, which takes a minute or two"
@@ -25,12 +29,36 @@ def about_model(config: Config) -> str:
     o = decoder_options(family)
     model = f"{o.num_layers} layers x {o.hidden_size}, vocabulary {o.vocab_size:,}, {config.model.dtype}"
     device, workers = torch_device(config.model), config.cluster.workers
-    many = f" by each of {workers} workers" if workers > 1 else ""
+    many = f" by each of {workers} workers" if workers > 1 else " by one worker"
     if workers > 1 and device.type == "cpu" and config.cluster.address is None:
         many += " (one worker with all cores may be faster for a large model: compare them with tlt estimate)"
     start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
     new = "" if family.model_type in TRIED else f" ({family.model_type}: not tried with tlt yet, compared at each sync)"
     return f"model: {model}{new}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
+
+
+def about_memory(config: Config) -> str:
+    """Return the free memory of this machine, and the largest key-value cache of an engine."""
+    free = f"memory: {free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free on this machine"
+    if config.engine.backend == "vllm":
+        return free
+    share = "80 % of the device's free memory" if torch_device(config.model).type == "cuda" else "a quarter of that"
+    size = config.engine.kv_memory_mb
+    return f"{free}; key-value cache: at most {share if size == 'auto' else f'{size:,} MiB'} (engine.kv_memory_mb)"
+
+
+def about_folder(config: Config) -> str:
+    """Return which files the run will write, and when it saves a checkpoint."""
+    run = config.run
+    completions = {"jsonl": "completions.jsonl", "parquet": "completions/"}[run.completions_format]
+    files = ["metrics.jsonl", *[completions] * bool(run.completions_mb), *["report.html"] * run.report, "summary.json"]
+    every = f"every {run.save_every} steps and at the end" if run.save_every else "at the end"
+    copied = f", copied to {run.mirror}" if run.mirror else ""
+    trackers = names_of(run.trackers)
+    sent = f"; metrics go to {', '.join(trackers)}" if trackers else ""
+    return (
+        f"writes to {run.folder}: {', '.join(files)}; a checkpoint {every} (the newest {run.keep} stay){copied}{sent}"
+    )
 
 
 def _about_speculation(config: Config) -> str:

@@ -21,18 +21,13 @@ from tlt.config import Config
 from tlt.loop import StepResult
 from tlt.metrics import against_plain, useful_share
 from tlt.progress import Work, working
+from tlt.run.closing import closing
 from tlt.run.keys import listening
 from tlt.run.sample_view import KEYS, SAMPLE, choose, picture
 from tlt.run.workers_view import BARS, COLOURS, WorkersView, stacked
 from tlt.trace import STATES
 from tlt.types import Group, Response, StepMetrics, WorkerNow
 
-GAIN = 1.05  # times as fast as plain decoding; a run below it is told what would help
-NO_GAIN = (
-    "speculation gained little, because few draft tokens were accepted for the time they took. A drafter that knows "
-    "this model and these prompts helps: make one with `tlt draft train RECIPE --out FOLDER` (some minutes; more "
-    "--tokens make a better one) and give --speculation.path FOLDER. Short responses and a high temperature gain least"
-)
 _SHOWN_STEPS = 10
 _OTHER_LINES = 26  # of a terminal; what is left is for the table of steps
 _PHASES = {
@@ -62,7 +57,7 @@ class Display:
         self._step_began = time.monotonic()
 
     def note(self, text: str) -> None:
-        self.console.print(text, style="dim", highlight=False)
+        self.console.print(text, style="dim", highlight=False, soft_wrap=True)
 
     def stopping(self, text: str) -> None:
         """Show that the run was asked to stop. In a signal handler a console cannot be written to, but its file can."""
@@ -119,6 +114,11 @@ class Display:
         self.evaluations.append((step, found))
         if self._live is None:
             self.console.print(self._held_out(), highlight=False, soft_wrap=True)
+
+    def end(self, summary: dict[str, Any], folder: str) -> None:
+        """Print the last lines of the run in `folder`."""
+        for line in closing(summary, folder):
+            self.console.print(line, soft_wrap=True)
 
     # -- pictures -----------------------------------------------------------------------------------------------------
 
@@ -263,69 +263,3 @@ def _alarms(m: StepMetrics) -> list[str]:
         "wrong, but its speed is gone; train it anew"
         for name, now in alarms.items()
     ]
-
-
-def closing(summary: dict[str, Any], folder: str) -> list[Text]:
-    """The last lines of a run."""
-    found, missing = summary["against_plain"], summary["without_reward"]
-    faster = ""
-    if found and not summary["compared"]:  # of the two, whole steps say more than some rounds
-        faster = f", {summary['times_plain']:.2f} times as fast as plain decoding"
-    lines = [
-        Text(
-            f"{summary['steps']} steps: mean reward {_first_and_last(summary)}; {summary['seconds']['total']:.0f} s, "
-            f"{summary['tokens_per_second']:,.0f} tokens/s, accept length {summary['accept_length']:.2f}{faster}, "
-            f"{summary['useful_share']:.0%} of the workers' time useful"
-        )
-    ]
-    if summary["compared"]:
-        lines.append(Text(_compared(summary)))
-    times = summary["times_plain"]
-    if times is not None and times < GAIN:
-        lines.append(Text(NO_GAIN))
-    if trained := sum(worker["idle_seconds_trained"] for worker in summary["workers"]):
-        last = summary["by_step"]["drafter_version"][-1]
-        better = f"the last one that was better is number {last:.0f}" if last else "none was better"
-        lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
-    if missing:
-        share = sum(missing.values()) / summary["responses"]
-        named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
-        said = f"{share:.1%} of {summary['responses']:,} responses had no reward ({named}): see what failed above"
-        lines.append(Text(said, "bold red"))
-    if peaks := summary["peak_memory"]:
-        lines.append(Text(_memory(**peaks)))
-    return [*lines, Text(f"everything is in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
-
-
-def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
-    """Return the peak memory of the driver and of the worker that had most."""
-    shown = [f"driver {_mib(driver)}"]
-    if workers:
-        shown.append(f"largest worker {_mib(max(workers.values(), key=lambda peak: peak['resident']))}")
-    return f"peak memory: {', '.join(shown)}"
-
-
-def _mib(peak: dict[str, float]) -> str:
-    return f"{peak['resident']:,.0f} MiB" + (f" and {peak['cuda']:,.0f} MiB on CUDA" if "cuda" in peak else "")
-
-
-def _first_and_last(summary: dict[str, Any]) -> str:
-    """Return the rewards of the first and the last tenth of the run, and how many steps that is."""
-    first, last, steps = (summary[f"reward_{name}"] for name in ("first_tenth", "last_tenth", "tenth_steps"))
-    some = "step" if steps == 1 else f"{steps} steps"
-    return f"{first:.3f} in the first {some}, {last:.3f} in the last{'' if steps == 1 else f' {steps}'}"
-
-
-def _compared(summary: dict[str, Any]) -> str:
-    """What a run that was compared with plain decoding found."""
-    found, rollouts = summary["compared"], summary["seconds"]["rollout"]
-    same = "same tokens"
-    if found["differ"]:
-        same = (
-            f"{found['differ']} of {found['responses']} responses differ: `tlt verify` says whether by rounding alone"
-        )
-    seconds = f"{found['rollout_seconds']:.1f} s against {found['plain_seconds']:.1f} s"
-    return (
-        f"rollouts took {rollouts:.1f} s: {summary['times_plain']:.2f} times as fast as plain decoding, measured on "
-        f"{found['steps']} steps ({seconds}), {same}"
-    )

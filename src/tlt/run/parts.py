@@ -27,7 +27,7 @@ from tlt.rewards.turns import Turns
 from tlt.rl.choose import make_policy, weights_folder
 from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
-from tlt.run.about import about_model, about_prompts
+from tlt.run.about import about_memory, about_model, about_prompts
 from tlt.spot.spot_worker import SpotWorker
 
 
@@ -65,6 +65,7 @@ def make_parts(
     sampling = replace(sampling, continues=config.reward.environment is not None)
     cursor = make_cursor(config.data, len(prompts), config.run.seed)
     note(about_model(config))
+    note(about_memory(config))
     with working("start the policy and its workers"):
         rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder, turns)
     tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))

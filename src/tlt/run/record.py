@@ -14,7 +14,7 @@ from tlt.metrics import MetricsWriter
 from tlt.report import Page
 from tlt.rl.measure import tokens_of
 from tlt.run.trackers import Place, Trackers, names_of
-from tlt.store.completions import CompletionsWriter
+from tlt.store.completions import CompletionsWriter, table_rows
 from tlt.store.completions_parquet import ParquetCompletions
 from tlt.store.journal import Journal
 from tlt.types import Response
@@ -33,6 +33,7 @@ class Record:
         kinds = {"jsonl": CompletionsWriter, "parquet": ParquetCompletions}
         writers = {name: kind(folder, first_step, limit) for name, kind in kinds.items()}
         self.completions = writers[config.run.completions_format] if limit else None
+        self._table_rows = config.run.tracker_completions
         self.page = Page(folder, config.run.report)
         self.trackers = Trackers(names, Place(folder, first_step, config.model_dump(mode="json")))
 
@@ -43,6 +44,7 @@ class Record:
             self.completions.write(metrics.step, result.settled)
         self.metrics.write(metrics)
         self.trackers.log(metrics.step, asdict(metrics))
+        self.trackers.log_table(metrics.step, table_rows(result.groups, self._table_rows))
 
     def write_last_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
         """Of the policy after `step` steps, which no line of metrics.jsonl holds: summary.json does."""

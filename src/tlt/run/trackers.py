@@ -1,4 +1,4 @@
-"""Where metrics are shown beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, each an extra of its own.
+"""Trackers of a run's metrics: TensorBoard, Weights & Biases, MLflow, trackio. Each is an extra.
 
 A new one is a class with `log` and `close`, and its line in `tlt.config.registry`.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tlt.config import ConfigError
 from tlt.config.registry import TRACKERS, maker
@@ -28,6 +30,15 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TableTracker(Tracker, Protocol):
+    """A tracker that also takes responses as a table."""
+
+    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log some responses of a step. Each row has the same columns."""
+        ...
 
 
 class Place(NamedTuple):
@@ -62,6 +73,7 @@ class WeightsAndBiases:
     def __init__(self, place: Place) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        self.wandb = wandb
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tlt"),
             name=place.folder.resolve().name,
@@ -76,6 +88,10 @@ class WeightsAndBiases:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})
+
+    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"step": step, "completions": table})
 
     def close(self) -> None:
         self.run.finish()
@@ -104,6 +120,34 @@ class MLflow:
         self.mlflow.end_run()
 
 
+class Trackio:
+    """A local database, or the Space of TRACKIO_SPACE_ID, in the project of TRACKIO_PROJECT (default `tlt`). A resumed
+    run continues in the run of its name. trackio keeps what it has of the steps that are repeated."""
+
+    def __init__(self, place: Place) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self.table, known = trackio.Table, known_id(place, "trackio")
+        with redirect_stdout(sys.stderr):  # it prints, and stdout is for the run's own lines
+            self.run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", "tlt"),
+                name=known or place.folder.resolve().name,
+                config=dict(place.config),
+                resume="allow" if known else "never",
+            )
+        remember_id(place, "trackio", self.run.name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.run.log({"completions": self.table(data=[dict(row) for row in rows])}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self.run.finish()
+
+
 def names_of(trackers: Sequence[str] | None) -> list[str]:
     """Of `run.trackers`; left out, TensorBoard where it is installed. Raises ConfigError for one that is not."""
     if trackers is None:
@@ -127,6 +171,12 @@ class Trackers:
         values = dict(scalars(metrics))
         for name, tracker in list(self._open.items()):
             self._guarded(name, lambda tracker=tracker: tracker.log(step, values))
+
+    def log_table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Give the rows to the trackers that take tables."""
+        for name, tracker in list(self._open.items()):
+            if rows and isinstance(tracker, TableTracker):
+                self._guarded(name, lambda tracker=tracker: tracker.log_table(step, rows))
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):

@@ -19,6 +19,7 @@ from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256
 from tlt.rewards import refuse_unanswered, sources_sha256
 from tlt.rl.groups import from_plain, to_plain
+from tlt.run.about import about_folder
 from tlt.run.display import Display
 from tlt.run.evaluate import evaluate
 from tlt.run.folder import RunFolder
@@ -27,7 +28,7 @@ from tlt.run.parts import Lasting, make_parts
 from tlt.run.record import Noting, Progress, Record
 from tlt.run.resume import Contents, allowed_changes, at_the_time_of_the_run, sentence
 from tlt.run.trackers import names_of
-from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
+from tlt.stopping import GivenUp, Stopped, StopRequest, how_to_go_on, stop_request
 from tlt.store import checkpoint
 from tlt.store.checkpoint import Checkpoint
 from tlt.store.completions_parquet import refuse_without_pyarrow
@@ -149,6 +150,9 @@ def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[s
         stop.run_ends()
         error.add_note(_rescue(run))
         raise
+    except KeyboardInterrupt as error:  # a second signal, which saves nothing
+        error.add_note(_saved_before(run))
+        raise
 
 
 # -- start and resume --------------------------------------------------------------------------------------------------
@@ -163,6 +167,7 @@ def _prepare(
     mirror: Mirror | None = None,
     force: Collection[str] = (),
 ) -> Run:
+    display.note(about_folder(config))
     display.note(f"loading {config.model.hub or config.model.path}")
     tokenizer = load_tokenizer(config.model.path)
     contents = Contents(folder_sha256(config.model.path), sources_sha256(config.reward))
@@ -225,10 +230,8 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     run.standing.saved = done
     for damaged in found.passed_over:
         run.display.note(f"passed over: {damaged}")
-    if done == run.config.train.steps:
-        run.display.note(f"all {done} steps of this run are done: to train on, raise train.steps")
-    else:
-        run.display.note(f"going on from step {done} ({found.folder})")
+    all_done = f"all {done} steps of this run are done: to train on, raise train.steps"
+    run.display.note(all_done if done == run.config.train.steps else f"going on from step {done} ({found.folder})")
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
@@ -277,7 +280,7 @@ def _go(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
             if run.standing.saved < done:  # the signal came since
                 _save(run)
             record.close()
-            raise Stopped(_how_to_go_on(config, done, stop.number), stop.number)
+            raise Stopped(how_to_go_on(done, config.train.steps, config.run.folder, stop.number), stop.number)
     run.parts.turns.step = config.train.steps
     with run.parts.tracer.span("eval"):
         evaluation = _evaluate(run, config.train.steps)
@@ -380,20 +383,17 @@ def _rescue(run: Run) -> str:
             _save(run)
         except Exception as error:
             failed = f"what was done since cannot be saved ({error}); "
-    if standing.saved:
-        return f"{failed}saved after step {standing.saved} in {run.folder.path}: go on with --resume"
+    return failed + _saved_before(run)
+
+
+def _saved_before(run: Run) -> str:
+    """Return which step is saved, and how to go on from it."""
+    if run.standing.saved:
+        return f"saved after step {run.standing.saved} in {run.folder.path}: go on with --resume"
     before = run.folder.before()
-    return f"{failed}nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
+    return f"nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
 
 
 def _stopped_amid_a_step(run: Run, number: int) -> str:
     took = f"its step did not end within {run.config.run.stop_within:g} s (run.stop_within) and was given up"
     return f"stopped by {signal.Signals(number).name}; {took}; {_rescue(run)}"
-
-
-def _how_to_go_on(config: Config, done: int, number: int) -> str:
-    name = signal.Signals(number).name
-    return (
-        f"stopped by {name} and saved after step {done} of {config.train.steps} in {config.run.folder}: "
-        "give the same command with --resume to go on"
-    )

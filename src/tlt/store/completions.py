@@ -65,6 +65,16 @@ def record(response: Response) -> dict[str, Any]:
     }
 
 
+def table_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
+    """Return up to `most` responses for a tracker's table, the first of each group first."""
+    by_index = sorted(
+        (response.request.index, at, response) for at, group in enumerate(groups) for response in group.responses
+    )
+    names = ("task", "prompt", "response", "answer", "reward", "length", "finish_reason")
+    found = [record(response) for _, _, response in by_index[:most]]
+    return [{name: str(row[name]) if name == "answer" else row[name] for name in names} for row in found]
+
+
 def runs_of(proposed: str) -> str:
     """Return one letter a token as run lengths: `sss..a` is `3s2.1a`."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))

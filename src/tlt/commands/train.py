@@ -1,0 +1,86 @@
+"""tlt train: a recipe and its overrides, a new run or one that is resumed, and how the run is shown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tlt.commands.options import RECIPE
+from tlt.config import Config, ConfigError, load_config
+from tlt.progress import shown
+from tlt.run.restarts import keep_running, newest
+
+
+def add_train(train: argparse.ArgumentParser) -> None:
+    train.add_argument("recipe", nargs="?", help=f"{RECIPE} (default: all defaults, with --model, --data and --reward)")
+    train.add_argument("--model", metavar="NAME", help="folder of the model, or its name on the hub (model.path)")
+    train.add_argument("--data", metavar="NAME", help="file of prompts, or a data set on the hub (data.path)")
+    train.add_argument("--reward", metavar="NAME", help="reward, such as math (reward.name)")
+    train.add_argument("--workers", type=int, help="number of workers (cluster.workers)")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        choices=["newest", "auto"],
+        const="newest",
+        help="continue from the newest checkpoint in run.folder; auto: start a new run if there is none",
+    )
+    train.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="restart when the process is killed or all workers are lost, at most N times without a new checkpoint",
+    )
+    train.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: allow this field to change, such as train.learning_rate, although the result changes; the "
+        "run records it; repeat it for several fields",
+    )
+    output = train.add_mutually_exclusive_group()
+    output.add_argument("--quiet", action="store_true", help="print only errors and the last line")
+    output.add_argument("--json", action="store_true", help="print one JSON object per line for each event and step")
+    train.set_defaults(command=_train)
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if arguments.force and not arguments.resume:
+        raise ConfigError("--force goes with --resume: a new run may have any recipe")
+    loose = [word for word in overrides if word.endswith(".toml") and not word.startswith("--")]
+    if not arguments.recipe and loose:  # Python 3.11 does not find a recipe behind an option
+        arguments.recipe = loose[0]
+        overrides = [word for word in overrides if word != loose[0]]
+    if not arguments.recipe and not (arguments.model and arguments.data and arguments.reward):
+        raise ConfigError("give a recipe, or --model NAME --data NAME --reward NAME")
+    named = {"model.path": arguments.model, "data.path": arguments.data, "reward.name": arguments.reward}
+    named["cluster.workers"] = arguments.workers
+    overrides = [*overrides, *(f"--{key}={value}" for key, value in named.items() if value is not None)]
+    config = load_config(arguments.recipe, overrides)
+    if arguments.restarts:
+        return keep_running(sys.argv[1:], arguments.restarts, Path(config.run.folder) / "checkpoints")
+    resume = arguments.resume is not None
+    if arguments.resume == "auto" and not _has_checkpoints(config):
+        overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
+        resume, config = False, load_config(arguments.recipe, overrides)
+    from tlt.run.train import train
+    from tlt.run.views import open_view
+
+    view = open_view(arguments.quiet, arguments.json)
+    with shown(not arguments.quiet and not arguments.json):
+        summary = train(config, resume, view, force=arguments.force)
+    view.end(summary, config.run.folder)
+    return 0
+
+
+def _has_checkpoints(config: Config) -> bool:
+    """Return whether a checkpoint is in the run's folder or in its mirror."""
+    if newest(Path(config.run.folder) / "checkpoints"):
+        return True
+    from tlt.store.mirror import mirror_of
+
+    mirror = mirror_of(config.run)
+    return mirror is not None and mirror.newest > 0

@@ -1,0 +1,69 @@
+"""The last lines of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tlt.run.closing import closing
+
+SUMMARY: dict[str, Any] = {
+    "steps": 4,
+    "reward_tenth_steps": 1,
+    "reward_first_tenth": 0.1,
+    "reward_last_tenth": 0.9,
+    "seconds": {"total": 10.0, "rollout": 9.0},
+    "tokens_per_second": 100.0,
+    "accept_length": 2.0,
+    "useful_share": 0.85,
+    "against_plain": {"times": 1.75},
+    "times_plain": 1.75,
+    "compared": {},
+    "responses": 3840,
+    "without_reward": {},
+    "workers": [{"idle_seconds_trained": 0.0}] * 2,
+    "peak_memory": {},
+}
+
+
+def test_the_last_lines_say_what_failed_in_red_and_how_fast_it_was() -> None:
+    lines = closing(SUMMARY, "runs/x")
+    assert "1.75 times as fast as plain decoding" in lines[0].plain
+    assert lines[0].plain.endswith(", 85% of the workers' time useful")
+    assert len(lines) == 2
+    assert "runs/x" in lines[-1].plain
+    assert "4 steps: mean reward 0.100 in the first step, 0.900 in the last;" in lines[0].plain
+    longer = closing(SUMMARY | {"steps": 30, "reward_tenth_steps": 3}, "runs/x")
+    assert "30 steps: mean reward 0.100 in the first 3 steps, 0.900 in the last 3;" in longer[0].plain
+    compared = {"steps": 1, "tokens": 90, "responses": 8, "differ": 0, "plain_seconds": 6.0, "rollout_seconds": 2.0}
+    both = closing(SUMMARY | {"compared": compared, "times_plain": 3.0}, "runs/x")
+    assert "as fast as plain decoding" not in both[0].plain, "one figure of one thing"
+    assert "3.00 times as fast as plain decoding, measured on" in both[1].plain
+    alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
+    assert closing(SUMMARY | {"peak_memory": alone}, "")[1].plain == (
+        "peak memory: driver 2,048 MiB and 100 MiB on CUDA"
+    )
+    three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
+    said = "peak memory: driver 9 MiB, largest worker 8 MiB"
+    assert closing(SUMMARY | {"peak_memory": three}, "")[1].plain == said
+    unknown = {"against_plain": {}, "times_plain": None}
+    failed = closing(SUMMARY | unknown | {"without_reward": {"timeout": 10, "error": 2}}, "runs/x")
+    assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see what failed above"
+    assert "red" in str(failed[1].style)
+    assert "plain decoding" not in failed[0].plain
+
+
+def test_a_run_that_gained_little_says_what_would_help() -> None:
+    def said(times: float) -> bool:
+        lines = closing(SUMMARY | {"times_plain": times}, "runs/x")
+        return any("tlt draft train" in line.plain for line in lines)
+
+    assert [said(times) for times in (0.99, 1.04, 1.06)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("version", "said"), [(3, "the last one that was better is number 3"), (0, "none was better")])
+def test_the_last_lines_say_what_training_the_drafter_led_to(version: int, said: str) -> None:
+    workers = [{"idle_seconds_trained": 1.25}, {"idle_seconds_trained": 2.5}]
+    lines = closing(SUMMARY | {"workers": workers, "by_step": {"drafter_version": [0, version]}}, "runs/x")
+    assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"

@@ -1,0 +1,46 @@
+"""What a run says of itself at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_config
+
+from tlt.run.about import about_folder, about_memory
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            {"save_every": 5, "keep": 3, "trackers": []},
+            "writes to R: metrics.jsonl, completions.jsonl, report.html, summary.json; a checkpoint every 5 steps and "
+            "at the end (the newest 3 stay)",
+        ),
+        (
+            {"save_every": 0, "report": False, "completions_mb": 0, "mirror": "s3://b", "trackers": ["tensorboard"]},
+            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 stay), copied to s3://b; "
+            "metrics go to tensorboard",
+        ),
+        (
+            {"completions_format": "parquet", "trackers": []},
+            "writes to R: metrics.jsonl, completions/, report.html, summary.json; a checkpoint every 20 steps and at "
+            "the end (the newest 2 stay)",
+        ),
+    ],
+)
+def test_what_will_be_written_where(tmp_path: Path, run: dict[str, Any], said: str) -> None:
+    defaults = {"folder": "R", "save_every": 20, "keep": 2}
+    assert about_folder(tiny_config(tmp_path, run=defaults | run)) == said
+
+
+@pytest.mark.parametrize(("size", "limit"), [("auto", "a quarter of that"), (2048, "2,048 MiB")])
+def test_memory_and_the_largest_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str
+) -> None:
+    monkeypatch.setattr("tlt.run.about.free_bytes", lambda device: 5 * 2**29)
+    config = tiny_config(tmp_path, engine={"kv_memory_mb": size})
+    expected = f"memory: 2.5 GiB free on this machine; key-value cache: at most {limit} (engine.kv_memory_mb)"
+    assert about_memory(config) == expected
