@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tlt.engine.engine import Engine
     from tlt.rl.choose import make_policy
     from tlt.rl.policy import Policy
-    from tlt.run.train import train
+    from tlt.run.train.train import train
     from tlt.sampling import make_requests
     from tlt.types import Prompt, Request, Response, SamplingParams, TrainBatch
 
@@ -51,7 +51,7 @@ _HOMES = {
     "tlt.engine.engine": ("Engine",),
     "tlt.rl.choose": ("make_policy",),
     "tlt.rl.policy": ("Policy",),
-    "tlt.run.train": ("train",),
+    "tlt.run.train.train": ("train",),
     "tlt.sampling": ("make_requests",),
     "tlt.types": ("Prompt", "Request", "Response", "SamplingParams", "TrainBatch"),
 }

@@ -82,17 +82,19 @@ def load_engine(
     return make_engine(engine, speculation, _load_target(model, model.path), tokenizer)
 
 
-def open_target(config: Config, folder: str | Path, trains: bool = False) -> Target:
-    """What the recipe's engine decodes with, with the weights of `folder`; beside a policy that `trains`, it can give
-    memory back for the update. Raises ModelError, or VllmError."""
+def open_target(config: Config, folder: str | Path | None) -> Target:
+    """Return what the recipe's engine decodes with, with the weights of `folder`. Without a folder it is for training:
+    `take_weights` brings the policy's weights, and vLLM can give memory back for the update. Raises ModelError, or
+    VllmError."""
     if config.engine.backend == "vllm":
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
         longest = config.data.max_prompt_tokens + most_new
-        target = vllm_target(config.model, config.engine, config.speculation, longest, trains)
-        target.load(folder_weights(folder, target.dtype), 0)
+        target = vllm_target(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
+        if folder:
+            target.load(folder_weights(folder, target.dtype), 0)
         return target
-    return _load_target(config.model, folder)
+    return _load_target(config.model, folder) if folder else make_target(config.model)
 
 
 def _refuse_other_heads(config: Config) -> None:

@@ -84,9 +84,9 @@ class InThread:
         return 0
 
 
-def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
     workers = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder), random.Random(0).randrange)
-    return join(workers, config, turns)
+    return join(workers, config, *rest)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from tlt.cluster.remote import join
 from tlt.config import Config
 from tlt.metrics import read_metrics
 from tlt.rl.parallel import GroupBroken
-from tlt.run import train as run_module
 from tlt.run.display import Display
+from tlt.run.train import train as run_module
 
 STEPS = 2
 AT_ONCE = 1e-9  # seconds of a slice: one round
@@ -58,10 +58,10 @@ def train(
     """sha256, what was learned from in each step, and the pool."""
     pools: list[TestPool] = []
 
-    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
         size = config.cluster.workers
         pools.append(TestPool(size, lambda i: ThreadWorker(config, i, folder), choose, loses, room))
-        return join(pools[0], config, turns)
+        return join(pools[0], config, *rest)
 
     enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
     with patch("tlt.run.parts._many_workers", many_workers), enough_cores:
@@ -307,7 +307,7 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     pool = TestPool(2, lambda i: ThreadWorker(config, i, config.model.path), loses=loses)
     no_shards = patch.object(ThreadWorker, "shard_policy", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
-    many_workers = patch("tlt.run.parts._many_workers", lambda config, folder, turns: join(pool, config, turns))
+    many_workers = patch("tlt.run.parts._many_workers", lambda config, folder, *rest: join(pool, config, *rest))
     sentence = rf"{who} was lost amid {method}, and its shard of the policy with it"
     with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
         run_module.train(shards, False, Display(Console(quiet=True)))

@@ -32,8 +32,8 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
-from tlt.run import train as run_module
 from tlt.run.display import Display
+from tlt.run.train import train as run_module
 from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
@@ -76,10 +76,10 @@ def train(config: Config, loses: Any = lambda i, m: "", **changed: Any) -> tuple
     """Return the policy's sha256, the driver of the drafter's training, and the pool. `changed`: constants."""
     found: list[Any] = []
 
-    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
         order = itertools.count()  # in turn: one that trains and trains must not keep the other from decoding
         pool = TestPool(2, lambda i: ThreadWorker(config, i, folder), lambda n: next(order), loses)
-        rollout, policy = join(pool, config, turns)
+        rollout, policy = join(pool, config, *rest)
         assert isinstance(rollout, ClusterRollout)
         found.extend([rollout.coordinator.training, pool])
         return rollout, policy

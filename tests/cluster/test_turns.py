@@ -21,8 +21,8 @@ from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
-from tlt.run import train as run_module
 from tlt.run.display import Display
+from tlt.run.train import train as run_module
 from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
 
@@ -48,9 +48,9 @@ def config_of(home: Path, environment: str = "Echo", **sections: dict[str, Any])
 def train(config: Config, loses: Loses = lambda i, m: "", resume: bool = False, display: Display | None = None) -> Any:
     """sha256, and what was said in each response."""
 
-    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
         size = config.cluster.workers
-        return join(TestPool(size, lambda i: ThreadWorker(config, i, folder), lambda n: 0, loses), config, turns)
+        return join(TestPool(size, lambda i: ThreadWorker(config, i, folder), lambda n: 0, loses), config, *rest)
 
     with patch("tlt.run.parts._many_workers", many_workers), patch("tlt.build.share_cores", lambda config: False):
         summary = run_module.train(config, resume, display or Display(QUIET))

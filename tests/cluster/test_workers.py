@@ -36,8 +36,8 @@ from tlt.cluster.workers import RayPool, _own_signals, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
-from tlt.run import train as run_module
 from tlt.run.display import Display
+from tlt.run.train import train as run_module
 from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -238,9 +238,9 @@ def in_this_process(config: Config) -> str:
     """The sha256 of the same run by two workers whose sums no process border is crossed for."""
     from pools import TestPool, ThreadWorker
 
-    def many_workers(config: Config, folder: str | Path, turns: Any) -> Any:
+    def many_workers(config: Config, folder: str | Path, *rest: Any) -> Any:
         pool = TestPool(config.cluster.workers, lambda i: ThreadWorker(config, i, folder))
-        return remote.join(pool, config, turns)
+        return remote.join(pool, config, *rest)
 
     with patch("tlt.run.parts._many_workers", many_workers):
         return run_module.train(config, False, quiet())["policy_sha256"]
@@ -419,7 +419,7 @@ import faulthandler, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
-from tlt.run import train as run
+from tlt.run.train import train as run
 home, workers, address, folder = sys.argv[1:]
 config = config_of(Path(home), int(workers), folder, cluster={"address": address}, train={"steps": 1})
 print(run.train(config, False, quiet())["policy_sha256"])

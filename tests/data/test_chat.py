@@ -18,8 +18,8 @@ from tlt.commands.generate import Asked, _prompts, _time_of_the_run
 from tlt.config import Config, ConfigError, DataConfig
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
-from tlt.run import train as run_module
 from tlt.run.display import Display
+from tlt.run.train import train as run_module
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"

@@ -55,8 +55,15 @@ def settings(folder: Path, **changes: Any) -> GRPOConfig:
 
 
 def make(
-    folder: Path, rollout: Any = None, prompts: Any = None, dtype: Any = torch.float64, peft: Any = None, **changes: Any
+    folder: Path,
+    rollout: Any = None,
+    prompts: Any = None,
+    dtype: Any = torch.float64,
+    peft: Any = None,
+    given: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> GRPOTrainer:
+    """`given` are further arguments of the trainer, such as tools. `changes` are of its settings."""
     if not (folder / "model").is_dir():
         tiny_model(folder / "model")
     torch.manual_seed(0)
@@ -72,6 +79,7 @@ def make(
         processing_class=tokenizer,
         rollout_func=rollout,
         peft_config=peft,
+        **given or {},
     )
 
 

@@ -22,7 +22,8 @@ pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
 
 import peft
 from integrations.real_trl import PROMPTS, Result, make, run
-from transformers import AutoModelForCausalLM
+from tiny import EOS, save_tokenizer
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from tlt.cluster.local import LocalRollout
 from tlt.config import EngineConfig
@@ -233,11 +234,14 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(home: Path, changes: dic
         make(home, Rollout(), **changes).train()
 
 
-def test_a_model_that_the_decoder_does_not_know_is_refused(home: Path) -> None:
-    trainer = make(home, Rollout())
-    trainer.model.config.model_type = "gpt_neox"
-    with pytest.raises(ValueError, match="gpt_neox"):
-        trainer.train()
+def test_a_model_that_the_decoder_does_not_know_is_refused(tmp_path: Path) -> None:
+    """Its attention has soft caps."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(**sizes, vocab_size=EOS + 1, num_key_value_heads=2, head_dim=8, eos_token_id=EOS)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"gemma2.*softcap"):
+        make(tmp_path, Rollout()).train()
 
 
 @pytest.mark.parametrize("with_tlt", [True, False])

@@ -502,7 +502,9 @@ def test_adapters_that_are_not_merged_are_refused_by_name(folder: Path, changes:
 def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:
     trainer = FakeTrainer(folder)
     trainer.tools = (print,)
-    with pytest.raises(trl_terms.UnsupportedError, match="tools"):
+    with pytest.raises(
+        trl_terms.UnsupportedError, match="tools inside this TRL: its trainer has no _generate_single_turn"
+    ):
         off()(PROMPTS, trainer)
     trainer = FakeTrainer(folder)
     trainer.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tlt.integrations.verl_terms import Seeds, UnsupportedError, law_of, refuse
+from tlt.integrations.verl_terms import TESTED, Seeds, UnsupportedError, law_of, refuse
+from tlt.integrations.versions import refuse_version
 
 
 def rollout(**changes: Any) -> SimpleNamespace:
@@ -97,3 +98,16 @@ def test_seeds_depend_on_no_order_of_calls_between_prompts_and_never_come_twice(
     again.step(4)
     again.step(3)
     assert again.next(5) == first, "counted anew with each step"
+
+
+@pytest.mark.parametrize(("version", "is_too_old"), [("0.8.0", True), ("0.9.1", False), ("0.10.0", False)])
+def test_versions_of_verl_are_checked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, is_too_old: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    if is_too_old:
+        with pytest.raises(UnsupportedError, match=r"verl 0\.8\.0 is too old: tlt works inside 0\.9 to 0\.9"):
+            refuse_version("verl", "verl", TESTED)
+    else:
+        refuse_version("verl", "verl", TESTED)
+    assert ("verl 0.10.0 is newer" in caplog.text) == (version == "0.10.0")

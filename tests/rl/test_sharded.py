@@ -26,6 +26,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
+from tlt.rl import dry_run
 from tlt.rl.finite import NotFinite
 from tlt.rl.packer import Packer
 from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, even_owners, numbers_of
@@ -114,6 +115,28 @@ def updated(
     policy.update(batch, 0, group)
     metrics = policy.update(batch, 1, group)
     return metrics, all_of(policy), policy.sha256()
+
+
+def updated_after_a_dry_run(group: ProcessGroup, folder: Path, batch: TrainBatch) -> tuple[bool, str]:
+    """Whether there was room, and the digest after an update."""
+    policy = make_policy(group, folder, {})
+    need = dry_run._Need(3, 1.0, 1, LAYERS, 1)
+    has_room = dry_run._has_room(policy, need, dry_run._Update(4, 12, 24, 1, False))
+    policy.update(batch, 0, group)
+    return has_room, policy.sha256()
+
+
+def test_a_dry_run_of_shards_changes_nothing(folder: Path) -> None:
+    """All members make it together."""
+    batch = random_batch(VOCAB)
+    dry = together(2, updated_after_a_dry_run, folder, batch)
+    assert dry == [(True, together(2, updated_once, folder, batch)[0])] * 2
+
+
+def updated_once(group: ProcessGroup, folder: Path, batch: TrainBatch) -> str:
+    policy = make_policy(group, folder, {})
+    policy.update(batch, 0, group)
+    return policy.sha256()
 
 
 def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-10) -> None:

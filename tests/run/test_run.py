@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from tiny import QUESTIONS, tiny_config, tiny_tree
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tlt import closing as closing_module
 from tlt.config import Config, ConfigError
 from tlt.data.prompts import DataError
 from tlt.loop import Rollout
@@ -28,8 +27,9 @@ from tlt.models.families import ModelError
 from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import RewardError
 from tlt.rl.policy import Policy
-from tlt.run import train as run_module
+from tlt.run import closing as closing_module
 from tlt.run.display import Display
+from tlt.run.train import train as run_module
 from tlt.stopping import Stopped
 from tlt.store import checkpoint
 from tlt.store.checkpoint import CheckpointError

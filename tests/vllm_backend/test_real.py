@@ -287,15 +287,15 @@ _KILLED = """
 import sys
 sys.path[:0] = ["{tests}", "{tests}/cluster"]
 from test_workers import Killer
-from tlt.run import train as run
+from tlt.run.train import train as run
 from tlt.cluster import remote
 from tlt.config import load_config
 
 killer, real = Killer({{(1, "rollout"): 0.3}}), remote.join
 
-def join(pool, config):
+def join(pool, config, *rest):
     killer.folder = pool.folder
-    return real(pool, config)
+    return real(pool, config, *rest)
 
 remote.join = join
 words = "--engine.backend vllm --engine.vllm.enforce_eager true --train.steps 2 --rollout.max_new_tokens 160"

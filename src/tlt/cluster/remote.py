@@ -118,9 +118,11 @@ class ClusterPolicy:
         return digests[0]
 
 
-def join(pool: Pool, config: Config, turns: Turns | None = None) -> tuple[ClusterRollout, ClusterPolicy]:
-    """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. Raises
-    ClusterError."""
+def join(
+    pool: Pool, config: Config, turns: Turns | None = None, longest_prompt: int | None = None
+) -> tuple[ClusterRollout, ClusterPolicy]:
+    """Return the rollout and the policy of a pool's workers, after all present workers have the same policy. With the
+    tokens of the longest prompt, also check that an update fits their memory. Raises ClusterError or ConfigError."""
     try:
         cluster = config.cluster
         crew = Crew(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
@@ -129,6 +131,8 @@ def join(pool: Pool, config: Config, turns: Turns | None = None) -> tuple[Cluste
         policy.sha256()  # waits until all have started, because a rendezvous has a short timeout
         if config.train.shard:
             coordinator.shard_policy()
+        if longest_prompt is not None:
+            crew.everyone("dry_run", longest_prompt)
     except BaseException:
         pool.close()
         raise

@@ -27,7 +27,8 @@ from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine
 from tlt.metrics import peak_memory
-from tlt.rl.choose import make_policy, weights_folder
+from tlt.rl.choose import make_policy
+from tlt.rl.dry_run import dry_run
 from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
 from tlt.rl.parity import take_weights
 from tlt.rl.sharded import ShardedPolicy
@@ -118,9 +119,10 @@ class Worker:
         """`folder` holds the policy to start from. `meets` is where all workers can meet: a folder that they share on
         one machine, or this machine's address in the cluster."""
         self.config, self.index, self._meets, self._join = config, index, meets, join
-        self.target = open_target(config, weights_folder(config, folder), trains=True)
+        self.target = open_target(config, None)
         layer = starting_drafter(config, self.target.options)
         self.policy = make_policy(config, folder)
+        take_weights(self.target, self.policy, version=0)
         trainer = spot_trainer(layer, self.target, self.policy, config, index) if layer else None
         self.spot = SpotWorker(trainer, lambda layer: self.engine.draft_with(layer))
         self.tracer = Tracer()
@@ -128,7 +130,6 @@ class Worker:
         self.store = self.engine.store
         self.plain = self.engine.plain_beside()
         self.device = torch_device(config.model)
-        take_weights(self.target, self.policy, version=0)
         self._rollout = -1
         self._told: dict[int, int] = {}  # by seed, number of tokens reported so far
         self._group: tuple[Any, ProcessGroup] | None = None
@@ -229,6 +230,11 @@ class Worker:
         need it. Raises GroupBroken."""
         assert isinstance(self.policy, ShardedPolicy)
         self.policy.shard_over(self._group_at(rendezvous, rank, size))
+
+    def dry_run(self, longest_prompt: int) -> None:
+        """Raise ConfigError if an update does not fit the memory."""
+        self.engine.release()
+        dry_run(self.policy, self.config, longest_prompt)
 
     def early_update(
         self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf

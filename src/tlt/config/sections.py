@@ -227,7 +227,9 @@ class TrainConfig(Section):
     with train.shard, because a pass needs all workers then, or with train.kl_in = 'reward'. A worker whose memory does
     not suffice next to the key-value cache goes on without it, and the log says so."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
-    """Number of tokens in one forward and backward pass, gaps of the packing included."""
+    """Number of tokens in one forward and backward pass, gaps of the packing included. Before the first step a pass of
+    this size is tried on a CUDA device, and estimated on the CPU. If it does not fit the memory, the run ends and names
+    the field to lower."""
     logits_mb: int = Field(default=256, gt=0)
     """Size of the logits computed at once, in MiB. If the logits need several chunks, each is computed again for the
     gradient. A chunk needs about four times this memory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from tlt.config import Config, EngineConfig, SpeculationConfig, section_of
 from tlt.draft.ahead import Ahead
 from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import adaptive_engine, prompt_number, recipe_of
-from tlt.integrations.trl_terms import law_of, prompts_of, refuse, refuse_impossible, refuse_version
+from tlt.integrations.trl_terms import TESTED, law_of, prompts_of, refuse, refuse_impossible
+from tlt.integrations.trl_tools import ToolTurns, has_tools
 from tlt.integrations.trl_weights import Trained
+from tlt.integrations.versions import refuse_version
 from tlt.models.choose import decoder_for
 from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed
@@ -44,7 +47,7 @@ class Rollout:
         speculation: SpeculationConfig | Mapping[str, Any] | None = None,
         engine: EngineConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        refuse_version()
+        refuse_version("trl", "TRL", TESTED)
         self.speculation = section_of(SpeculationConfig, speculation, "speculation")
         self.engine = section_of(EngineConfig, engine, "engine")
         self._process: _Process | None = None
@@ -52,14 +55,18 @@ class Rollout:
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """A completion for each prompt, which TRL has repeated already. Called in every process, once a generation
         batch; what it draws from torch's global generators, which shuffle TRL's data, is drawn from copies."""
-        device = trainer.accelerator.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _copied_random_state(trainer):
             if self._process is None:
                 refuse(trainer, self.engine)
                 self._process = _Process(trainer, self.speculation, self.engine)
             if trainer is not self._process.trained.trainer:
                 raise UnsupportedError("this Rollout decodes for another trainer: make a Rollout() for each trainer")
             return self._process.complete(prompts, trainer)
+
+
+def _copied_random_state(trainer: Any) -> AbstractContextManager[None]:
+    device = trainer.accelerator.device
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 class _Process:
@@ -76,15 +83,16 @@ class _Process:
         made, self.training = adaptive_engine(config, self.target, trainer.processing_class, resumed)
         self.others = _Others(trainer.accelerator.num_processes)
         self.rollout = LocalRollout(made, self.training, steps_ahead(speculation))
+        self.tools = ToolTurns(trainer, self._next_turn) if has_tools(trainer) else None
 
     def complete(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         began = time.perf_counter()
         self._sync(trainer)
         synced = time.perf_counter()
         requests = self._requests(prompts, trainer)
-        responses, stats = self.rollout.generate(requests, lambda response: None)
-        if not trainer.model.training:  # the next evaluation asks the same with the same seeds
-            self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
+        responses, stats = self._decode(requests, trainer)
+        if self.tools:
+            self.tools.begin(requests, responses)
         decoded = time.perf_counter()
         self.others.wait(self.training.train_until)
         waited = time.perf_counter()
@@ -93,6 +101,21 @@ class _Process:
         for name, value in _metrics(stats, seconds, self.training).items():
             trainer._log_metric(f"tlt/{name}", value)  # what TRL gives to reward functions as `log_metric`
         return _completions(requests, responses)
+
+    def _decode(self, requests: Sequence[Request], trainer: Any) -> tuple[list[Response], RolloutStats]:
+        """Return the responses in the order of the requests."""
+        responses, stats = self.rollout.generate(requests, lambda response: None)
+        if not trainer.model.training:  # the next evaluation asks the same with the same seeds
+            self.rollout.remember(Ahead.of(response, self.updates, ended=True) for response in responses)
+        by_seed = {response.request.seed: response for response in responses}
+        return [by_seed[request.seed] for request in requests], stats
+
+    def _next_turn(self, requests: Sequence[Request]) -> list[Response]:
+        """Decode what follows tool results. Other processes may have fewer turns, so this does not wait for them."""
+        with _copied_random_state(self.trained.trainer):
+            responses, _ = self._decode(requests, self.trained.trainer)
+        self.rollout.release()
+        return responses
 
     def _sync(self, trainer: Any) -> None:
         if self._take_weights(trainer):
@@ -173,12 +196,10 @@ def _config(trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) 
 def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> dict[str, Any]:
     """As TRL wants them: in the order of the prompts, the end token included, with log-probs that are comparable with
     its own."""
-    by_seed = {response.request.seed: response for response in responses}
-    in_order = [by_seed[request.seed] for request in requests]
     return {
         "prompt_ids": [list(request.prompt.token_ids) for request in requests],
-        "completion_ids": [response.token_ids for response in in_order],
-        "logprobs": [response.full_logprobs for response in in_order],
+        "completion_ids": [list(response.token_ids) for response in responses],
+        "logprobs": [list(response.full_logprobs) for response in responses],  # TRL appends those of tool results
     }
 
 

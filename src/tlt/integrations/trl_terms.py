@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,27 +10,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tlt.config import EngineConfig
 from tlt.integrations import UnsupportedError
+from tlt.integrations.trl_tools import has_tools, refuse_other_methods
 from tlt.types import SamplingParams
-from tlt_rl import install_hint
-
-log = logging.getLogger(__name__)
 
 TESTED = ((1, 16), (1, 16))
 """the first and the last minor version of TRL that the tests were run with"""
-
-
-def refuse_version() -> None:
-    """Raises UnsupportedError for a TRL that is too old; one that is newer than those tested is told of."""
-    try:
-        version = importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(f"TRL is not installed: {install_hint('trl')}") from None
-    first, last = (".".join(map(str, number)) for number in TESTED)
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if found < TESTED[0]:
-        raise UnsupportedError(f"TRL {version} is too old: tlt works inside {first} to {last}, {install_hint('trl')}")
-    if found > TESTED[1]:
-        log.warning("TRL %s is newer than those that tlt was tested inside of, %s to %s", version, first, last)
 
 
 def refuse(trainer: Any, engine: EngineConfig) -> None:
@@ -44,8 +26,6 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
         (args.repetition_penalty != 1.0, "repetition_penalty", "set it to 1.0"),
         (args.generation_kwargs, "generation_kwargs", "leave them out"),
         (getattr(args, "cache_implementation", None), "cache_implementation", "leave it out"),
-        (trainer.tools, "tools", "leave them out, or rollout_func"),
-        (getattr(trainer, "environment_factories", None), "environment_factory", "leave it out, or rollout_func"),
         (args.use_vllm, "use_vllm", "set it to False: tlt decodes; docs/vllm.md has tlt inside vLLM"),
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching", "set it to False"),
         (args.fp16 or model.dtype == torch.float16, "fp16", "set bf16=True, and load the model in bfloat16 or float32"),
@@ -70,6 +50,8 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
     ):
         if asked:
             raise UnsupportedError(f"tlt inside TRL does not do {what}: {remedy}")
+    if has_tools(trainer):
+        refuse_other_methods(trainer)
 
 
 def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
@@ -81,6 +63,8 @@ def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
     parts = [message["content"] for messages in prompts for message in messages]
     if any(isinstance(part, list) and any(piece.get("type") != "text" for piece in part) for part in parts):
         raise UnsupportedError("tlt inside TRL does not do images: leave rollout_func out")
+    if has_tools(trainer):  # each prompt with the tools of its environment
+        return [tuple(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
     rendered = tokenizer.apply_chat_template(
         conversation=list(prompts),
         chat_template=trainer.chat_template,

@@ -21,7 +21,8 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from tlt.integrations import UnsupportedError
 from tlt.integrations.verl_server import Server
-from tlt.integrations.verl_terms import refuse
+from tlt.integrations.verl_terms import TESTED, refuse
+from tlt.integrations.versions import refuse_version
 
 
 class ServerAdapter(BaseRollout):
@@ -79,6 +80,7 @@ class Replica(RolloutReplica):
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
+        refuse_version("verl", "verl", TESTED)
         refuse(self.config)
 
     async def launch_servers(self) -> None:

@@ -10,6 +10,9 @@ from tlt.integrations import UnsupportedError
 from tlt.sampling import request_seed
 from tlt.types import SamplingParams
 
+TESTED = ((0, 9), (0, 9))
+"""the first and the last minor version of verl that the tests were run with"""
+
 
 def refuse(rollout: Any) -> None:
     """Raises UnsupportedError for a section `actor_rollout_ref.rollout` that cannot be honoured."""

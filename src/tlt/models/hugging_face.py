@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tlt.files import read_json, telling
 from tlt.models.families import ModelError, refuse_byte_order_marks
 from tlt.models.generations import for_both_generations
+from tlt.models.weights import weight_files
 
 _GENERATION = "generation_config.json"
 
@@ -26,6 +27,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
         refuse_byte_order_marks(file.parent)
         with telling(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
             GenerationConfig.from_pretrained(folder)
+    weight_files(folder)  # transformers does not name a damaged file
     with telling(ModelError, f"{folder} cannot be loaded as a model to train"):
         found: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -34,10 +36,12 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
             attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by their names
             **experts_in(dtype),
         )
         model, loaded = found
-    for what, names in (("lack", loaded["missing_keys"]), ("hold", loaded["unexpected_keys"])):
+    odd = [f"another shape of {name}" for name, *_ in loaded["mismatched_keys"]]
+    for what, names in (("have", odd), ("lack", loaded["missing_keys"]), ("hold", loaded["unexpected_keys"])):
         if names:  # transformers would draw the former at random, and leave out the latter
             raise ModelError(
                 f"the weights in {folder} {what} {min(names)}, and do not fit its config.json: fetch or save it again"

@@ -4,7 +4,8 @@ digest."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,37 @@ _SINGLE = "model.safetensors"
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint folder, sharded if there is no single file, as transformers reads it. Raises
     ModelError; pickle files are never read."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with _opened(file) as shard:
+            tensors |= {key: shard.get_tensor(key) for key in shard.keys()}  # noqa: SIM118 - safe_open is no mapping
+    return tensors
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint folder. Raises ModelError if one is missing or its header is
+    damaged."""
     path = Path(folder)
     index = path / "model.safetensors.index.json"
     sharded = index.is_file() and not (path / _SINGLE).is_file()
     names = _shards(index) if sharded else [_SINGLE]
-    tensors: dict[str, Tensor] = {}
     for name in names:
-        file = path / name
-        if Path(name).name != name or not file.is_file():
+        if Path(name).name != name or not (path / name).is_file():
             raise ModelError(
                 f"{path} has no weights file {name}: tlt reads safetensors only (save the model with save_pretrained)"
             )
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for key in shard.keys():  # noqa: SIM118 - safe_open is no mapping
-                    tensors[key] = shard.get_tensor(key)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{file} is damaged ({error}): fetch or save it again") from None
-    return tensors
+        with _opened(path / name):
+            pass
+    return [path / name for name in names]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as shard:
+            yield shard
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{file} is damaged ({error}): fetch or save it again") from None
 
 
 def _shards(index: Path) -> list[str]:

@@ -17,8 +17,3 @@ def make_policy(config: Config, folder: str | Path | None = None) -> Policy:
     kind = ShardedPolicy if config.train.shard else AdaptedPolicy if config.train.lora.rank else Policy
     dtype, device = torch_dtype(config.model), torch_device(config.model)
     return kind(folder, dtype, device, config.train, config.rollout, reference=config.model.path)
-
-
-def weights_folder(config: Config, folder: str | Path) -> str | Path:
-    """Where weights lie that the policy in `folder` has, or had before its adapters."""
-    return config.model.path if config.train.lora.rank else folder

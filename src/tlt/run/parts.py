@@ -24,7 +24,8 @@ from tlt.loop import Parts, Rollout, Trainable
 from tlt.progress import working
 from tlt.rewards import make_reward, make_turns, refuse_special_tokens
 from tlt.rewards.turns import Turns
-from tlt.rl.choose import make_policy, weights_folder
+from tlt.rl.choose import make_policy
+from tlt.rl.dry_run import dry_run
 from tlt.rl.parity import take_weights
 from tlt.rl.teacher import spot_trainer
 from tlt.run.about import about_memory, about_model, about_prompts
@@ -67,25 +68,28 @@ def make_parts(
     note(about_model(config))
     note(about_memory(config))
     with working("start the policy and its workers"):
-        rollout, policy = (_one_worker if config.cluster.workers == 1 else _many_workers)(config, folder, turns)
+        start = _one_worker if config.cluster.workers == 1 else _many_workers
+        rollout, policy = start(config, folder, turns, max(len(prompt.token_ids) for prompt in prompts))
     tracer = MeteredTracer(Meter(one_machine=config.cluster.address is None))
     return Parts(prompts, cursor, rollout, reward, policy, sampling, tracer=tracer, turns=turns), policy
 
 
-def _one_worker(config: Config, folder: str | Path, turns: Turns) -> tuple[Rollout, Lasting]:
-    target = open_target(config, weights_folder(config, folder), trains=True)
+def _one_worker(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting]:
+    target = open_target(config, None)
     layer = starting_drafter(config, target.options)
     policy = make_policy(config, folder)
+    take_weights(target, policy, version=0)
     trainer = spot_trainer(layer, target, policy, config) if layer else None
     worker = SpotWorker(trainer, lambda layer: engine.draft_with(layer))
     engine = open_engine(config, target, layer, worker.harvest if layer else None)
-    take_weights(target, policy, version=0)
+    engine.release()
+    dry_run(policy, config, longest_prompt)
     training = OwnTraining(worker, config, target.options, layer)
     return LocalRollout(engine, training, steps_ahead(config.speculation), turns), policy
 
 
-def _many_workers(config: Config, folder: str | Path, turns: Turns) -> tuple[Rollout, Lasting]:
+def _many_workers(config: Config, folder: str | Path, turns: Turns, longest_prompt: int) -> tuple[Rollout, Lasting]:
     from tlt.cluster.remote import join
     from tlt.cluster.workers import RayPool  # Ray is an extra
 
-    return join(RayPool(config, folder), config, turns)
+    return join(RayPool(config, folder), config, turns, longest_prompt)

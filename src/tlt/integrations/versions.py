@@ -1,0 +1,31 @@
+"""Whether a trainer that tlt works inside of has a version that was tested."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+
+from tlt.integrations import UnsupportedError
+from tlt_rl import install_hint
+
+log = logging.getLogger(__name__)
+
+Version = tuple[int, int]
+"""major and minor number"""
+
+
+def refuse_version(package: str, name: str, tested: tuple[Version, Version]) -> None:
+    """Raise UnsupportedError if `package`, called `name`, is missing or older than the first tested version. Log a
+    warning if it is newer than the last one."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError(f"{name} is not installed: {install_hint(package)}") from None
+    first, last = (".".join(map(str, number)) for number in tested)
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < tested[0]:
+        raise UnsupportedError(
+            f"{name} {version} is too old: tlt works inside {first} to {last}, {install_hint(package)}"
+        )
+    if found > tested[1]:
+        log.warning("%s %s is newer than those that tlt was tested inside of, %s to %s", name, version, first, last)

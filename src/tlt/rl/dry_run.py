@@ -1,0 +1,214 @@
+"""A check before the first step: does the largest micro-batch of an update fit the memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tlt.config import Config, ConfigError
+from tlt.engine.memory import free_bytes
+from tlt.rl.batching import Layout
+from tlt.rl.logprobs import last_hidden
+from tlt.rl.policy import Policy
+from tlt.rl.shard_sum import Shard
+from tlt.types import TrainBatch
+
+_SHORT = 32  # tokens of a pass that is measured
+_LOGITS = 5  # times the memory of a chunk of logits that its gradient needs
+_LEAST_LOGITS = 32  # MiB that train.logits_mb may be lowered to
+_WRONG = 0.8  # of what an update needs by the estimate, if a device ran out of memory all the same
+
+
+def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
+    """Raise ConfigError, with the field to change, if the update's memory does not suffice. `longest_prompt` in tokens.
+
+    On a CUDA device the gradient of the largest micro-batch is computed and dropped. On the CPU, where the system would
+    end the process, a short pass says how much memory a token needs. No weight and no random state changes."""
+    asked = _Update.of(config, longest_prompt)
+    need = _Need.measured(policy, config)
+    free = _free(policy.device, config)
+    tries = policy.device.type == "cuda"
+    if _has_room(policy, need, asked) if tries else need.of(asked) <= free:
+        return
+    most = min(free, _WRONG * need.of(asked)) if tries else free
+    fitting = next((one for one in asked.smaller() if need.of(one) <= most), None)
+    remedy = f"set {fitting.changes(asked)}" if fitting else "train.lora.rank, a smaller model or more memory may help"
+    workers = config.cluster.workers
+    share = f" for each of {workers} workers" if workers > 1 else ""
+    raise ConfigError(
+        f"an update does not fit the memory of {policy.device}: with {asked.tokens:,} tokens in a micro-batch it needs "
+        f"about {need.of(asked) / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free{share}: {remedy}"
+    )
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The settings of an update that its memory depends on."""
+
+    prompt: int
+    """tokens of the longest prompt"""
+    new: int
+    """rollout.max_new_tokens"""
+    budget: int
+    """train.micro_batch_tokens, or fewer if a step has fewer"""
+    logits_mb: int
+    checkpoints: bool
+    """train.gradient_checkpointing"""
+
+    @staticmethod
+    def of(config: Config, longest_prompt: int) -> _Update:
+        rollout, train = config.rollout, config.train
+        most = rollout.prompts_per_step * rollout.group_size * (longest_prompt + rollout.max_new_tokens)
+        budget = min(train.micro_batch_tokens, most)
+        return _Update(longest_prompt, rollout.max_new_tokens, budget, train.logits_mb, train.gradient_checkpointing)
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.new
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the largest micro-batch. A sequence beyond the budget is one of its own."""
+        return max(self.budget, self.longest)
+
+    def smaller(self) -> Iterator[_Update]:
+        """Settings that need less memory, those that cost least first."""
+        last = self
+        for change in ({}, {"checkpoints": True}, {"logits_mb": min(self.logits_mb, _LEAST_LOGITS)}):
+            last = replace(last, **change)
+            for budget in (*_halves(self.budget, self.longest), min(self.budget, self.longest)):
+                yield replace(last, budget=budget)
+        for new in _halves(self.new // 2, 0):
+            yield replace(last, budget=min(self.budget, self.prompt + new), new=new)
+
+    def changes(self, before: _Update) -> str:
+        """Return the fields that differ, with their values."""
+        fields = {
+            "train.micro_batch_tokens": (self.budget, before.budget),
+            "train.gradient_checkpointing": (str(self.checkpoints).lower(), str(before.checkpoints).lower()),
+            "train.logits_mb": (self.logits_mb, before.logits_mb),
+            "rollout.max_new_tokens": (self.new, before.new),
+        }
+        return ", ".join(f"{name} = {now}" for name, (now, then) in fields.items() if now != then)
+
+
+def _halves(first: int, least: int) -> Iterator[int]:
+    while first > least:
+        yield first
+        first //= 2
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Memory that an update needs beyond what is in use, in bytes."""
+
+    fixed: int
+    """for gradients, moments and copies of the state"""
+    saved: float
+    """for each token, until its gradient is computed"""
+    logits: int
+    """of a token"""
+    layers: int
+    hidden: int
+    """of a token, between two layers"""
+
+    @staticmethod
+    def measured(policy: Policy, config: Config) -> _Need:
+        model = policy.model
+        width = 8 if model.dtype == torch.float64 else 4
+        with _without_checkpoints(model):
+            saved = (_saved_bytes(policy, 2 * _SHORT) - _saved_bytes(policy, _SHORT)) / _SHORT
+        return _Need(
+            fixed=_copies(policy, config) * _trained_bytes(policy),
+            saved=saved,
+            logits=model.config.vocab_size * width,
+            layers=max(1, len(_layers(model))),
+            hidden=model.config.hidden_size * width,
+        )
+
+    def of(self, update: _Update) -> float:
+        by_token = self.saved / self.layers + self.layers * self.hidden if update.checkpoints else self.saved
+        logits = min(update.tokens * self.logits, update.logits_mb * 2**20)
+        return self.fixed + by_token * update.tokens + _LOGITS * logits
+
+
+def _copies(policy: Policy, config: Config) -> int:
+    """Return how many times the trained weights' memory is needed: for gradients, two moments and, if a worker can be
+    lost, the state before the update, which is in host memory."""
+    keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
+    return 6 if keeps else 3
+
+
+def _trained_bytes(policy: Policy) -> int:
+    """Return the size of this member's part."""
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
+
+
+def _free(device: torch.device, config: Config) -> float:
+    """Return the bytes that are free for one worker."""
+    alone = device.type == "cpu" and config.cluster.address is None
+    return free_bytes(device) / (config.cluster.workers if alone else 1)
+
+
+def _saved_bytes(policy: Policy, tokens: int) -> int:
+    """Return the size of what a pass through all layers saves for its gradient, weights left out."""
+    found = dict[int, int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.arange(tokens, device=policy.device) % policy.model.config.vocab_size
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = last_hidden(policy.model, ids, policy.autocast)
+    weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
+    total = sum(size for place, size in found.items() if place not in weights)
+    del hidden  # it kept all that was saved, so no two storages had one place
+    return total
+
+
+def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
+    """Compute the gradient of the largest micro-batch, next to memory for the moments."""
+    rows = -(-update.budget // update.longest)
+    length = max(update.budget // rows, update.longest if rows == 1 else 0)
+    new = min(update.new, length - 1)
+    batch = TrainBatch([(0,) * (length - new)] * rows, [[0] * new] * rows, [1.0] * rows, [[0.0] * new] * rows)
+    micro = policy.packer.pack(batch, Layout([[row] for row in range(rows)]))
+    try:
+        moments = torch.empty(2 * need.fixed // 3, dtype=torch.uint8, device=policy.device)
+        policy.sums.add(policy.sums.begin(Shard(0, batch, list(range(rows)))), micro)
+        del moments
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        policy.sums.forget()
+        if policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _layers(model: Any) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def _without_checkpoints(model: Any) -> Iterator[None]:
+    """Save all that a pass computes, because what is recomputed in the backward pass cannot be measured."""
+    before = [(layer, layer.training) for layer in _layers(model)]
+    for layer, _ in before:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer, training in before:
+            layer.training = training

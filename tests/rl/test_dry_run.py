@@ -1,0 +1,187 @@
+"""Whether an update fits the memory, on made-up amounts of free memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_weights, tiny_config, tiny_model
+from tlt.run.train.train.train import train as run
+from torch.profiler import ProfilerActivity, profile
+
+from tlt.config import Config, ConfigError
+from tlt.rl import dry_run as module
+from tlt.rl.batching import MicroBatch
+from tlt.rl.choose import make_policy as policy_of
+from tlt.rl.dry_run import dry_run
+from tlt.rl.logprobs import last_hidden
+from tlt.rl.policy import Policy
+from tlt.run.display import Display
+
+MIB = 2**20
+PROMPT = 100
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    save_weights(tiny_model(home / "model"), layers=4)
+    return home
+
+
+def config_of(home: Path, *, micro: int = 4096, new: int = 400, **train: Any) -> Config:
+    settings = {"micro_batch_tokens": micro, **train}
+    rollout = {"prompts_per_step": 8, "group_size": 8, "max_new_tokens": new}
+    return tiny_config(home, train=settings, rollout=rollout, model={"dtype": "float32"})
+
+
+def refusal(home: Path, monkeypatch: pytest.MonkeyPatch, free: float, config: Config) -> str:
+    """Return the sentence, or nothing if the update fits."""
+    monkeypatch.setattr(module, "free_bytes", lambda device: free)
+    try:
+        dry_run(policy_of(config), config, PROMPT)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def proposed(sentence: str) -> dict[str, Any]:
+    """Fields of `sections.train` and of the rollout that a sentence names, with the values."""
+    found = dict(re.findall(r"(\w+) = (\w+)", sentence.rpartition(": ")[2]))
+    names = {"micro_batch_tokens": "micro", "max_new_tokens": "new"}
+    return {
+        names.get(name, name): value == "true" if value in ("true", "false") else int(value)
+        for name, value in found.items()
+    }
+
+
+def test_what_a_pass_saves_is_what_it_leaves_allocated(home: Path) -> None:
+    """By the allocator of torch."""
+    policy = policy_of(config_of(home))
+    ids = torch.arange(64) % policy.model.config.vocab_size
+    last_hidden(policy.model, ids, policy.autocast)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        hidden = last_hidden(policy.model, ids, policy.autocast)
+    left = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+    assert hidden.requires_grad
+    assert module._saved_bytes(policy, 64) == pytest.approx(left, rel=0.05)
+
+
+def test_gradient_checkpoints_do_not_hide_what_a_pass_saves(home: Path) -> None:
+    plain, saving = (policy_of(config_of(home, gradient_checkpointing=on)) for on in (False, True))
+    config = config_of(home)
+    assert module._Need.measured(saving, config).saved == module._Need.measured(plain, config).saved
+    assert any(layer.training for layer in module._layers(saving.model)), "they are on again"
+
+
+def test_enough_memory_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not refusal(home, monkeypatch, 10_000 * MIB, config_of(home))
+
+
+def test_the_cheapest_change_is_proposed_and_holds(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set[tuple[str, ...]]()
+    for free in (60, 30, 15, 8, 6, 5, 4, 3, 2):
+        sentence = refusal(home, monkeypatch, free * MIB, config_of(home))
+        change = proposed(sentence)
+        if "=" in sentence:
+            seen.add(tuple(change))
+            assert not refusal(home, monkeypatch, free * MIB, config_of(home, **change)), sentence
+    assert ("micro",) in seen
+    assert ("micro", "gradient_checkpointing") in seen
+    assert any("new" in fields for fields in seen)
+
+
+def test_a_model_that_does_not_fit_at_all_gets_another_remedy(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "train.lora.rank" in refusal(home, monkeypatch, 1000, config_of(home))
+
+
+def test_a_batch_smaller_than_a_micro_batch_needs_less(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 responses of up to 110 tokens are 7,040 tokens, whatever the budget is."""
+    needs = [refusal(home, monkeypatch, 0, config_of(home, micro=micro, new=10)) for micro in (7040, 10**6)]
+    assert needs[0].partition("free")[0] == needs[1].partition("free")[0]
+
+
+def test_each_worker_of_a_machine_has_its_share(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps a copy of weights and moments during an update, so that another may be lost."""
+    config = config_of(home)
+    two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": 2})})
+    policy = policy_of(config)
+    one_need, two_need = (module._Need.measured(policy, each) for each in (config, two))
+    weights = sum(p.nbytes for p in policy.model.parameters())
+    assert (one_need.fixed, two_need.fixed) == (3 * weights, 6 * weights)
+    need = two_need.of(module._Update.of(two, PROMPT))
+    assert not refusal(home, monkeypatch, 2 * need, two)
+    assert "for each of 2 workers" in refusal(home, monkeypatch, 2 * need - 2, two)
+
+
+# -- on a device, whose gradient is computed ---------------------------------------------------------------------------
+
+
+def passes(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
+    """Micro-batches of which gradients are computed."""
+    found: list[MicroBatch] = []
+    real = policy._backward
+
+    def backward(to: Any, micro: MicroBatch) -> None:
+        real(to, micro)
+        found.append(micro)
+
+    monkeypatch.setattr(policy.sums, "add", backward)
+    return found
+
+
+@pytest.mark.parametrize(("micro", "new", "shape"), [(256, 28, (2, 128)), (100, 60, (1, 160)), (320, 60, (2, 160))])
+def test_the_largest_micro_batch_leaves_nothing_behind(
+    home: Path, monkeypatch: pytest.MonkeyPatch, micro: int, new: int, shape: tuple[int, int]
+) -> None:
+    config = config_of(home, micro=micro, new=new)
+    policy = policy_of(config)
+    found, before, random = passes(policy, monkeypatch), policy.sha256(), torch.get_rng_state()
+    assert module._has_room(policy, module._Need.measured(policy, config), module._Update.of(config, PROMPT))
+    assert [tuple(batch.input_ids.shape) for batch in found] == [shape]
+    assert policy.sha256() == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not policy.sums.early
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    assert policy.updated == 0.0
+
+
+def test_a_device_that_runs_out_of_memory_names_a_field(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate said that the update fits."""
+    config = config_of(home)
+    policy = policy_of(config)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(policy.sums, "add", fail)
+    assert not module._has_room(policy, module._Need.measured(policy, config), module._Update.of(config, PROMPT))
+    assert not policy.sums.early
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_device_is_believed_and_not_the_estimate(home: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
+    need = module._Need(fixed=MIB, saved=1000.0, logits=10, layers=2, hidden=4)
+    monkeypatch.setattr(module, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(module._Need, "measured", lambda policy, config: need)
+    monkeypatch.setattr(module, "_has_room", lambda policy, need, update: has_room)
+    policy: Any = SimpleNamespace(device=torch.device("cuda"))
+    if has_room:
+        dry_run(policy, config_of(home), PROMPT)
+    else:
+        with pytest.raises(ConfigError, match=r"memory of cuda.* set train\.micro_batch_tokens = 2048$"):
+            dry_run(policy, config_of(home), PROMPT)
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    with pytest.raises(ConfigError, match="an update does not fit the memory of cpu"):
+        run.train(tiny_config(tmp_path), display=Display())
+    assert not (tmp_path / "run" / "config.json").exists()
