@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl families mutants lint clean
+.PHONY: all demo real test test-slow vllm test-vllm trl test-trl verl test-verl verifiers test-verifiers families mutants lint clean
 all: $(STAMP)
 
 # torch first and pinned: an unpinned resolve would fetch gigabytes of CUDA packages.
@@ -72,6 +72,18 @@ verl: .venv-verl/.installed
 
 test-verl: verl
 	OMP_NUM_THREADS=1 $(VERL)/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_terms.py
+
+# verifiers in an environment of its own, and tlt inside it.
+VERIFIERS := .venv-verifiers/bin
+verifiers: .venv-verifiers/.installed
+.venv-verifiers/.installed: pyproject.toml
+	test -x $(VERIFIERS)/python || $(PYTHON) -m venv .venv-verifiers
+	$(VERIFIERS)/pip install -q torch==2.13.0
+	$(VERIFIERS)/pip install -q -e '.[verifiers]' pytest==9.2.0
+	touch $@
+
+test-verifiers: verifiers
+	OMP_NUM_THREADS=1 $(VERIFIERS)/python -m pytest tests/rewards/test_verifiers.py
 
 # Which families of transformers are decoded token for token: all take half an hour; ARGS="gemma3_text mixtral" for some.
 families: all

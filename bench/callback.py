@@ -18,12 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 from rich.console import Console
-from tlt.run.train.train import train
 
 from tlt.cluster.crew import Crew
 from tlt.config import load_config
 from tlt.metrics import provenance, write_json
 from tlt.run.display import Display
+from tlt.run.train import train
 
 
 def measure(recipe: Path, workers: int, steps: int, overrides: list[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ PATIENCE = 4.0  # seconds: cluster.patience
 _GONE_WITHIN = 20.0  # seconds for all processes and folders of an ended run to go
 _HOOKS = ROOT / "bench" / "faults"
 _WORKER, _COORDINATOR = "tlt.cluster.worker:Worker.", "tlt.cluster.coordinator:Coordinator."
-_EVALUATION = "tlt.run.train.train:_evaluate"
+_EVALUATION = "tlt.run.train:_evaluate"
 
 
 def recipe_of(home: Path, way: str, steps: int, buffer_tokens: int = 200_000, **kept: int) -> Path:

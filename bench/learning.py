@@ -1,11 +1,12 @@
 """Tests that a recipe learns, and learns from its rewards. Each seed is trained twice: as it is, and with shuffled
 rewards.
 
-    python bench/learning.py [--recipe FILE] [--seeds 3] [--json FILE] [--section.key value ...]
+    python bench/learning.py [--recipe FILE ...] [--seeds 3] [--json FILE] [--section.key value ...]
 
 The test holds if, for every seed, the mean reward of the last tenth of steps is at least 0.2 above that of the first
 tenth, and held-out accuracy rises as well; and if the mean reward rises by less than 0.05 when each step's rewards are
-shuffled between its responses.
+shuffled between its responses. A recipe whose data is a file without held-out prompts is judged by the mean reward
+alone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from tlt.config import Config, load_config
+from tlt.metrics import provenance, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RISE, NO_RISE = 0.2, 0.05
@@ -36,6 +38,9 @@ class Shuffled:
     def submit(self, response: Any) -> None:
         self.reward.submit(response)
 
+    def settle(self, responses: Sequence[Any]) -> bool:
+        return False  # a reward is known when all of its step are
+
     def close(self) -> None:
         self.reward.close()
 
@@ -47,7 +52,7 @@ class Shuffled:
             response.reward, response.outcome = result
 
 
-def run(config: Config, shuffled: bool) -> dict[str, Any]:
+def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
     from rich.console import Console
 
     from tlt.run import parts, train
@@ -62,9 +67,10 @@ def run(config: Config, shuffled: bool) -> dict[str, Any]:
     with patch.object(parts, "make_reward", reward):
         summary = train(config, False, Display(Console(file=sys.stderr)))
     mean = f"mean@{config.eval.samples}"
-    first, last = summary["eval_first"][mean], summary["eval_last"][mean]
+    first, last = summary["eval_first"].get(mean), summary["eval_last"].get(mean)
     rise = summary["reward_last_tenth"] - summary["reward_first_tenth"]
     return {
+        "recipe": recipe,
         "seed": config.run.seed,
         "shuffled": shuffled,
         "reward_first_tenth": summary["reward_first_tenth"],
@@ -72,42 +78,47 @@ def run(config: Config, shuffled: bool) -> dict[str, Any]:
         "rise": rise,
         "held_out_first": first,
         "held_out_last": last,
-        "holds": rise < NO_RISE if shuffled else rise >= RISE and last > first,
+        "holds": rise < NO_RISE if shuffled else rise >= RISE and (first is None or last > first),
         "seconds": summary["seconds"]["total"],
         "policy_sha256": summary["policy_sha256"],
     }
 
 
+def runs_of(recipe: Path, seeds: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the result of each run of a recipe."""
+    for seed in range(seeds):
+        for shuffled in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                config = load_config(recipe, [*overrides, "--run.seed", str(seed), "--run.folder", folder])
+                if config.data.tasks or config.eval.path:  # before the first step, and at the end
+                    held_out = config.eval.model_copy(update={"every": config.train.steps})
+                    config = config.model_copy(update={"eval": held_out})
+                yield run(recipe.name, config, shuffled)
+
+
+def shown(row: dict[str, Any]) -> str:
+    first, last = row["held_out_first"], row["held_out_last"]
+    held_out = "" if first is None else f", held out {first:.3f} to {last:.3f}"
+    return (
+        f"{row['recipe']}, seed {row['seed']}{', rewards shuffled' if row['shuffled'] else ''}: reward "
+        f"{row['reward_first_tenth']:.3f} to {row['reward_last_tenth']:.3f}{held_out}: "
+        f"{'holds' if row['holds'] else 'DOES NOT HOLD'}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "quickstart.toml"))
+    parser.add_argument("--recipe", type=Path, nargs="+", default=[ROOT / "recipes" / "quickstart.toml"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments, overrides = parser.parse_known_args()
     rows = []
-    for seed in range(arguments.seeds):
-        for shuffled in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                own = ["--run.seed", str(seed), "--run.folder", folder]
-                config = load_config(arguments.recipe, [*overrides, *own])
-                held_out = config.eval.model_copy(
-                    update={"every": config.train.steps}
-                )  # before the first step, and at the end
-                row = run(config.model_copy(update={"eval": held_out}), shuffled)
+    for recipe in arguments.recipe:
+        for row in runs_of(recipe, arguments.seeds, overrides):
             rows.append(row)
-            print(
-                f"seed {seed}{', rewards shuffled' if shuffled else ''}: reward {row['reward_first_tenth']:.3f} to "
-                f"{row['reward_last_tenth']:.3f}, held out {row['held_out_first']:.3f} to {row['held_out_last']:.3f}: "
-                f"{'holds' if row['holds'] else 'DOES NOT HOLD'}",
-                flush=True,
-            )
-    if arguments.json:
-        from tlt.metrics import provenance, write_json
-
-        write_json(
-            arguments.json,
-            {"recipe": Path(arguments.recipe).name, "overrides": overrides, "runs": rows, **provenance()},
-        )
+            print(shown(row), flush=True)
+            if arguments.json:
+                write_json(arguments.json, {"overrides": overrides, "runs": rows, **provenance()})
     sys.exit(0 if all(row["holds"] for row in rows) else 1)
 
 

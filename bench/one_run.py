@@ -8,13 +8,13 @@ from pathlib import Path
 
 import forks
 import torch
-from tlt.run.train.train import train
 from turns import Pausing, TakingTurns, Turn, over_pipes
 
 from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.workers import RayPool
 from tlt.config import parse_config
 from tlt.loop import Rollout, StepResult
+from tlt.run.train import train
 from tlt.stopping import Stopped
 
 

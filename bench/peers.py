@@ -80,11 +80,11 @@ def run(name: str, recipe: str, steps: int, tokens: int) -> dict[str, Any]:
 
 def alone(config: Any, folder: str, speculation: dict[str, Any]) -> dict[str, Any]:
     from rich.console import Console
-    from tlt.run.train.train import train
 
     from tlt.config import SpeculationConfig, section_of
     from tlt.metrics import read_metrics
     from tlt.run.display import Display
+    from tlt.run.train import train
 
     run_section = config.run.model_copy(update={"folder": f"{folder}/run", "save_every": 0})
     speculation_section = section_of(SpeculationConfig, speculation, "speculation")

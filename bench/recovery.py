@@ -177,10 +177,10 @@ def write_recipe(home: Path, **sections: dict[str, Any]) -> Path:
 def train_here(recipe: Path, folder: Path, resume: bool = False, steps: int = STEPS, keep: int = 2) -> dict[str, Any]:
     """Do a run in this process; returns its summary."""
     from rich.console import Console
-    from tlt.run.train.train import train
 
     from tlt.config import load_config
     from tlt.run.display import Display
+    from tlt.run.train import train
 
     overrides = ["--run.folder", str(folder), "--train.steps", str(steps), "--run.keep", str(keep)]
     config = load_config(recipe, overrides)

@@ -31,6 +31,7 @@ SURFACE = {
     "scores, advantage=None, decoded, proposed='', old_logprobs=None, answer='', replies)",
     "SamplingParams": "(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=512, stop_token_ids=(), stop_strings=(), "
     "continues=False)",
+    "Tools": "()",
     "TrainBatch": "(prompt_ids, response_ids, advantages, rollout_logprobs, rewards, old_logprobs, masked, masks)",
     "load_config": "(recipe, overrides=())",
     "load_engine": "(model, speculation=None, engine=None, longest=None)",

@@ -18,11 +18,11 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_tree
-from tlt.run.train.train import train
 from transformers import MistralConfig, MistralForCausalLM
 
 from tlt.cli import main
 from tlt.run.display import Display
+from tlt.run.train import train
 
 
 class Case:

@@ -19,11 +19,11 @@ import pytest
 from pydantic import BaseModel
 from rich.console import Console
 from tiny import tiny_tree
-from tlt.run.train.train import train
 
 from tlt.config import Config, ConfigError, parse_config
 from tlt.config.section import Section
 from tlt.run.display import Display
+from tlt.run.train import train
 
 WHOLE = 2**63 - 1  # the largest number that a recipe may hold
 NOT_TRIED = {

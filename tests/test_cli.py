@@ -273,7 +273,7 @@ def test_progress_is_shown_to_people_alone(
     recipe: str, monkeypatch: pytest.MonkeyPatch, options: list[str], is_shown: bool
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr("tlt.run.train.train.train", lambda *others, **named: seen.append(progress._is_shown) or {})
+    monkeypatch.setattr("tlt.run.train.train", lambda *others, **named: seen.append(progress._is_shown) or {})
     monkeypatch.setattr(Display, "end", lambda self, summary, folder: None)
     monkeypatch.setattr(OneLine, "end", lambda self, summary, folder: None)
     monkeypatch.setattr(JsonLines, "end", lambda self, summary, folder: None)
@@ -409,7 +409,7 @@ def test_a_lack_of_memory_is_one_sentence(
             error.add_note("saved after step 3: go on with --resume")
             raise
 
-    monkeypatch.setattr("tlt.run.train.train.train", train)
+    monkeypatch.setattr("tlt.run.train.train", train)
     assert exit_code("train", recipe) == 75
     (said,) = capsys.readouterr().err.splitlines()
     assert re.match(

@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tiny import tiny_tree
-from tlt.run.train.train import train
 
 from tlt.cli import main
 from tlt.config import Config, ConfigError, load_config
 from tlt.run.display import Display
+from tlt.run.train import train
 from tlt.store.checkpoint import CheckpointError, latest
 
 TIMES = int(os.environ.get("TLT_FUZZ", "1"))

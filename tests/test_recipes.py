@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from scipy import integrate, stats
 from tiny import tiny_model
-from tlt.run.train.train import train
 
 from tlt.config import load_config
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
 from tlt.run.display import Display
+from tlt.run.train import train
 from tlt.types import Prompt
 
 FOLDER = Path(__file__).parent.parent / "recipes"

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from tlt.config import load_config
 from tlt.models.weights import read_safetensors
+from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
-from tlt.run.train import train as run_module
 from tlt.store.checkpoint import CheckpointError, latest
 
 ROOT = Path(__file__).parent.parent

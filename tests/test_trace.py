@@ -13,8 +13,8 @@ from rich.console import Console
 from tiny import tiny_config
 
 from tlt.metrics import read_metrics, useful_share
+from tlt.run import train as run
 from tlt.run.display import Display
-from tlt.run.train import train as run
 from tlt.trace import IDLE, ROLLOUT, SPOT, STATES, UPDATE, Span, TraceError, TraceFile, Tracer, seconds_by_state
 
 

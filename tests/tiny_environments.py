@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tlt import Tools
+
 
 class Echo:
     """Replies with the letters of the turn, each one further in the alphabet; an episode has up to three turns."""
@@ -40,6 +42,18 @@ class AsyncEcho(Echo):
     async def step(self, text: str) -> tuple[str, bool, float]:  # type: ignore[override]
         await asyncio.sleep(0.2)
         return super().step(text)
+
+
+class Nap:
+    """The turn is the number of seconds that it takes."""
+
+    def reset(self, prompt: Any) -> None:
+        self.turns = 0
+
+    async def step(self, text: str) -> tuple[str, bool, float]:
+        await asyncio.sleep(float(text))
+        self.turns += 1
+        return f"turn {self.turns}", False, 0.0
 
 
 class Slow(Echo):
@@ -75,6 +89,8 @@ class Trouble:
                 return "\ud800", False, 0.0
             case "nan":
                 return "", False, float("nan")
+            case "odd scores":
+                self.scores = {"calls": "many"}
             case "huge":
                 return "", True, 3e38
             case "megabyte":
@@ -84,6 +100,37 @@ class Trouble:
             case "allocate":
                 return "x" * 2**33, False, 0.0
         return f"turn {self.turns}", False, 0.5
+
+
+def add(first: int, second: int) -> int:
+    """Add two numbers.
+
+    Args:
+        first: A number.
+        second: Another number.
+    """
+    return first + second
+
+
+def look_up(word: str, table: dict[str, str] | None = None) -> dict[str, str]:
+    """Look a word up.
+
+    Args:
+        word: The word.
+        table: Where to look.
+    """
+    return {"found": (table or {"é": "e"})[word]}
+
+
+class Desk(Tools):
+    tools = (add, look_up)
+
+    def score(self, prompt: Any, answer: str) -> float:
+        return float(answer.endswith(str(prompt.data["answer"])))
+
+
+class Undescribed(Desk):
+    tools = (lambda word: word,)
 
 
 class NoStep:

@@ -48,11 +48,11 @@ POINTS = {
     "tlt.spot.schedule": ("Schedule.trained", "Schedule.publishes"),
     "tlt.spot.saving": ("flush",),
     "tlt.store.checkpoint": ("flush",),
-    "tlt.run.train.train.train": ("_evaluate",),
+    "tlt.run.train": ("_evaluate",),
     "tiny_rewards": ("share_of_low_bytes",),
 }
 """module -> functions and methods in it, which are called there"""
-_OF_THE_DRIVER = ("tlt.run.train.train:_evaluate",)
+_OF_THE_DRIVER = ("tlt.run.train:_evaluate",)
 """which the other processes are to know of"""
 _HOME = os.environ.get("TLT_FAULTS", "")
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from tlt.commands.drafting import train_drafter
     from tlt.config import Config, load_config
     from tlt.engine.engine import Engine
+    from tlt.rewards.tools import Tools
     from tlt.rl.choose import make_policy
     from tlt.rl.policy import Policy
-    from tlt.run.train.train import train
+    from tlt.run.train import train
     from tlt.sampling import make_requests
     from tlt.types import Prompt, Request, Response, SamplingParams, TrainBatch
 
@@ -35,6 +36,7 @@ __all__ = [
     "Request",
     "Response",
     "SamplingParams",
+    "Tools",
     "TrainBatch",
     "load_config",
     "load_engine",
@@ -49,9 +51,10 @@ _HOMES = {
     "tlt.config": ("Config", "load_config"),
     "tlt.commands.drafting": ("train_drafter",),
     "tlt.engine.engine": ("Engine",),
+    "tlt.rewards.tools": ("Tools",),
     "tlt.rl.choose": ("make_policy",),
     "tlt.rl.policy": ("Policy",),
-    "tlt.run.train.train": ("train",),
+    "tlt.run.train": ("train",),
     "tlt.sampling": ("make_requests",),
     "tlt.types": ("Prompt", "Request", "Response", "SamplingParams", "TrainBatch"),
 }

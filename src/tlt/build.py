@@ -30,6 +30,7 @@ from tlt.models.choose import decoder_for, folder_weights
 from tlt.models.decoder import Decoder
 from tlt.models.families import DecoderOptions, ModelError, decoder_options, read_config
 from tlt.progress import working
+from tlt.rewards.tools import with_tools
 from tlt.spot.buffer import Harvest, Transcript
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_model
@@ -227,7 +228,7 @@ class Workplace(NamedTuple):
 
 def open_workplace(config: Config) -> Workplace:
     """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer, config = load_tokenizer(config.model.path), with_tools(config)
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)
     target = _load_target(config.model, config.model.path)

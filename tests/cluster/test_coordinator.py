@@ -27,8 +27,8 @@ from tlt.cluster.remote import join
 from tlt.config import Config
 from tlt.metrics import read_metrics
 from tlt.rl.parallel import GroupBroken
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 
 STEPS = 2
 AT_ONCE = 1e-9  # seconds of a slice: one round

@@ -32,8 +32,8 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.metrics import read_metrics
 from tlt.models.families import decoder_options, read_config
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport

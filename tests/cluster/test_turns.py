@@ -12,17 +12,18 @@ from unittest.mock import patch
 import pytest
 from pools import Loses, TestPool, ThreadWorker
 from rich.console import Console
-from tiny import QUESTIONS, tiny_tree
+from tiny import QUESTIONS, tiny_model, tiny_tree
 
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.remote import join
 from tlt.cluster.share import Share
 from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config
+from tlt.data.tokenizer import load_tokenizer
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 from tlt.store.completions import read_completions
 from tlt.types import Prompt, Reply, Request, Response, RolloutStats, Row, SamplingParams
 
@@ -144,6 +145,30 @@ def test_what_episodes_took_is_counted(tmp_path: Path) -> None:
     assert sum(line["episodes"]["ended"].values()) == 6
     assert line["episodes"]["turns"] >= 1
     assert line["episodes"]["reply_tokens"] > 0
+
+
+def test_tools_are_in_the_prompt_and_malformed_calls_are_counted(tmp_path: Path) -> None:
+    template = (
+        "{% for t in tools %}{{ t.function.description }}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    data = {"path": str(tmp_path / "prompts.jsonl"), "chat": True, "prefill": "<tool_call>{"}
+    rollout = {"stop_strings": list("abcdefgh "), "max_new_tokens": 128}
+    config = config_of(tmp_path, "Desk", data=data, rollout=rollout, train={"steps": 1, "learning_rate": 1e-3})
+    seen: list[Prompt] = []
+    with patch("tlt.run.parts.about_prompts", lambda config, prompts: (seen.extend(prompts), "")[1]):
+        train(config)
+    prompt = load_tokenizer(str(tmp_path / "model")).decode(seen[0].token_ids)
+    assert "Add two numbers." in prompt
+    (line,) = read_metrics(Path(config.run.folder))
+    lines = list(read_completions(Path(config.run.folder)))
+    done = [one for one in lines if one["replies"]]
+    assert all(one["replies"][0].startswith("Error: the call is not JSON") for one in done)
+    assert any("<tool>Error: the call" in one["response"] for one in done)
+    assert line["rewards"]["malformed_calls"]["mean"] >= len(done) / len(lines) > 0
 
 
 def test_what_a_lost_worker_said_in_an_earlier_turn_is_no_draft(tmp_path: Path) -> None:

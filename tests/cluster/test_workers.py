@@ -36,8 +36,8 @@ from tlt.cluster.workers import RayPool, _own_signals, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.families import ModelError
 from tlt.models.weights import sha256
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 from tlt.stopping import GivenUp, stop_request
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -419,7 +419,7 @@ import faulthandler, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(100)  # where it stands, should it hang
 from test_workers import config_of, quiet
-from tlt.run.train import train as run
+from tlt.run import train as run
 home, workers, address, folder = sys.argv[1:]
 config = config_of(Path(home), int(workers), folder, cluster={"address": address}, train={"steps": 1})
 print(run.train(config, False, quiet())["policy_sha256"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import compare_here, qwen3, save_tokenizer, tiny_config
-from tlt.run.train.train import train
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tlt.build import make_target
@@ -25,6 +24,7 @@ from tlt.config import DrafterTrainConfig
 from tlt.draft.eagle import DrafterError, EagleLayer, checkpoint_tensors, eagle_options, load_drafter, save_drafter
 from tlt.models.families import ModelError, decoder_options, read_config
 from tlt.models.weights import read_safetensors
+from tlt.run.train import train
 from tlt.spot.saving import write
 from tlt.spot.spot import SpotTrainer
 from tlt.store.checkpoint import policy_in

@@ -18,8 +18,8 @@ from tlt.commands.generate import Asked, _prompts, _time_of_the_run
 from tlt.config import Config, ConfigError, DataConfig
 from tlt.data.prompts import DataError, encoder, load_prompts, reply_encoder
 from tlt.data.tables import read_rows
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 from tlt.store import checkpoint
 
 END = "{% if add_generation_prompt %}<bot>{% endif %}"
@@ -322,9 +322,8 @@ def test_arguments_that_the_template_does_not_read_are_refused(shown: Any, token
         DataError, match=r"does not read enable_thinkng of data\.chat_arguments: did you mean enable_th"
     ):
         shown(template, "u", chat_arguments=given | {"enable_thinkng": False})
-    for name in ("zzz", "tools"):
-        with pytest.raises(DataError, match=f"does not read {name} of data.chat_arguments: leave it out$"):
-            shown(template, "u", chat_arguments={name: []})
+    with pytest.raises(DataError, match=r"does not read zzz of data\.chat_arguments: leave it out$"):
+        shown(template, "u", chat_arguments={"zzz": []})
     assert shown(template, "u", chat_arguments={"chat_template": EVERY}) == "<user>u<bot>"
 
 
@@ -410,6 +409,17 @@ def test_in_a_chat_a_reply_is_a_users_message(tokenizer: Any) -> None:
     assert encode("no<eos>", end).count(end) == 1
     assert tokenizer.decode(encode("no", 5)) == "<eos><user>no<eos><bot>"
     assert tokenizer.decode(encode("no", None)) == "no"
+
+
+def test_a_reply_is_a_tools_message_if_prompts_show_tools(tokenizer: Any) -> None:
+    template = "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}" + END
+    encode = replies(tokenizer, template, chat_arguments={"tools": [{"name": "add"}]})
+    assert tokenizer.decode(encode("5", tokenizer.eos_token_id)) == "<tool>5<eos><bot>"
+
+
+def test_a_template_that_shows_no_tools_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="does not show tools to the model"):
+        replies(tokenizer, END, chat_arguments={"tools": [{"name": "add"}]})
 
 
 def test_a_template_that_writes_no_reply_is_refused(tokenizer: Any) -> None:

@@ -231,6 +231,15 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Episodes._continued", "compare", 4, "A reply leaves room for another token."),
         ("Episodes._continued", "compare", 2, "An episode has at most reward.turns turns."),
     ],
+    ("rewards.environments", "rewards/test_environments.py"): [
+        ("Environments.answer_all", "never", 0, "An environment's instance lasts as long as its rollout."),
+    ],
+    ("rewards.tools", "rewards/test_tools.py"): [
+        ("Tools._result", "operator", 1, "A malformed call is counted."),
+    ],
+    ("engine.turns", "engine/test_turn_store.py"): [
+        ("TurnStore.known", "operand", 1, "Keys and values of a turn are used for the same tokens alone."),
+    ],
     ("engine.turns", "rewards/test_episodes.py"): [
         ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
     ],

@@ -20,8 +20,8 @@ from tlt.report import page as page_module
 from tlt.report.charts import MOST_POINTS, Series, thinned
 from tlt.report.read import FILES, read_run
 from tlt.report.story import advice, differences, ratio, useful_share, worker_seconds
+from tlt.run import train as run
 from tlt.run.display import Display
-from tlt.run.train import train as run
 from tlt.store.completions import read_completions, runs_of
 
 VOID = {"meta", "input", "br", "path", "rect"}

@@ -3,15 +3,19 @@ on."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import tiny_environments
 
 from tlt.config import Config, ConfigError, parse_config
+from tlt.data.prompts import DataError, load_prompts
 from tlt.rewards import RewardError
-from tlt.rewards.environments import Turn, open_environments
+from tlt.rewards.environments import Environments, Turn, open_environments
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.pool import ScorePool
 from tlt.rewards.verdicts import Verdict
@@ -46,6 +50,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("number", "error", "a reply must be text"),
         ("half", "error", "half of a surrogate pair"),
         ("nan", "not a number", "nan"),
+        ("odd scores", "error", "scores['calls'] is not a number: 'many'"),
         ("allocate", "error", "MemoryError"),
     ],
 )
@@ -80,6 +85,30 @@ def test_an_episode_has_an_instance_of_its_own_which_can_be_made_again(isolated:
     assert asked(isolated, "die", seed=3).outcome == "crash"
     assert asked(isolated, "a", "b", "c", seed=1).reply == "turn 3", "told again what was said before"
     assert asked(isolated, "a", "another", seed=2).reply == "turn 2"
+
+
+def test_an_instance_lasts_as_long_as_its_rollout() -> None:
+    """A seed comes again in a rollout that repeats a step."""
+    made: list[tiny_environments.Echo] = []
+
+    def make() -> tiny_environments.Echo:
+        made.append(tiny_environments.Echo())
+        return made[-1]
+
+    environments = Environments(make, 20.0)
+    for rollout, said, count in [(1, ("a",), 1), (1, ("a", "b"), 1), (2, ("a", "b", "c"), 2)]:
+        environments.answer_all([(PROMPT, Turn(rollout, 1, said))])
+        assert len(made) == count
+
+
+def test_turns_that_are_told_again_share_one_time_limit() -> None:
+    environments = Environments(tiny_environments.Nap, 1.0)
+    told = ("0.4", "0.4", "0.4")
+    for count in (1, 2, 3):
+        (found,) = environments.answer_all([(PROMPT, Turn(1, 1, told[:count]))])
+        assert found.reply == f"turn {count}", "each has the whole time"
+    (found,) = environments.answer_all([(PROMPT, Turn(1, 2, told))])
+    assert found.outcome == "timeout"
 
 
 def test_async_environments_are_asked_together() -> None:
@@ -125,8 +154,20 @@ def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
         ({"reward": {"turns": 3, "name": "exact"}}, "reward.turns goes with reward.environment"),
         ({"reward": {"environment": "verifiers"}}, "environment"),
         ({"reward": {"environment": "a:B"}, "engine": {"backend": "vllm"}}, "has no episodes"),
+        ({"data": {"environment": "a", "path": "-"}}, "give either data.tasks"),
+        ({"data": {"path": "-", "environment_arguments": {"game": "b"}}}, "environment_arguments goes with"),
+        ({"data": {"environment": "a"}, "eval": {"every": 1}}, "eval.every does not go with data.environment"),
+        ({"data": {"environment": "a"}, "reward": {"name": "exact"}}, "leave out reward.name"),
+        ({"data": {"environment": "a"}, "engine": {"backend": "vllm"}}, "has no episodes"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config({"model": {"path": "-"}, "data": {"path": "-"}} | sections)
+
+
+def test_an_environment_of_verifiers_needs_its_extra() -> None:
+    hidden = patch.dict(sys.modules, {"verifiers": None, "verifiers.v1.configs.agent": None})
+    data = parse_config({"model": {"path": "-"}, "data": {"environment": "textarena"}}).data
+    with hidden, pytest.raises(DataError, match=r"tlt-rl\[verifiers\]"):
+        load_prompts(data, lambda text: (1,))

@@ -17,6 +17,7 @@ import small
 from small import PROMPTS, VOCAB, Reference, Target, build, oracle, plain_law
 
 from tlt.cluster.local import LocalRollout
+from tlt.config import EngineConfig
 from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
@@ -27,6 +28,7 @@ from tlt.rewards.environments import Environments, Turn
 from tlt.rewards.episodes import Episodes
 from tlt.rewards.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
+from tlt.spot.buffer import Harvest
 from tlt.types import Prompt, Reply, Request, Response, Row, SamplingParams
 
 STOP, MOST, TURNS = 4, 48, 3
@@ -187,6 +189,33 @@ def test_keys_and_values_of_earlier_turns_are_not_computed_again(drafter: str) -
     assert found[False] > 2 * found[True]
 
 
+def test_replies_are_no_training_data_of_the_drafter() -> None:
+    items: list[Harvest] = []
+    drafter = small.learned(TARGET, window=8)
+    config = EngineConfig(max_rows=64, prefill_tokens=2048)
+    tuner = Fixed(small.strategy_for(drafter, TREE))
+    layout = drafter.options.layout
+    engine = Engine(TARGET.decoder, config, [drafter], tuner, layout=layout, on_harvest=items.append)
+    responses = rollout(engine, episodes(AtOnce(Game)))
+    check(responses)
+    contexts = [((*r.request.prompt.token_ids, *r.token_ids), r) for r in responses]
+    own = 0
+    for item in items:
+        follows = slice(item.start + 1, item.end + 1)
+        found = [r for context, r in contexts if list(context[follows]) == item.tokens.tolist()]
+        written = [_replies_in(r, range(item.start + 1, item.end + 1)) for r in found]
+        assert 0 in written, "all tokens are of the prompt or of the model"
+        own += len(item.tokens)
+    assert own > 0.5 * sum(response.num_sampled for response in responses)
+
+
+def _replies_in(response: Response, positions: range) -> int:
+    """Return how many of these positions of prompt and response its environment wrote."""
+    before = len(response.request.prompt.token_ids)
+    spans = [range(before + start, before + end) for start, end, _ in response.replies]
+    return sum(any(position in span for span in spans) for position in positions)
+
+
 def test_a_look_ahead_draft_holds_across_turns_as_long_as_replies_agree() -> None:
     first = rollout(build(TARGET), episodes(AtOnce(Game)))
     engine = build(TARGET, tuner=Fixed(PLAIN._replace(ahead=16)))
@@ -282,6 +311,13 @@ def ended(*verdicts: Verdict, turns: int | None = TURNS, reason: str = "stop") -
 
 def test_the_reward_is_the_sum_over_turns() -> None:
     assert ended(Verdict(0.5, reply="a"), Verdict(0.25)).reward == 0.75
+
+
+def test_scores_are_those_of_the_last_turn_and_none_of_an_episode_that_failed() -> None:
+    counted = [Verdict(0.0, reply="a", scores={"calls": count}) for count in (1.0, 2.0)]
+    assert ended(*counted, Verdict(0.0, scores={"calls": 3.0})).scores == {"calls": 3.0}
+    assert ended(*counted, turns=2).scores == {"calls": 2.0}
+    assert ended(*counted, Verdict(None, "error")).scores == {}
 
 
 @pytest.mark.parametrize(

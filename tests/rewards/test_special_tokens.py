@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from tiny import tiny_config, tiny_model
-from tlt.run.train.train import train
 from transformers import AutoTokenizer
 
 from tlt.config import parse_config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.rewards import RewardError, refuse_special_tokens
+from tlt.run.train import train
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tiny import save_weights, tiny_config, tiny_model
-from tlt.run.train.train.train import train as run
 from torch.profiler import ProfilerActivity, profile
 
 from tlt.config import Config, ConfigError
@@ -20,6 +19,7 @@ from tlt.rl.choose import make_policy as policy_of
 from tlt.rl.dry_run import dry_run
 from tlt.rl.logprobs import last_hidden
 from tlt.rl.policy import Policy
+from tlt.run import train as run
 from tlt.run.display import Display
 
 MIB = 2**20

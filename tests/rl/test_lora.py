@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny import compare_here, random_batch, save_tokenizer, save_weights, tiny_tree
-from tlt.run.train.train import train
 from transformers import AutoModelForCausalLM
 
 from tlt.cli import main
@@ -30,6 +29,7 @@ from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
 from tlt.rl.policy import Policy
 from tlt.run.display import Display
+from tlt.run.train import train
 from tlt.stopping import Stopped
 from tlt.store.checkpoint import policy_in
 

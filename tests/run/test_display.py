@@ -24,11 +24,11 @@ from tlt.commands import drafting
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.run import display as display_module
+from tlt.run import train as run
 from tlt.run import workers_view as workers_view_module
 from tlt.run.display import Display
 from tlt.run.keys import listening
 from tlt.run.sample_view import choose, picture
-from tlt.run.train import train as run
 from tlt.run.workers_view import WorkersView, stacked
 from tlt.trace import AHEAD, IDLE, ROLLOUT, STATES
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, StepMetrics, WorkerNow

@@ -23,9 +23,9 @@ from tlt.metrics import read_metrics
 from tlt.models.families import ModelError
 from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
+from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
-from tlt.run.train import train as run_module
 from tlt.stopping import stop_request
 from tlt.store import checkpoint
 

@@ -22,9 +22,9 @@ from tlt.config import Config, ConfigError
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
+from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.trackers import Place, Trackers, known_id, names_of, remember_id, scalars
-from tlt.run.train import train as run_module
 from tlt.store.completions import CompletionsWriter, read_completions
 from tlt.store.completions_parquet import ParquetCompletions
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams

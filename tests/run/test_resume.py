@@ -16,9 +16,9 @@ from tlt.config import Config, ConfigError, RewardConfig
 from tlt.data.prompts import DataError
 from tlt.metrics import read_metrics
 from tlt.rewards import sources_sha256
+from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.resume import Contents, allowed_changes
-from tlt.run.train import train as run_module
 from tlt.store import checkpoint
 
 FILES = Contents("hash", "of the reward")

@@ -28,8 +28,8 @@ from tlt.models.weights import read_safetensors, sha256
 from tlt.rewards import RewardError
 from tlt.rl.policy import Policy
 from tlt.run import closing as closing_module
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 from tlt.stopping import Stopped
 from tlt.store import checkpoint
 from tlt.store.checkpoint import CheckpointError

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from test_closing import SUMMARY
 from tiny import tiny_config
-from tlt.run.train.train import train
 
 from tlt.metrics import read_metrics
 from tlt.run.closing import closing
+from tlt.run.train import train
 from tlt.run.views import JsonLines, OneLine, open_view
 
 

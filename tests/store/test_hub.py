@@ -20,9 +20,9 @@ from tlt.cli import main
 from tlt.config import Config
 from tlt.data.prompts import load_prompts
 from tlt.data.tables import read_rows
+from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.run.resume import ConfigError
-from tlt.run.train import train as run_module
 from tlt.store.hub import HubError, from_hub, local_data, local_model
 
 MODEL, DATA = "models/org/tiny", "datasets/org/sums"
@@ -304,7 +304,7 @@ def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pyte
     hub.commit(DATA, NAMED)
     configs: list[Config] = []
     monkeypatch.setattr(
-        "tlt.run.train.train.train", lambda config, *others, **options: configs.append(from_hub(config)) or {}
+        "tlt.run.train.train", lambda config, *others, **options: configs.append(from_hub(config)) or {}
     )
     monkeypatch.setattr("tlt.run.display.closing", lambda summary, folder: [])
     names = ["--model", "org/tiny", "--data", "org/sums:hard", "--reward", "exact"]

@@ -17,8 +17,8 @@ from tlt.draft.ahead import Ahead
 from tlt.engine.bandit import Bandit
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
+from tlt.run import train as run_module
 from tlt.run.display import Display
-from tlt.run.train import train as run_module
 from tlt.store.journal import Journal
 from tlt.types import Prompt, Request, Response, SamplingParams
 

@@ -14,11 +14,11 @@ import pytest
 from object_store import BUCKET, Cut, Environ, Forbidden, ObjectStore, object_store
 from rich.console import Console
 from tiny import tiny_config
-from tlt.run.train.train import train
 
 from tlt import cli
 from tlt.config import Config, ConfigError
 from tlt.run.display import Display
+from tlt.run.train import train
 from tlt.store import checkpoint
 from tlt.store.mirror import Mirror
 

@@ -30,8 +30,8 @@ from tlt.engine.noise import DraftNoise
 from tlt.engine.walk import walk
 from tlt.models.weights import read_safetensors
 from tlt.rewards.turns import SingleTurn
+from tlt.run import train as run
 from tlt.run.display import Display
-from tlt.run.train import train as run
 from tlt.sampling import TopK, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
 from tlt.verify import forks, oracle

@@ -287,7 +287,7 @@ _KILLED = """
 import sys
 sys.path[:0] = ["{tests}", "{tests}/cluster"]
 from test_workers import Killer
-from tlt.run.train import train as run
+from tlt.run import train as run
 from tlt.cluster import remote
 from tlt.config import load_config
 

@@ -40,7 +40,7 @@ def _estimate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def estimate(config: Config, steps: int, display: Display) -> list[str]:
     """Train for this many steps in a temporary folder, and return what was measured, in sentences. Nothing is kept.
     Raises what `tlt train` raises."""
-    from tlt.run.train.train import train  # not before the recipe is checked, because it imports torch
+    from tlt.run.train import train  # not before the recipe is checked, because it imports torch
 
     with tempfile.TemporaryDirectory(prefix="tlt-estimate-") as folder:
         run = {"folder": folder, "compare_every": 1, "save_every": 0, "trackers": [], "completions_mb": 0}

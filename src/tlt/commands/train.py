@@ -66,7 +66,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.resume == "auto" and not _has_checkpoints(config):
         overrides = [*overrides, "--run.overwrite", "true"]  # of what may be there nothing was saved
         resume, config = False, load_config(arguments.recipe, overrides)
-    from tlt.run.train.train import train
+    from tlt.run.train import train
     from tlt.run.views import open_view
 
     view = open_view(arguments.quiet, arguments.json)

@@ -3,17 +3,16 @@
 Imports neither torch nor transformers, so that a fault is found in a fraction of a second.
 """
 
+from tlt.config.data import DataConfig, TaskConfig
 from tlt.config.recipe import ConfigError, load_config, parse_config, parse_section, section_of
 from tlt.config.rewards import RewardConfig, RewardTerm
 from tlt.config.sections import (
     ClusterConfig,
     Config,
-    DataConfig,
     EngineConfig,
     EvalConfig,
     ModelConfig,
     RolloutConfig,
-    TaskConfig,
     TrainConfig,
 )
 from tlt.config.speculation import DrafterTrainConfig, SpeculationConfig

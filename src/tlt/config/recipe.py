@@ -16,8 +16,9 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from tlt.config import moved
+from tlt.config.data import TaskConfig
 from tlt.config.rewards import RewardTerm
-from tlt.config.sections import Config, TaskConfig
+from tlt.config.sections import Config
 from tlt.files import decoded, is_text, telling
 
 S = TypeVar("S", bound=BaseModel)

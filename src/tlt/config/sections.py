@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from tlt.config.data import DataConfig
 from tlt.config.lora import LoraConfig
 from tlt.config.rewards import RewardConfig
 from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
+_VERIFIERS = "tlt.rewards.verifiers_episode:Episode"  # plays environments of the package verifiers
 _MOST_RESPONSES = 1_000_000  # of a step
 
 
@@ -29,83 +30,6 @@ class ModelConfig(Section):
     CPU."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,4})?)$")
     """`cpu`, a CUDA device such as `cuda:0`, or `auto` (CUDA if there is one)."""
-
-
-class TaskConfig(Section):
-    name: str
-    """Name of a reasoning-gym task, such as `chain_sum`."""
-    weight: float = Field(default=1.0, gt=0, le=1e30)
-    """Weight of the task in the mixture, relative to the other tasks."""
-    params: dict[str, JsonValue] = {}
-    """Parameters of the task, with reasoning-gym's names."""
-    stage: int = Field(default=0, ge=0)
-    """Stage of a curriculum. The first epoch goes through the stages in order. Later epochs mix them."""
-
-
-class DataConfig(Section):
-    tasks: list[TaskConfig] = []
-    """Mixture of reasoning-gym tasks. Give either this or `path`."""
-    path: str | None = None
-    """A .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern such as
-    `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
-    `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
-    a branch, a tag or a commit. Give either this or `tasks`."""
-    hub: str | None = None
-    """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
-    commit."""
-    prompt_column: str = "question"
-    """Column of `path` with the prompt: text, or a list of messages with role and content. A dotted name such as
-    `extra.prompt` reads a nested field."""
-    answer_column: str = "answer"
-    """Column of `path` with the right answer. A dotted name such as `reward_model.ground_truth` reads a nested
-    field."""
-    template: str = "{question}"
-    """Text that the model sees. `{question}` is replaced by the prompt's text."""
-    chat: bool = False
-    """Apply the tokenizer's chat template, with that text as the user's message. Prompts that are lists of messages
-    need it."""
-    system: str = ""
-    """System message for prompts that have none. Needs `chat`."""
-    chat_arguments: dict[str, JsonValue] = {}
-    """Arguments of the chat template, such as { enable_thinking = false }. Needs `chat`."""
-    now: str | None = None
-    """Time for chat templates that write the date, such as `2026-11-25` (default: the time at which the run began).
-    Needs `chat`."""
-    prefill: str = ""
-    """Text that each response begins with. The model continues it, and rewards see it."""
-    size: int = Field(default=2000, gt=0, le=1_000_000)
-    """Number of prompts generated from `tasks`, which is one epoch."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the generated tasks."""
-    shuffle: bool = True
-    """Shuffle the prompts in each epoch. If false, keep the order of the source."""
-    max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longest prompt, in tokens."""
-    long_prompts: Literal["refuse", "drop"] = "refuse"
-    """What to do with longer prompts: `refuse` ends with an error at the start, `drop` leaves them out and counts
-    them."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if bool(self.tasks) == bool(self.path):
-            raise ValueError(
-                "give either data.tasks (reasoning-gym tasks by name) or data.path (a JSONL or Parquet file, or a "
-                "data set's name on the Hugging Face hub)"
-            )
-        if "{question}" not in self.template:
-            raise ValueError("data.template must contain {question}")
-        if (self.system or self.chat_arguments or self.now) and not self.chat:
-            raise ValueError("data.system, data.chat_arguments and data.now go with data.chat = true")
-        return self
-
-    @field_validator("now")
-    @classmethod
-    def _a_time(cls, now: str | None) -> str | None:
-        try:
-            datetime.fromisoformat(now or "2026-11-25")
-        except ValueError:
-            raise ValueError(f"data.now: give a time such as 2026-11-25 or 2026-11-25T08:00 (got {now!r})") from None
-        return now
 
 
 class RolloutConfig(Section):
@@ -312,6 +236,14 @@ class Config(Section):
         """Whether `adaptive` stands for look-ahead there: it needs workers that are idle at times."""
         return self.speculation.drafter == "adaptive" and self.speculation.look_ahead > 0 and self.cluster.workers > 1
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adapted(cls, tree: Any) -> Any:
+        """Let an environment of verifiers give the rewards."""
+        if not (isinstance(tree, dict) and isinstance(tree.get("data"), dict) and tree["data"].get("environment")):
+            return tree
+        return tree | {"reward": {"environment": _VERIFIERS} | tree.get("reward", {})}
+
     @model_validator(mode="after")
     def _possible(self) -> Config:
         names = [term.name for term in self.reward.all_terms]
@@ -320,6 +252,8 @@ class Config(Section):
                 "reward.name = 'reasoning_gym' needs data.tasks; for your own data use 'math', 'exact' or "
                 "'module:function'"
             )
+        if self.eval.every and self.data.environment:
+            raise ValueError("eval.every does not go with data.environment: leave it out")
         if self.eval.every and self.data.path and not self.eval.path:
             raise ValueError("eval.every needs eval.path, a file of held-out prompts, where data.path is given")
         if self.rollout.temperature == 0:

@@ -106,14 +106,15 @@ class ChatTemplate:
         return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
 
     def around_reply(self) -> tuple[str, str]:
-        """Return the texts that the template writes before and after a user's message that follows an answer of the
-        model. Raises DataError if it writes no such message."""
-        turns = [("user", _mark(0)), ("assistant", _mark(1)), ("user", _mark(2))]
+        """Return the texts that the template writes before and after a reply to an answer of the model. The reply is a
+        message of a tool if the prompts show tools, else the user's. Raises DataError if it writes no such message."""
+        role = "tool" if self.arguments.get("tools") else "user"
+        turns = [("user", _mark(0)), ("assistant", _mark(1)), (role, _mark(2))]
         text = self._apply([{"role": role, "content": content} for role, content in turns])
         before, found, after = text.rpartition(_mark(1))[2].partition(_mark(2))
         if _mark(1) not in text or not found:
             raise DataError(
-                "the tokenizer's chat template does not write a user's message behind an answer: take another"
+                f"the tokenizer's chat template does not write a {role}'s message behind an answer: take another"
             )
         return before, after
 
@@ -178,6 +179,8 @@ class ChatTemplate:
         read = meta.find_undeclared_variables(environment.parse(template)) | {"chat_template"}
         for name in self.arguments.keys() - read:
             near = difflib.get_close_matches(name, read, cutoff=0.5)
+            if name == "tools":
+                raise DataError("the chat template does not show tools to the model: take a model whose template does")
             raise DataError(
                 f"the chat template does not read {name} of data.chat_arguments: "
                 + (f"did you mean {' or '.join(near)}?" if near else "leave it out")

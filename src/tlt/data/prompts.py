@@ -34,7 +34,7 @@ _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart: reasoning-gym seed
 def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
     DataError."""
-    rows = list(_task_rows(config) if config.tasks else _file_rows(config))
+    rows = list(_rows(config))
     answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
     for row, (question, data) in enumerate(rows):
@@ -63,6 +63,14 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
     if not prompts:
         raise DataError(f"no prompt has at most data.max_prompt_tokens = {config.max_prompt_tokens}: raise it")
     return _without_many_tasks(prompts, config)
+
+
+def _rows(config: DataConfig) -> Iterable[Row]:
+    if config.environment:
+        from tlt.rewards import verifiers  # which imports this module
+
+        return verifiers.rows(config)
+    return _task_rows(config) if config.tasks else _file_rows(config)
 
 
 def _without_many_tasks(prompts: list[Prompt], config: DataConfig) -> list[Prompt]:
@@ -123,8 +131,8 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
     """Return a function of a text and the token before it, which returns the tokens of a reply to the model.
 
-    With a chat template, the reply is a user's message. Without a token before it, it is plain text. A special token's
-    name in it is text. Raises DataError."""
+    With a chat template, the reply is a message of the user, or of a tool if prompts show tools. Without a token
+    before it, it is plain text. A special token's name in it is text. Raises DataError."""
     before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
     begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
 

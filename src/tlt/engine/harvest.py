@@ -50,7 +50,8 @@ class Harvester:
                 self._give(row, place, low, low + size)
                 low += size
             if place in finished and low < length:
-                self._give(row, place, self.window.start(place), length)
+                first = len(row.request.prompt.token_ids) + row.turn - 1 if row.replies else 0  # after the last reply
+                self._give(row, place, max(first, self.window.start(place)), length)
 
     def _give(self, row: Row, place: int, low: int, high: int) -> None:
         assert self.give is not None, "asked for just above"

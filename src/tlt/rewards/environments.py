@@ -67,7 +67,8 @@ class Environments:
                 return instance, _opened(opening)
             for text in turn.said[:-1]:
                 await _result(instance.step(text))
-        return instance, _stepped(await _result(instance.step(turn.said[-1])))
+        verdict = _stepped(await _result(instance.step(turn.said[-1])))
+        return instance, verdict._replace(scores=_scores(instance)) if not verdict.outcome else verdict
 
 
 def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
@@ -98,6 +99,16 @@ def _stepped(found: Any) -> Verdict:
     reply, done, reward = found
     value, fault = number(reward)
     return fault or Verdict(value, reply=None if done else _reply(reply, "step"))
+
+
+def _scores(instance: Any) -> dict[str, float]:
+    """Return the numbers that an environment records of its episode. Raises ValueError."""
+    found: dict[str, float] = {}
+    for name, value in dict(getattr(instance, "scores", {})).items():
+        found[str(name)], fault = number(value)
+        if fault:
+            raise ValueError(f"scores[{name!r:.50}] is not a number: {value!r:.50}")
+    return found
 
 
 def _reply(reply: Any, method: str) -> str:

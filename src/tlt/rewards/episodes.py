@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt.rewards.environments import Turn
@@ -37,6 +37,8 @@ class _Episode:
     """What the model said in each turn"""
     reward: float = 0.0
     """Sum over the turns"""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """What the environment records of the episode so far"""
     seconds: float = 0.0
     """How long the last reply was awaited"""
 
@@ -137,6 +139,7 @@ class Episodes:
             self._faults.log(response, verdict.detail)
             return None
         episode.reward += verdict.reward
+        episode.scores = verdict.scores
         if verdict.reply is None:
             return None
         if len(episode.said) == self.most_turns:
@@ -157,7 +160,8 @@ class Episodes:
         if not response.outcome and not abs(episode.reward) <= LARGEST:
             response.outcome = "not a number"
             self._faults.log(response, f"the sum of its rewards is {episode.reward}")
-        response.reward = None if response.outcome else episode.reward
+        if not response.outcome:
+            response.reward, response.scores = episode.reward, dict(episode.scores)
         return response
 
 

@@ -18,9 +18,8 @@ VLLM_STARTS = "vLLM starts, which takes a minute or two"
 
 
 def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
-    tasks = ", ".join(dict.fromkeys(task.name for task in config.data.tasks))
     responses = config.rollout.prompts_per_step * config.rollout.group_size
-    source = config.data.hub or config.data.path or tasks
+    _, source = config.data.source
     return f"{len(prompts):,} prompts of {source}; {responses:,} responses a step; reward {config.reward.named}"
 
 

@@ -16,7 +16,7 @@ def model_card(config: Config, steps: int) -> str:
     repository = (config.model.hub or "").partition("@")[0]
     parent = f"\nbase_model: {repository}" if repository else ""
     facts = {
-        "prompts": config.data.hub or config.data.path or ", ".join(task.name for task in config.data.tasks),
+        "prompts": config.data.source[1],
         "reward": config.reward.named,
         "a step": f"{rollout.prompts_per_step} prompts, {rollout.group_size} responses each",
         "responses": f"up to {rollout.max_new_tokens} tokens at temperature {rollout.temperature:g}",

@@ -18,6 +18,7 @@ from tlt.loop import Parts, Rollout, StepResult, Watcher, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.models.weights import folder_sha256
 from tlt.rewards import refuse_unanswered, sources_sha256
+from tlt.rewards.tools import with_tools
 from tlt.rl.groups import from_plain, to_plain
 from tlt.run.about import about_folder
 from tlt.run.display import Display
@@ -102,7 +103,7 @@ def train(
     for anything the user can mend, and Stopped where a signal asked the run to save and stop."""
     names_of(config.run.trackers)  # refuses what is not there
     refuse_without_pyarrow(config.run)
-    config = settled(config)
+    config = with_tools(settled(config))
     with stop_request(config.run.stop_within) as stop:
         try:
             with RunFolder(config.run, resume) as folder, ExitStack() as ending:
@@ -236,8 +237,7 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
     """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
-    key = "data.path" if run.config.data.path else "data.tasks"
-    source = run.config.data.hub or run.config.data.path or "reasoning-gym"
+    key, source = run.config.data.source
     if key not in force:
         what = f"the prompts of {source} are not those this run began with"
         if same:

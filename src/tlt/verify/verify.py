@@ -29,6 +29,7 @@ from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.progress import Work, working
+from tlt.rewards.tools import with_tools
 from tlt.rewards.turns import Turns
 from tlt.rl.policy import Policy
 from tlt.run.parts import make_parts
@@ -62,7 +63,7 @@ class _Silent:
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
     """Print the verdict, write it to `json_file`, and say whether all of it holds."""
     console = Console(highlight=False)
-    config = _verify_config(from_hub(config), dtype, full)
+    config = with_tools(_verify_config(from_hub(config), dtype, full))
     tokenizer = load_tokenizer(config.model.path)
     parts, policy = make_parts(_by_our_engine(config), tokenizer)
     assert isinstance(parts.rollout, LocalRollout)

@@ -1,0 +1,104 @@
+"""Where prompts come from, and how they are written."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from tlt.config.section import Section
+
+
+class TaskConfig(Section):
+    name: str
+    """Name of a reasoning-gym task, such as `chain_sum`."""
+    weight: float = Field(default=1.0, gt=0, le=1e30)
+    """Weight of the task in the mixture, relative to the other tasks."""
+    params: dict[str, JsonValue] = {}
+    """Parameters of the task, with reasoning-gym's names."""
+    stage: int = Field(default=0, ge=0)
+    """Stage of a curriculum. The first epoch goes through the stages in order. Later epochs mix them."""
+
+
+class DataConfig(Section):
+    tasks: list[TaskConfig] = []
+    """Mixture of reasoning-gym tasks. Give either this or `path`."""
+    path: str | None = None
+    """A .jsonl, .json or .parquet file, a data set saved to disk by `datasets`, a folder of files, a pattern such as
+    `data/*.jsonl`, or a data set on the Hugging Face hub: `NAME:SUBSET/SPLIT@REVISION`, such as
+    `openai/gsm8k:main/train`. SUBSET is needed only if there are several, SPLIT is `train` by default, and REVISION is
+    a branch, a tag or a commit. Give either this or `tasks`."""
+    hub: str | None = None
+    """Name and commit on the Hugging Face hub, if `path` is a name there. A run records it, and --resume loads the same
+    commit."""
+    environment: str | None = Field(default=None, min_length=1)
+    """Name of an installed environment of the package `verifiers`. It gives prompts, replies and rewards
+    (docs/environments.md). Give either this, `tasks` or `path`."""
+    environment_arguments: dict[str, JsonValue] = {}
+    """Settings of that environment's taskset, such as { game = "Hangman-v0" }."""
+    prompt_column: str = "question"
+    """Column of `path` with the prompt: text, or a list of messages with role and content. A dotted name such as
+    `extra.prompt` reads a nested field."""
+    answer_column: str = "answer"
+    """Column of `path` with the right answer. A dotted name such as `reward_model.ground_truth` reads a nested
+    field."""
+    template: str = "{question}"
+    """Text that the model sees. `{question}` is replaced by the prompt's text."""
+    chat: bool = False
+    """Apply the tokenizer's chat template, with that text as the user's message. Prompts that are lists of messages
+    need it."""
+    system: str = ""
+    """System message for prompts that have none. Needs `chat`."""
+    chat_arguments: dict[str, JsonValue] = {}
+    """Arguments of the chat template, such as { enable_thinking = false }. Needs `chat`."""
+    now: str | None = None
+    """Time for chat templates that write the date, such as `2026-11-25` (default: the time at which the run began).
+    Needs `chat`."""
+    prefill: str = ""
+    """Text that each response begins with. The model continues it, and rewards see it."""
+    size: int = Field(default=2000, gt=0, le=1_000_000)
+    """Number of prompts generated from `tasks`, which is one epoch. For `environment`, the largest number of its
+    tasks."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the generated tasks."""
+    shuffle: bool = True
+    """Shuffle the prompts in each epoch. If false, keep the order of the source."""
+    max_prompt_tokens: int = Field(default=1024, gt=0)
+    """Longest prompt, in tokens."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """What to do with longer prompts: `refuse` ends with an error at the start, `drop` leaves them out and counts
+    them."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if [bool(self.tasks), bool(self.path), bool(self.environment)].count(True) != 1:
+            raise ValueError(
+                "give either data.tasks (reasoning-gym tasks by name), data.path (a JSONL or Parquet file, or a "
+                "data set's name on the Hugging Face hub) or data.environment (an environment of verifiers)"
+            )
+        if self.environment_arguments and not self.environment:
+            raise ValueError("data.environment_arguments goes with data.environment: leave it out")
+        if "{question}" not in self.template:
+            raise ValueError("data.template must contain {question}")
+        if (self.system or self.chat_arguments or self.now) and not self.chat:
+            raise ValueError("data.system, data.chat_arguments and data.now go with data.chat = true")
+        return self
+
+    @field_validator("now")
+    @classmethod
+    def _a_time(cls, now: str | None) -> str | None:
+        try:
+            datetime.fromisoformat(now or "2026-11-25")
+        except ValueError:
+            raise ValueError(f"data.now: give a time such as 2026-11-25 or 2026-11-25T08:00 (got {now!r})") from None
+        return now
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """The field that says where prompts come from, and its value for people."""
+        if self.path:
+            return "data.path", self.hub or self.path
+        if self.environment:
+            return "data.environment", self.environment
+        return "data.tasks", ", ".join(dict.fromkeys(task.name for task in self.tasks))

@@ -1,0 +1,152 @@
+"""Python functions as tools: an environment that carries out the calls in the model's turns."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from tlt.config import Config
+from tlt.rewards.isolated import Answering, IsolatedScore
+from tlt.rewards.scores import imported
+from tlt.rewards.verdicts import Verdict
+
+_REASONING_END = "</think>"
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM3
+_BARE = re.compile(r'\[?\s*\{\s*"name"')  # Llama 3, Mistral; their markers are special tokens, which no text has
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)  # Qwen3-Coder, inside the tags
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+class MalformedCall(ValueError):
+    """A call that cannot be carried out. The message is for the model."""
+
+
+class Tools:
+    """An environment with functions that the model may call. A turn without a call is the answer, and ends the episode.
+
+    A subclass names its functions in `tools`, and has a method `score`. Each function needs type hints and a docstring
+    with a section `Args:`, which the chat template shows to the model. It runs within `reward.timeout_seconds`.
+    """
+
+    tools: ClassVar[Sequence[Callable[..., Any]]] = ()
+
+    @classmethod
+    def schemas(cls, config: Config) -> list[dict[str, Any]]:
+        """Return the schemas of the functions, as transformers gives them to chat templates."""
+        from transformers.utils.chat_template_utils import get_json_schema  # takes seconds
+
+        return [get_json_schema(function) for function in cls.tools]
+
+    def score(self, prompt: Any, answer: str) -> float:
+        """Return the reward of the model's last turn."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method score(prompt, answer) -> float")
+
+    def reset(self, prompt: Any) -> None:
+        self.prompt = prompt
+        self.scores = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0}
+
+    def step(self, text: str) -> tuple[str, bool, float]:
+        """Return the results of the calls in this turn, a line each; whether there is none; and the reward."""
+        calls = calls_in(text)
+        if not calls:
+            return "", True, self.score(self.prompt, text)
+        return "\n".join(map(self._result, calls)), False, 0.0
+
+    def _result(self, call: str) -> str:
+        """Carry out a call. Whatever goes wrong is a text for the model, and is counted."""
+        self.scores["tool_calls"] += 1
+        try:
+            name, given = parsed(call)
+            function = self._function(name)
+            arguments = checked(function, given)
+        except MalformedCall as error:
+            self.scores["malformed_calls"] += 1
+            return f"Error: {error}"
+        try:
+            result = function(**arguments)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        except Exception as error:
+            self.scores["failed_calls"] += 1
+            return f"Error: {type(error).__name__}: {error}"
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        for function in self.tools:
+            if function.__name__ == name:
+                return function
+        known = ", ".join(function.__name__ for function in self.tools)
+        raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {known}")
+
+
+def calls_in(text: str) -> list[str]:
+    """Return the texts of the calls in a turn of the model, without those in its reasoning.
+
+    Text between <tool_call> and </tool_call> is a call. If there is none, a turn that begins with a JSON object whose
+    first key is "name", or with a list of such objects, is one."""
+    said = text.rpartition(_REASONING_END)[2]
+    if tagged := _TAGGED.findall(said):
+        return tagged
+    if not _BARE.match(bare := said.strip()):
+        return []
+    try:
+        found = json.loads(bare)
+    except ValueError:
+        return [bare]
+    return [json.dumps(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def parsed(call: str) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a call. Raises MalformedCall."""
+    if written := _FUNCTION.fullmatch(call):
+        return written[1], dict(_PARAMETER.findall(written[2]))
+    try:
+        found = json.loads(call)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCall(f"the call is not JSON: {error}") from None
+    name = found.get("name") if isinstance(found, dict) else None
+    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise MalformedCall('a call is a JSON object with "name" and "arguments"')
+    return name, arguments
+
+
+def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments as the function's type hints demand. Raises MalformedCall."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise MalformedCall(f"{function.__name__}: {error}") from None
+    hints, found = get_type_hints(function), dict(arguments)
+    for name in arguments.keys() & hints.keys():
+        try:
+            found[name] = TypeAdapter(hints[name]).validate_python(arguments[name])
+        except ValidationError as error:
+            raise MalformedCall(f"{function.__name__}: {name}: {error.errors()[0]['msg']}") from None
+    return found
+
+
+def with_tools(config: Config) -> Config:
+    """Return the configuration with the tools of its environment among the arguments of the chat template. They are
+    read in a process of their own, because the environment is the user's code. Raises RewardError."""
+    if not (config.reward.environment and config.data.chat) or "tools" in config.data.chat_arguments:
+        return config
+    isolated = IsolatedScore(config, opens=_open_schemas)
+    try:
+        schemas = json.loads(isolated.score_all([])[0].reply or "[]")
+    finally:
+        isolated.close()
+    arguments = config.data.chat_arguments | ({"tools": schemas} if schemas else {})
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_arguments": arguments})})
+
+
+def _open_schemas(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
+    """Return what answers with the schemas of the environment's tools. Raises RewardError."""
+    name = config.reward.environment
+    assert name, "the recipe has an environment"
+    made: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
+    schemas = json.dumps(made.schemas(config) if hasattr(made, "schemas") else [])
+    return lambda asked: [Verdict(0.0, reply=schemas)], False

@@ -1,0 +1,154 @@
+"""Episodes of the package `verifiers`, in the process of environments.
+
+In verifiers, an environment runs agents, and an agent is a program that calls a model over HTTP. Here `Seat` takes the
+place of an agent: it returns each message of the environment as a reply, and gives it the model's turns. Tasks,
+rewards, metrics, tools, and the environment's `run` and `finalize` are the package's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from verifiers.v1.state import state_cls
+
+from tlt.config import Config
+from tlt.rewards.tools import MalformedCall, calls_in, parsed
+from tlt.rewards.verifiers import Loaded, load, loaded, opening
+
+
+class Episode:
+    """An environment of tlt that plays an episode of an environment of verifiers."""
+
+    @staticmethod
+    def schemas(config: Config) -> list[dict[str, Any]]:
+        """Return the schemas of the environment's tools."""
+        return [schema for _, _, schema in asyncio.run(_tools(loaded(config.data))).values()]
+
+    async def reset(self, prompt: Any) -> None:
+        found, index = load(prompt.data["environment"], prompt.data["arguments"]), prompt.data["index"]
+        task = found.tasks(index + 1)[index]
+        if task.key != prompt.data["key"]:
+            raise ValueError(f"task {index} of {prompt.data['environment']} is another each time it is loaded")
+        self._seat = seat = Seat(await _tools(found, task.data))
+        self._playing = asyncio.ensure_future(_play(found.env, task, seat))
+
+    async def step(self, text: str) -> tuple[str, bool, float]:
+        seat, reply = self._seat, asyncio.ensure_future(self._seat.replies.get())
+        seat.turns.put_nowait(text)
+        await asyncio.wait({reply, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result(), False, 0.0
+        reply.cancel()
+        trace = self._playing.result()
+        self.scores = {name: reward.score for name, reward in trace.rewards.items()} | trace.metrics
+        self.scores |= {"malformed_calls": seat.malformed} if seat.tools else {}
+        return "", True, trace.reward
+
+    def __del__(self) -> None:
+        if hasattr(self, "_playing"):
+            self._playing.cancel()
+
+
+async def _play(env: Any, task: Any, seat: Seat) -> Any:
+    """Return the trace of an episode, with its rewards."""
+    agents = vf.Agents(env.config, seat.taken)
+    await env.setup(agents)
+    await env.run(task, agents)
+    if seat.trace is None:
+        raise ValueError(f"{type(env).__name__} ended without a turn of the model")
+    episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=seat.trace.task, traces=[seat.trace], ok=True)
+    await env.finalize(task, episode)
+    return seat.trace
+
+
+class Seat:
+    """The trained model, where an environment expects an agent of verifiers."""
+
+    def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
+        self.turns: asyncio.Queue[str] = asyncio.Queue()
+        self.replies: asyncio.Queue[str] = asyncio.Queue()
+        self.tools, self.malformed = tools, 0
+        self.trainable, self.trace = True, None
+
+    def taken(self, name: str, config: Any) -> Seat:
+        self.name, self.config = name, config
+        return self
+
+    async def run(self, task: Any) -> Any:
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return self.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[Seat]:
+        """Begin the only conversation of the episode. It is scored at its end."""
+        if self.trace is not None:
+            raise ValueError("the environment lets the model play several times in an episode")
+        recorded = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = vf.AgentInfo(config=self.config, name=self.name, trainable=self.trainable)
+        self.trace = vf.Trace(task=recorded, state=state_cls(type(task))(), agent=agent)
+        self._add(opening(task))
+        yield self
+        self.trace.is_completed = self.trace.ok = True
+        await task.score(self.trace)
+
+    async def turn(self, message: str | Sequence[Any] | None = None) -> Any:
+        """Give the model messages of the user. Return its turns up to the first one without a call."""
+        messages = [vf.UserMessage(content=message)] if isinstance(message, str) else list(message or ())
+        said: list[Any] = []
+        while True:
+            self._add(messages)
+            if messages:
+                self.replies.put_nowait("\n".join(each.content for each in messages))
+            text = await self.turns.get()
+            calls, messages = await self._called(calls_in(text) if self.tools else [])
+            answer = vf.AssistantMessage(content=text, tool_calls=calls or None)
+            self._add([answer], sampled=True)
+            said += [answer, *messages]
+            if not messages:
+                return vf.Segment(messages=said)
+
+    async def _called(self, texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
+        """Carry out calls. Return those that could be read, and the results of all as messages."""
+        calls, results = [], []
+        for number, text in enumerate(map(str.strip, texts)):
+            try:
+                name, arguments = parsed(text)
+                if name not in self.tools:
+                    raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {', '.join(self.tools)}")
+                calls.append(vf.ToolCall(id=str(number), name=name, arguments=json.dumps(arguments)))
+                server, own, _ = self.tools[name]
+                content = (await server.call_tool(own, arguments)).content
+                result = "\n".join(part.text if part.type == "text" else str(part) for part in content)
+            except (MalformedCall, ToolError) as error:
+                self.malformed += 1
+                result = f"Error: {error}"
+            results.append(vf.ToolMessage(tool_call_id=str(number), content=result))
+        return calls, results
+
+    def _add(self, messages: Sequence[Any], sampled: bool = False) -> None:
+        nodes = self.trace.nodes
+        for message in messages:
+            nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
+
+
+async def _tools(found: Loaded, data: Any = None) -> dict[str, tuple[MCPServer, str, Any]]:
+    """Return server, own name and schema of each tool, by the name that the model sees."""
+    tools = {}
+    for toolset in found.toolsets:
+        await toolset.setup()
+        if data is not None:
+            await toolset.setup_task(data)
+        server, prefix = MCPServer(type(toolset).__name__), f"{toolset.server_name}_" if toolset.server_name else ""
+        toolset.register(server)
+        for tool in await server.list_tools():
+            schema = {"name": prefix + tool.name, "description": tool.description, "parameters": tool.input_schema}
+            tools[prefix + tool.name] = server, tool.name, {"type": "function", "function": schema}
+    return tools

@@ -1,0 +1,55 @@
+"""What is kept of a row between two turns of its episode, and when it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tlt.engine.turns import TurnStore
+from tlt.types import Prompt, Request, Row, SamplingParams
+
+
+class Cache:
+    """Saves a size instead of keys and values."""
+
+    def save(self, place: int, length: int) -> Any:
+        values = type("Values", (), {"nbytes": length})()
+        return type("Saved", (), {"values": values})()
+
+
+def row(*tokens: int, seed: int = 1, **changes: Any) -> Row:
+    sampling = SamplingParams(continues=changes.pop("continues", True))
+    return Row(Request(Prompt(0, "", (7, 8)), 0, 0, seed, sampling), list(tokens), **changes)
+
+
+def left(*rows: Row) -> TurnStore:
+    """A store after these rows have left their engine."""
+    cache: Any = Cache()
+    store = TurnStore(cache, None)
+    for one in rows:
+        store.append(one, 0)
+        store.remove(0, 0)
+    return store
+
+
+def test_keys_and_values_are_used_by_the_row_that_goes_on() -> None:
+    """The last token's are computed when the next one is decoded: of 7 8 1 2 3 four are kept."""
+    assert left(row(1, 2, 3)).known(row(1, 2, 3, 4, 5)) == 4
+
+
+@pytest.mark.parametrize("other", [row(1, 9, 3, 4), row(1), row(), row(1, 2, 3, 4, seed=2)])
+def test_a_row_with_other_tokens_uses_none(other: Row) -> None:
+    assert left(row(1, 2, 3)).known(other) == 0
+
+
+@pytest.mark.parametrize("gone", [row(1, 2, continues=False), row(1, 2, finite=False), row(1, 2, ahead=True), row()])
+def test_a_row_that_does_not_go_on_leaves_nothing(gone: Row) -> None:
+    assert left(gone).bytes == 0
+
+
+def test_the_oldest_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.engine.turns.MOST_BYTES", 9)
+    store = left(row(1, 2, 3, seed=1), row(1, 2, 3, seed=2), row(1, 2, 3, seed=3))
+    assert [store.known(row(1, 2, 3, 4, seed=seed)) for seed in (1, 2, 3)] == [0, 4, 4]
+    assert store.bytes == 8

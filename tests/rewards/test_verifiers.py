@@ -1,0 +1,144 @@
+"""Environments of the package verifiers, the real one: `make test-verifiers`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("verifiers", reason="verifiers is not installed: make test-verifiers")
+
+import verifiers.v1 as vf
+from rich.console import Console
+from tiny import tiny_tree
+
+from tlt.config import Config, parse_config
+from tlt.data.prompts import DataError, load_prompts
+from tlt.metrics import read_metrics
+from tlt.rewards.environments import Environments, Turn
+from tlt.rewards.tools import with_tools
+from tlt.rewards.verdicts import Verdict
+from tlt.rewards.verifiers import load
+from tlt.rewards.verifiers_episode import Episode
+from tlt.run.display import Display
+from tlt.run.train import train
+from tlt.store.completions import read_completions
+from tlt.types import Prompt
+
+
+def config(name: str = "tiny_verifiers", **data: Any) -> Config:
+    return parse_config({"model": {"path": "-"}, "data": {"environment": name} | data})
+
+
+def prompts(**data: Any) -> list[Prompt]:
+    return load_prompts(config(**data).data, lambda question: (len(str(question)),))
+
+
+def played(number: int, *texts: str) -> list[Verdict]:
+    environments, prompt = Environments(Episode, 20.0), prompts()[number]
+    asked = [texts[:count] for count in range(len(texts) + 1)]
+    return [environments.answer_all([(prompt, Turn(1, 5, said))])[0] for said in asked][1:]
+
+
+def test_prompts_are_the_tasks_with_their_system_prompt() -> None:
+    assert [prompt.text for prompt in prompts(environment_arguments={"most": 2})] == [
+        "Be brief.\n\nSay 0.",
+        "Be brief.\n\nSay 1.",
+    ]
+    assert len(prompts(size=3)) == 3
+    seen: list[Any] = []
+    load_prompts(config(chat=True, size=1).data, lambda question: (seen.append(question), (1,))[1])
+    assert seen == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 0."}]]
+
+
+def test_the_users_messages_are_replies_and_the_rubric_gives_the_reward() -> None:
+    """2.0 * right + 0.5 of the environment."""
+    first, second, last = played(2, "one", "three", "it is 2")
+    assert first == second == Verdict(0.0, reply="No, say 2.")
+    scores = {"right": 1.0, "polite": 0.5, "turns": 3.0, "calls": 0.0, "malformed_calls": 0.0}
+    assert last == Verdict(2.5, scores=scores)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_are_called_and_malformed_calls_counted() -> None:
+    texts = [call("calculator_add", first=1, second=2), call("add"), call("calculator_add", first="x"), "3"]
+    right, unknown, wrong, last = played(3, *texts)
+    assert right == Verdict(0.0, reply="3")
+    assert unknown.reply == "Error: there is no tool 'add': the tools are calculator_add"
+    assert wrong.reply
+    assert wrong.reply.startswith("Error: Error executing tool add")
+    assert (last.reward, last.scores["malformed_calls"], last.scores["calls"]) == (2.5, 2.0, 2.0)
+    (schema,) = with_tools(config(chat=True)).data.chat_arguments["tools"]  # type: ignore[misc]
+    assert schema["function"]["name"] == "calculator_add"  # type: ignore[index]
+    assert sorted(schema["function"]["parameters"]["properties"]) == ["first", "second"]  # type: ignore[index]
+
+
+def test_an_environment_that_raises_is_an_outcome() -> None:
+    assert played(2, "raise") == [Verdict(None, "error", "KeyError: 'bonus'")]
+
+
+def test_episodes_side_by_side_and_one_that_is_made_again() -> None:
+    environments, known = Environments(Episode, 20.0), prompts()
+    both = [(known[1], Turn(1, 1, ("5",))), (known[2], Turn(1, 2, ("5",)))]
+    assert [verdict.reply for verdict in environments.answer_all(both)] == ["No, say 1.", "No, say 2."]
+    (found,) = environments.answer_all([(known[4], Turn(1, 3, ("1", "2", "4")))])
+    assert (found.reply, found.reward) == (None, 2.5)
+
+
+def module_of(name: str, **changes: Any) -> ModuleType:
+    import tiny_verifiers
+
+    module = ModuleType(name)
+    kind = type("Kind", (tiny_verifiers.CountTask,), changes)
+    data = tiny_verifiers.CountData(prompt=changes.get("prompt", "?"), number=1)
+    body = {"load": lambda self: [kind(data)], "task_type": classmethod(lambda cls: kind)}
+    module.Given = type("Given", (tiny_verifiers.CountTaskset,), body)  # type: ignore[attr-defined]
+    module.__all__ = ["Given"]  # type: ignore[attr-defined]
+    return module
+
+
+async def with_runtime(self: Any, trace: Any, runtime: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (lambda: {"NEEDS_CONTAINER": True}, "a container or sandbox"),
+        (lambda: {"setup": with_runtime}, "a container or sandbox"),
+        (lambda: {"prompt": None}, "a user who opens the conversation"),
+        (lambda: {"ends": vf.stop(lambda self, trace: True)}, "hooks of the agent"),
+        (lambda: {"files": vf.reward(with_runtime)}, "a sandbox for its rewards"),
+    ],
+)
+def test_what_an_episode_cannot_give_is_refused_by_name(changes: Callable[[], dict[str, Any]], why: str) -> None:
+    load.cache_clear()
+    module = module_of("tiny_needs", **changes())
+    refused = pytest.raises(DataError, match=f"data.environment = 'tiny_needs' needs {why}")
+    with patch.dict(sys.modules, {"tiny_needs": module}), refused:
+        load_prompts(config("tiny_needs").data, lambda text: (1,))
+    load.cache_clear()
+
+
+def test_an_environment_that_is_not_there_is_named() -> None:
+    with pytest.raises(DataError, match=r"data\.environment = 'nowhere' cannot be loaded"):
+        load_prompts(config("nowhere").data, lambda text: (1,))
+
+
+def test_a_run_trains_on_it(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path, rollout={"stop_strings": list("abcdefgh "), "max_new_tokens": 96})
+    tree["data"] = {"environment": "tiny_verifiers", "environment_arguments": {"most": 4}}
+    tree["reward"] = {"turns": 3}
+    train(parse_config(tree), display=Display(Console(quiet=True)))
+    lines = list(read_completions(tmp_path / "run"))
+    assert any(reply.startswith("No, say ") for line in lines for reply in line["replies"])
+    assert len(list(read_metrics(tmp_path / "run"))) == 2

@@ -1,0 +1,69 @@
+"""An environment as the documentation of verifiers writes them: tasks with a reward and a metric, a tool, a user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+
+
+class CountConfig(vf.TasksetConfig):
+    most: int = 5
+
+
+class CountData(vf.TaskData):
+    number: int
+
+
+class AddConfig(vf.ToolsetConfig):
+    pass
+
+
+class Calculator(vf.Toolset[AddConfig, vf.State]):
+    @vf.tool
+    async def add(self, first: int, second: int) -> int:
+        """Add two numbers."""
+        return first + second
+
+
+class CountTask(vf.Task[CountData, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace: Any) -> float:
+        return float(str(self.data.number) in trace.last_reply)
+
+    @vf.metric
+    async def turns(self, trace: Any) -> float:
+        return float(trace.num_turns)
+
+    @vf.metric
+    async def calls(self, trace: Any) -> float:
+        return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
+
+
+class CountTaskset(vf.Taskset[CountTask, CountConfig]):
+    def load(self) -> Iterator[CountTask]:
+        for i in range(self.config.most):
+            yield CountTask(CountData(prompt=f"Say {i}.", system_prompt="Be brief.", number=i), self.config.task)
+
+    @classmethod
+    def toolsets(cls, config: CountConfig) -> list[vf.Toolset]:
+        return [Calculator(AddConfig())]
+
+
+class CountEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class CountEnv(vf.Env[CountEnvConfig]):
+    async def run(self, task: Any, agents: Any) -> None:
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            if segment.last_reply == "raise":
+                raise KeyError("bonus")
+            while str(task.data.number) not in segment.last_reply:
+                segment = await interaction.turn(f"No, say {task.data.number}.")
+        interaction.trace.record_reward("polite", 0.5)
+
+
+__all__ = ["CountEnv", "CountTaskset"]
