@@ -1,10 +1,15 @@
 """Early update on and off: two training runs that take turns, step by step, and a simulation of more workers.
 
-    python bench/early_update.py recipes/longtail.toml [--workers 2] [--steps 20] [--json FILE] [--section.key value]
+    python bench/early_update.py recipes/longtail.toml [--workers 2] [--steps 20] [--one-step-off] [--json FILE]
+        [--section.key value]
 
 Both runs decode the same responses and end with the same policy, except for explained forks of float32. The simulation
 takes the groups, the seconds of a decoding round and the seconds of a token in the update from these runs. Its workers
 decode one token per round for each row, do not help each other, and compute early shards by the rules of `rl/early.py`.
+
+With `--one-step-off`, a third run takes turns with them, which decodes a step during the update of the step before
+(`bench/one_step_off.py`). It is off-policy, so it has other responses. The simulation has the least time that such a
+step can take: that of the worker that decodes longest, or that of all work spread evenly.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from tlt.run.resume import at_the_time_of_the_run
 SIZES = ((2, 8), (8, 32), (8, 64), (64, 256), (64, 512))
 """(workers, prompts per step) of the simulations"""
 _DRAWS = 20
+OFF, ON, ONE_STEP_OFF = "off", "on", "one-step-off"
 _PER_ROW = 0.03  # seconds of one more row in a round, relative to those of a round with one row
 
 Group = list[int]
@@ -43,12 +49,12 @@ Group = list[int]
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def configs_of(config: Config, workers: int, steps: int) -> dict[str, Config]:
+def configs_of(config: Config, workers: int, steps: int, names: Sequence[str]) -> dict[str, Config]:
     found = {}
-    for name, on in (("off", False), ("on", True)):
+    for name in names:
         tree = config.model_dump(mode="json")
         tree["cluster"]["workers"] = workers
-        tree["train"] |= {"steps": steps, "early_update": on}
+        tree["train"] |= {"steps": steps, "early_update": name != OFF}
         tree["run"] |= {"folder": str(Path(config.run.folder) / "bench" / f"early_{name}"), "overwrite": True}
         tree["run"] |= {"save_every": 0, "compare_every": 0}
         found[name] = parse_config(tree)
@@ -56,14 +62,22 @@ def configs_of(config: Config, workers: int, steps: int) -> dict[str, Config]:
 
 
 def measured(done: dict[str, Mode]) -> dict[str, Any]:
-    off, on = done["off"], done["on"]
+    off, on = done[OFF], done[ON]
     same = [ours == theirs for ours, theirs in zip(groups_of(off), groups_of(on), strict=True)]
     return {
         "runs": {name: facts(mode) for name, mode in done.items()},
         "faster": ratio(off.step_seconds, on.step_seconds),
         "steps_with_the_same_responses": sum(same),
         "same_sha256": off.summary["policy_sha256"] == on.summary["policy_sha256"],
+        "pace": {name: pace(mode) for name, mode in done.items()},
     }
+
+
+def pace(mode: Mode) -> dict[str, float]:
+    """Return steps and tokens per second, without the first and the last step, which are special in one-step-off."""
+    seconds = sum(mode.step_seconds[1:-1])
+    tokens = sum(line["tokens"] for line in mode.lines[1:-1])
+    return {"steps_per_second": (len(mode.lines) - 2) / seconds, "tokens_per_second": tokens / seconds}
 
 
 def facts(mode: Mode) -> dict[str, Any]:
@@ -71,7 +85,7 @@ def facts(mode: Mode) -> dict[str, Any]:
         "seconds": mode.seconds,
         "seconds_by_step": mode.step_seconds,
         "early_share": [line["update"]["early"] for line in mode.lines],
-        "early_seconds": [line["rollout"]["early_seconds"] for line in mode.lines],
+        "early_seconds": [line["rollout"].get("early_seconds", 0.0) for line in mode.lines],
         "update_seconds": [line["seconds"]["update"] for line in mode.lines],
         "useful_share": useful_share_of(mode),
         "policy_sha256": mode.summary["policy_sha256"],
@@ -149,6 +163,7 @@ def simulate(groups: Sequence[Group], workers: int, costs: Costs) -> dict[str, f
         "early": done / sum(work),
         "useful_share": busy / (workers * (rollout + rest)),
         "useful_share_off": busy / (workers * (rollout + without)),
+        "one_step_off_faster": (rollout + without) / max(rollout, busy / workers),
     }
 
 
@@ -172,24 +187,27 @@ def simulated(groups: Sequence[Group], costs: Costs) -> list[dict[str, Any]]:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def bench(config: Config, workers: int, steps: int, json_file: Path | None) -> None:
+def bench(config: Config, workers: int, steps: int, names: Sequence[str], json_file: Path | None) -> None:
     """Run, simulate, print, and write the result. Raises ValueError with one sentence."""
     console, config = progress.console(), at_the_time_of_the_run(settled(config), None)
-    done = run_in_turn(console, configs_of(config, workers, steps))
-    result, costs = measured(done), costs_of(done["off"])
+    done = run_in_turn(console, configs_of(config, workers, steps, names), {ONE_STEP_OFF: "one_step_off.py"})
+    result, costs = measured(done), costs_of(done[OFF])
     low, middle, high = result["faster"]
-    early = statistics.fmean(result["runs"]["on"]["early_share"])
-    useful = "{off:.0%} and {on:.0%}".format(**{name: run["useful_share"] for name, run in result["runs"].items()})
+    early = statistics.fmean(result["runs"][ON]["early_share"])
+    useful = " and ".join(f"{result['runs'][name]['useful_share']:.0%}" for name in (OFF, ON))
     digests = "one sha256" if result["same_sha256"] else "two sha256"
     console.print(
         f"{workers} workers: a step {middle:.3f} ({low:.3f}-{high:.3f}) times as fast, "
         f"{early:.0%} of the update early, useful share {useful}, {digests}"
     )
-    simulations = simulated([group for step in groups_of(done["off"]) for group in step], costs)
+    for name, found in result["pace"].items():
+        console.print("{0}: {steps_per_second:.3f} steps/s, {tokens_per_second:.0f} tokens/s".format(name, **found))
+    simulations = simulated([group for step in groups_of(done[OFF]) for group in step], costs)
     for row in simulations:
         console.print(
             "simulated: {workers} workers, {prompts} prompts: a step {faster:.2f} times as fast, {hidden:.0%} of the "
-            "update hidden, useful share {useful_share_off:.0%} and {useful_share:.0%}".format(**row)
+            "update hidden, useful share {useful_share_off:.0%} and {useful_share:.0%}; one-step-off at most "
+            "{one_step_off_faster:.2f} times as fast".format(**row)
         )
     if json_file:
         setting = {"workers": workers, "steps": steps, "dtype": config.model.dtype, "model": config.model.path}
@@ -201,12 +219,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="TOML file, such as recipes/longtail.toml")
     parser.add_argument("--workers", type=int, default=2, help="processes of each run (default 2)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
+    parser.add_argument("--one-step-off", action="store_true", help="do a run that is off-policy by one step, too")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     asked, overrides = parser.parse_known_args(argv)
-    if asked.workers < 2 or asked.steps < 1:
-        parser.error("--workers must be at least 2, because one worker is never idle, and --steps at least 1")
+    if asked.workers < 2 or asked.steps < 3:
+        parser.error("--workers must be at least 2, because one worker is never idle, and --steps at least 3")
+    names = [OFF, ON, *([ONE_STEP_OFF] if asked.one_step_off else [])]
     try:
-        bench(load_config(asked.recipe, overrides), asked.workers, asked.steps, asked.json)
+        bench(load_config(asked.recipe, overrides), asked.workers, asked.steps, names, asked.json)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

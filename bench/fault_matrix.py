@@ -8,8 +8,9 @@ moments of the undisturbed run after as many steps, and a process that has ended
 that raises or does not answer leaves its response without a reward, which is recorded; checkpoints of such a cell are
 not compared.
 
-Cells of one role and one fault use one run, one after the other. A cell is over when two more steps are recorded, or
-six if the disk was full. Parts of the matrix may be tried one after the other, into one FILE.
+Cells of one role and one fault use one run, one after the other; those of early shards use another run. A
+cell is over when two more steps are recorded, or six if the disk was full. Parts of the matrix may be tried one after
+the other, into one FILE.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from disturbed import CELLS, PATIENCE, Cell, DisturbedRun, disk, recipe_of
+from disturbed import CELLS, PATIENCE, USUAL, Cell, DisturbedRun, disk, recipe_of
 
 from tlt.metrics import provenance, read_metrics, write_json
 
@@ -61,17 +62,20 @@ def digests(folder: Path) -> dict[int, list[str]]:
 
 
 class Matrix:
-    def __init__(self, home: Path, place: Path, steps: int) -> None:
+    """Cells of one way to train."""
+
+    def __init__(self, home: Path, place: Path, way: str, steps: int) -> None:
         """Do the undisturbed run. `place`: the small disk for the disturbed runs."""
-        self.place, self.recipe = place, recipe_of(home, "whole weights", steps)
+        self.place, self.recipe = place, recipe_of(home, way, steps)
         self.rows: list[dict[str, Any]] = []
         whole = DisturbedRun(self.recipe, home / "whole", ("--run.save_every", "1", "--run.keep", str(steps)))
         whole.start()
         whole.note_end()
-        self.expected = digests(home / "whole")
+        self.expected, lines = digests(home / "whole"), read_metrics(home / "whole")
         self.undisturbed = {
             "steps": len(self.expected),
-            "step_seconds": sum(line["seconds"]["total"] for line in read_metrics(home / "whole")) / steps,
+            "step_seconds": sum(line["seconds"]["total"] for line in lines) / steps,
+            "early_share": sum(line["update"]["early"] for line in lines) / steps,
             "left_behind": whole.left_behind,
         }
 
@@ -206,12 +210,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write(path: Path, matrix: Matrix) -> None:
+def write(path: Path, way: str, matrix: Matrix) -> None:
     """Write the cells. Cells that were in the file already stay, unless they were tried again."""
-    before = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else []
-    by_cell = {(row["role"], row["phase"], row["fault"]): row for row in (*before, *matrix.rows)}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cells": [], "undisturbed": {}}
+    by_cell = {(row["role"], row["phase"], row["fault"]): row for row in (*before["cells"], *matrix.rows)}
     rows = [by_cell[cell[:3]] for cell in CELLS if cell[:3] in by_cell]
-    tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(rows), "cells": rows}
+    undisturbed = before["undisturbed"] | {way: matrix.undisturbed}
+    tree = {"limit_seconds": _LIMIT, "undisturbed": undisturbed, "summary": summary(rows), "cells": rows}
     write_json(path, {**tree, **provenance()})
 
 
@@ -227,13 +232,17 @@ def main() -> None:
         for name in ("role", "phase", "fault"):
             chosen = getattr(arguments, name)
             wanted = [cell for cell in wanted if not chosen or getattr(cell, name) in chosen]
-        matrix = Matrix(Path(folder), place, arguments.steps)
-        print(f"undisturbed: {matrix.undisturbed}", flush=True)
-        for (role, fault), cells in groupby(wanted, lambda cell: (cell.role, cell.fault)):
-            matrix.go_through(list(cells), f"{role} {fault}")
-            if arguments.json:
-                write(arguments.json, matrix)
-    rows = matrix.rows
+        rows: list[dict[str, Any]] = []
+        for way in dict.fromkeys(cell.way or USUAL for cell in wanted):
+            (home := Path(folder) / way).mkdir()
+            matrix = Matrix(home, place, way, arguments.steps)
+            print(f"{way}, undisturbed: {matrix.undisturbed}", flush=True)
+            own = [cell for cell in wanted if (cell.way or USUAL) == way]
+            for (role, fault), cells in groupby(own, lambda cell: (cell.role, cell.fault)):
+                matrix.go_through(list(cells), f"{role} {fault}")
+                if arguments.json:
+                    write(arguments.json, way, matrix)
+            rows += matrix.rows
     failed = [row for row in rows if not held(row)]
     print(f"{len(rows)} of {len(wanted)} cells tried, {len(rows) - len(failed)} held")
     sys.exit(1 if failed or len(rows) < len(wanted) else 0)

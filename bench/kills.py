@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from disturbed import CELLS, PATIENCE, Cell, DisturbedRun, disk, recipe_of, rewards_of, workers_of
-from recovery import WAYS, verdict
+from disturbed import CELLS, PATIENCE, USUAL, WAYS, Cell, DisturbedRun, disk, recipe_of, rewards_of, workers_of
+from recovery import verdict
 
 from tlt.metrics import provenance, write_json
 
@@ -62,6 +62,7 @@ class Trial:
     run: DisturbedRun
     kills: int
     moments: random.Random
+    cells: Sequence[Cell] = ()
     faults: Sequence[str] = tuple(_FAULTS)
     comes_up: float = 0.0
     """seconds until all workers are there"""
@@ -75,7 +76,7 @@ class Trial:
         while not self.run.has_ended() and self.done < self.kills:
             time.sleep(self.comes_up * self.moments.uniform(*_PAUSE))
             (fault,) = self.moments.choices(self.faults, [_FAULTS[name] for name in self.faults])
-            struck = self._strike(self.moments.choice(_CELLS)) if fault == _AT_A_POINT else self._befall(fault)
+            struck = self._strike(self.moments.choice(self.cells)) if fault == _AT_A_POINT else self._befall(fault)
             if struck:
                 self.done += 1
                 self.hit[struck] += 1
@@ -158,12 +159,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--way", choices=WAYS, default="whole weights", help="to train")
+    parser.add_argument("--way", choices=WAYS, default=USUAL, help="to train")
     parser.add_argument("--only", nargs="+", choices=_FAULTS, default=list(_FAULTS), help="all by default")
     parser.add_argument("--per-run", type=int, default=_PER_RUN, help="faults after which a run is left to end")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     moments = random.Random(arguments.seed)
+    cells = [cell for cell in _CELLS if cell.way in ("", arguments.way)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, disk(Path(folder), _MEGABYTES) as place:
         recipe = recipe_of(Path(folder), arguments.way, STEPS)
@@ -175,7 +177,7 @@ def main() -> None:
         undisturbed["left_behind"] = whole.run.left_behind
         while left > 0:
             run = DisturbedRun(recipe, place / f"run {len(rows)}")
-            trial = Trial(run, min(left, arguments.per_run), moments, arguments.only, whole.comes_up)
+            trial = Trial(run, min(left, arguments.per_run), moments, cells, arguments.only, whole.comes_up)
             trial.go_through()
             left -= trial.done or 1
             held = verdict(run.folder, summary["policy_sha256"], prompts=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import forks
@@ -26,7 +27,10 @@ class Recording(TakingTurns):
         super().step(result)
 
 
-def main(config_file: str, threads: int, turn: Turn) -> None:
+def main(
+    config_file: str, threads: int, turn: Turn, change: Callable[[Rollout], Rollout] = lambda rollout: rollout
+) -> None:
+    """Train. `change` puts another rollout in the place of the run's own."""
     torch.set_num_threads(threads)
     config = parse_config(json.loads(Path(config_file).read_text(encoding="utf-8")), config_file)
     pausing = Pausing(turn)
@@ -34,7 +38,7 @@ def main(config_file: str, threads: int, turn: Turn) -> None:
     def wrap(rollout: Rollout) -> Rollout:
         if isinstance(rollout, ClusterRollout) and isinstance(rollout.crew.pool, RayPool):
             pausing.folder = rollout.crew.pool.folder
-        return rollout
+        return change(rollout)
 
     try:
         train(config, resume=False, display=Recording(pausing), wrap=wrap)

@@ -165,11 +165,17 @@ def mode_config(config: Config, name: str, workers: int, steps: int, keep: int =
     return parse_config(tree)
 
 
-def run_in_turn(console: Console, configs: dict[str, Config]) -> dict[str, Mode]:
-    """Do all runs, a step each in turn. `configs`: recipes by mode, or for plain decoding by any other name."""
+def run_in_turn(
+    console: Console, configs: dict[str, Config], programs: Mapping[str, str] | None = None
+) -> dict[str, Mode]:
+    """Do all runs, a step each in turn. `configs`: recipes by mode, or for plain decoding by any other name.
+    `programs`: those of the runs that are not done by bench/one_run.py."""
     threads = {name: _threads(config.cluster.workers) for name, config in configs.items()}
     console.rule(", ".join(f"{name} {config.cluster.workers} x {threads[name]}" for name, config in configs.items()))
-    runs = {name: partial(_start, config, threads[name]) for name, config in configs.items()}
+    runs = {
+        name: partial(_start, config, threads[name], (programs or {}).get(name, "one_run.py"))
+        for name, config in configs.items()
+    }
     steps = next(iter(configs.values())).train.steps
     race(runs, steps, partial(console.print, soft_wrap=True))
     return {name: Mode(name, config, threads[name]) for name, config in configs.items()}
@@ -179,12 +185,12 @@ def _threads(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def _start(config: Config, threads: int) -> Run:
+def _start(config: Config, threads: int, program: str) -> Run:
     folder = Path(config.run.folder)
     shutil.rmtree(folder, ignore_errors=True)
     write_json(folder / "bench.json", config.model_dump(mode="json"))
     own = threads if config.cluster.workers == 1 else 1  # the driver of several workers computes nothing
-    return Process(folder / "bench.json", own)
+    return Process(folder / "bench.json", own, program)
 
 
 def _better_shape(config: Config, workers: int, console: Console) -> int:

@@ -22,7 +22,7 @@ from tlt.progress import working
 from tlt.run.display import Display
 from tlt.types import WorkerNow
 
-_ONE_RUN = Path(__file__).with_name("one_run.py")
+_BENCH = Path(__file__).parent
 _AWAKE = 0.1  # seconds for Ray to do what it missed while it was stopped
 
 
@@ -103,10 +103,10 @@ class Run(Protocol):
 
 
 class Process:
-    """bench/one_run.py in a process of its own."""
+    """bench/one_run.py, or another program with its arguments, in a process of its own."""
 
-    def __init__(self, config_file: Path, threads: int) -> None:
-        command = [sys.executable, str(_ONE_RUN), str(config_file), str(threads)]
+    def __init__(self, config_file: Path, threads: int, program: str = "one_run.py") -> None:
+        command = [sys.executable, str(_BENCH / program), str(config_file), str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self._run = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._ended = False

@@ -4,7 +4,8 @@ the program, and strikes the process that comes to the one that is armed, once.
 $TLT_FAULTS/armed.json says what happens where; it may be written at any time, and is renamed to struck.json by the
 process that it strikes, which writes its number there:
 
-    at      the points that the thread is within, the innermost last: these and no others
+    at      the points that the thread is within, the innermost last: these and no others; "end" after them stands for
+            the end of the innermost one
     call    of these, the one that is struck
     during  the points that the driver is within meanwhile, if that matters
     how     SIGKILL, SIGSTOP, exception, out of memory, disk full
@@ -35,7 +36,10 @@ POINTS = {
             f"Worker.{method}"
             for method in ("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter")
         ),
-        *(f"Worker.{method}" for method in ("update", "rollback", "sync", "save", "state", "take_state", "rendezvous")),
+        *(
+            f"Worker.{method}"
+            for method in ("early_update", "update", "rollback", "sync", "save", "state", "take_state", "rendezvous")
+        ),
         "take_weights",
     ),
     "tlt.engine.engine": ("Engine.round", "Engine.draft_with"),
@@ -43,6 +47,7 @@ POINTS = {
     "tlt.spot.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
     "tlt.rl.policy": ("save_file",),
+    "tlt.rl.shard_sum": ("ShardSum.count_as_early", "take_gradients"),
     "tlt.cluster.coordinator": ("Coordinator._took", "Coordinator._look_at_update", "Coordinator.sync"),
     "tlt.cluster.ahead": ("LookingAhead.heard",),
     "tlt.spot.schedule": ("Schedule.trained", "Schedule.publishes"),
@@ -150,7 +155,9 @@ def _pointed(call: Callable[..., Any], point: str) -> Callable[..., Any]:
         try:
             with _told_to_others(point):
                 _armed.arrive(points)
-                return call(*arguments, **options)
+                result = call(*arguments, **options)
+                _armed.arrive([*points, "end"])
+                return result
         finally:
             points.pop()
 

@@ -63,7 +63,7 @@ class Rollout(Protocol):
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
         """All responses, in any order; `on_response` is called as each one finishes. Those who are idle may compute
-        gradients of the `early` groups, and decode what is `coming` in the next steps, a list each."""
+        early shards of the `early` groups, and decode what is `coming` in the next steps, a list each."""
         ...
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -220,7 +220,7 @@ def _decode(
 def _early_groups(
     parts: Parts, config: Config, before: Sequence[Group], requests: Sequence[Request], is_last_wave: bool
 ) -> EarlyGroups | None:
-    """Return the groups whose gradients idle workers may compute; None if they may not."""
+    """Return the groups that idle workers may compute early; None if they may not."""
     if not (config.train.early_update and has_early_shards(config.train, config.cluster.workers)):
         return None
     return EarlyGroups(config, before, requests, is_last_wave, parts.reward.settle)

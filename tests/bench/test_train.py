@@ -58,7 +58,7 @@ def config_of(home: Path, **sections: dict[str, Any]) -> Config:
 class InThread:
     """The run of a process, in a thread of this one; several workers are objects of it."""
 
-    def __init__(self, config_file: Path, threads: int) -> None:
+    def __init__(self, config_file: Path, threads: int, program: str) -> None:
         self.said: Queue[dict[str, float] | None] = Queue()
         self.heard: Queue[None] = Queue()
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_compared_is_refused(home: Path, tmp_path: Path) -> None:
 
 
 class Fails(InThread):
-    def __init__(self, config_file: Path, threads: int) -> None:
+    def __init__(self, config_file: Path, threads: int, program: str) -> None:
         self.left = [{}, {"seconds": 1.0}]
 
     def wait(self) -> dict[str, float] | None:

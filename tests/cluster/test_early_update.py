@@ -16,7 +16,7 @@ from tiny import tiny_config
 from tlt.cluster.crew import Done
 from tlt.cluster.early import METHOD, EarlyUpdate
 from tlt.cluster.worker import EarlySlice
-from tlt.config import Config
+from tlt.config import Config, TrainConfig
 from tlt.metrics import read_metrics
 
 STEPS = 2
@@ -115,8 +115,17 @@ def test_an_update_that_breaks_is_repeated_without_early_gradients(home: Path, e
             lambda ready: 0,
         ),
         ({"train": {"lora": {"rank": 2}, "loss": "dapo", "advantage": "rloo"}}, in_turn()),
+        (
+            {
+                "rollout": {"max_waves": 2, "prompts_per_step": 4},
+                "reward": {"name": "tiny_rewards:every_third"},
+                "train": {"updates_per_step": 2, "kl_weight": 0.1},
+            },
+            lambda ready: 0,
+        ),
+        ({"train": {"kl_weight": 0.1, "kl_in": "reward", "epochs": 2, "advantage": "reinforce_pp"}}, in_turn()),
     ],
-    ids=["dynamic sampling and a KL term", "adapters"],
+    ids=["dynamic sampling and a KL term", "adapters", "several steps and dynamic sampling", "a KL term in the reward"],
 )
 def test_other_recipes(home: Path, sections: dict[str, Any], choose: Choose) -> None:
     config = config_of(home, **sections)
@@ -137,7 +146,7 @@ class Calls:
 
 def test_each_shard_has_one_worker_until_that_is_lost() -> None:
     crew = Calls()
-    early = EarlyUpdate(crew)  # type: ignore[arg-type]
+    early = EarlyUpdate(crew, TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a", "b"]))  # type: ignore[arg-type]
     assert [early.next_call(worker, {}, 0.5) for worker in (1, 0, 2)] == [True, True, False]
     early.came_back(Done(1, METHOD, EarlySlice(0, 0.5, 1.0)))
@@ -155,7 +164,7 @@ def test_each_shard_has_one_worker_until_that_is_lost() -> None:
 
 
 def test_a_worker_keeps_a_few_gradients() -> None:
-    early = EarlyUpdate(Calls())  # type: ignore[arg-type]
+    early = EarlyUpdate(Calls(), TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: list("abcdef")))  # type: ignore[arg-type]
     for shard in range(4):
         assert early.next_call(0, {}, 0.5)
@@ -165,7 +174,7 @@ def test_a_worker_keeps_a_few_gradients() -> None:
 
 
 def test_a_worker_without_the_memory_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
-    early = EarlyUpdate(Calls())  # type: ignore[arg-type]
+    early = EarlyUpdate(Calls(), TrainConfig())  # type: ignore[arg-type]
     early.begin(SimpleNamespace(shards=lambda so_far: ["a"]))  # type: ignore[arg-type]
     assert early.next_call(0, {}, 0.5)
     early.came_back(Done(0, METHOD, None))

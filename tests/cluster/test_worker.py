@@ -143,10 +143,12 @@ def test_a_worker_that_took_the_state_of_another_trains_on_what_it_decodes(tmp_p
 
 SHARD = random_batch(257, responses=5)
 """five micro-batches"""
+EITHER = pytest.mark.parametrize("epochs", [1, 2], ids=["gradients", "log-probs"])
 
 
-def updating(folder: Path) -> Worker:
-    train, cluster, no_drafter = {"micro_batch_tokens": 1}, {"workers": 2}, {"drafter": "off"}
+def updating(folder: Path, epochs: int = 1) -> Worker:
+    train = {"micro_batch_tokens": 1, "epochs": epochs}
+    cluster, no_drafter = {"workers": 2}, {"drafter": "off"}
     return Worker(tiny_config(folder, speculation=no_drafter, train=train, cluster=cluster), 0, folder / "model")
 
 
@@ -158,7 +160,7 @@ def share_done(worker: Worker, seconds: float, number: float) -> float:
 
 def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[], int]:
     """Do something in this micro-batch. Return a function that returns the number of micro-batches so far."""
-    sums, done = worker.policy.sums, list[None]()
+    sums, done = worker.policy.early, list[None]()
     add = sums.add
 
     def add_(*arguments: Any) -> None:
@@ -171,9 +173,10 @@ def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[]
     return lambda: len(done)
 
 
-def test_an_early_update_ends_with_its_micro_batch(folder: Path) -> None:
+@EITHER
+def test_an_early_update_ends_with_its_micro_batch(folder: Path, epochs: int) -> None:
     """If its seconds are over, or the worker is interrupted. It continues in the next call."""
-    worker = updating(folder)
+    worker = updating(folder, epochs)
     passes = at_pass(worker, 3, lambda: worker.interrupt(7))
     first, second = share_done(worker, AT_ONCE, 7), share_done(worker, ALL, 7)
     assert passes() == 3
@@ -192,18 +195,19 @@ def test_nothing_is_left_of_an_early_update_without_the_memory(folder: Path) -> 
     at_pass(worker, 7, fail)
     assert share_done(worker, ALL, 1) == 1.0
     assert worker.early_update(1, SHARD, ALL) is None
-    assert has_no_early_gradient(worker)
+    assert has_nothing_early(worker)
 
 
+@EITHER
 @pytest.mark.parametrize("seconds", [AT_ONCE, ALL])
-def test_a_worker_that_takes_a_state_forgets_its_early_gradients(folder: Path, seconds: float) -> None:
+def test_a_worker_that_takes_a_state_forgets_its_early_shards(folder: Path, seconds: float, epochs: int) -> None:
     """Because they are of other weights."""
-    worker = updating(folder)
+    worker = updating(folder, epochs)
     worker.early_update(0, SHARD, seconds)
-    assert not has_no_early_gradient(worker)
+    assert not has_nothing_early(worker)
     worker.take_state(worker.state())
-    assert has_no_early_gradient(worker)
+    assert has_nothing_early(worker)
 
 
-def has_no_early_gradient(worker: Worker) -> bool:
-    return not worker.policy.sums.early and all(p.grad is None for p in worker.policy.model.parameters())
+def has_nothing_early(worker: Worker) -> bool:
+    return not worker.policy.early.early and all(p.grad is None for p in worker.policy.model.parameters())

@@ -181,13 +181,24 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.policy", "rl/test_policy.py"): [
         ("Policy._step", "always", 1, "A step whose gradient is not finite changes nothing."),
         ("Policy.update", "drop", 3, "The learning rate follows its schedule."),
+        ("Policy._fixed", "drop", 9, "A carried response keeps the log-probs of the policy that decoded it."),
     ],
     ("rl.early", "rl/test_policy.py"): [
-        ("has_gradient", "operand", 1, "A masked response teaches nothing."),
+        ("has_gradient", "operand", 3, "A masked response teaches nothing."),
     ],
     ("rl.early", "rl/test_early.py"): [
         ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
         ("owners_of", "operand", 3, "Each shard has one owner."),
+        ("cut", "operand", 1, "A group of an early shard counts once."),
+        ("cut", "never", 1, "A group that is in no early shard counts."),
+        ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),
+        ("needs_logprobs", "never", 1, "Whether log-probs are early depends on one group alone."),
+    ],
+    ("rl.planner", "rl/test_early.py"): [
+        ("Planner.early_shard", "never", 1, "Early log-probs do not depend on advantages over the whole batch."),
+    ],
+    ("rl.fixed", "rl/test_shard_sum.py"): [
+        ("exchange", "drop", 2, "All members have all log-probs."),
     ],
     ("rl.shard_sum", "rl/test_shard_sum.py"): [
         ("ShardSums._known", "operand", 1, "An early gradient is used for exactly its own responses."),
@@ -344,6 +355,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("cluster.worker", "cluster/test_worker.py"): [
         ("Worker.interrupt", "drop", 0, "Idle work ends when the worker is needed."),
         ("Worker._news", "drop", 2, "Each token is reported once."),
+        ("Worker._restore", "drop", 0, "Early shards of other weights are forgotten."),
     ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
         ("Coordinator.update", "drop", 18, "All workers roll back before an update is repeated."),

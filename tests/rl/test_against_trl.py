@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.rl.batching import MicroBatch
+from tlt.rl.fixed import penalized
 from tlt.rl.groups import advantages_of
 from tlt.rl.parallel import Alone
 from tlt.rl.policy import Policy
@@ -121,5 +122,6 @@ def test_advantages_are_those_of_trl(name: str) -> None:
 def test_a_divergence_in_the_reward_is_that_of_trl(folder: Path) -> None:
     policy = told(folder, {"advantage": "rloo", "kl_weight": 0.1, "kl_in": "reward"})
     policy.tell(wide(GIVEN["old"]), wide(GIVEN["reference"]))
-    penalized, _ = policy._penalized(batch({}), Alone())
-    assert penalized.advantages == pytest.approx(TRL["advantages"]["rloo_kl"]["advantages"], abs=1e-10)
+    fixed, _ = policy._fixed(batch({}), Alone(), ())
+    found, _ = penalized(batch({}), fixed, policy.objective.kl, policy.config)
+    assert found.advantages == pytest.approx(TRL["advantages"]["rloo_kl"]["advantages"], abs=1e-10)

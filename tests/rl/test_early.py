@@ -9,12 +9,25 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.config import Config, TrainConfig, parse_config
-from tlt.rl.early import EarlyGroups, cut, has_early_shards, has_gradient, in_shards, owners_of
+from tlt.rl.early import (
+    EarlyGroups,
+    counts_early,
+    cut,
+    fixed_logprobs,
+    has_early_shards,
+    in_shards,
+    needs_logprobs,
+    owners_of,
+)
 from tlt.rl.groups import make_batch, usable
+from tlt.rl.packer import Packer
+from tlt.rl.planner import Planner
+from tlt.rl.shard_sum import Shard
 from tlt.types import Group, Prompt, Request, Response, SamplingParams, TrainBatch
 
 LONGEST = 9
@@ -49,7 +62,7 @@ groups = st.tuples(st.lists(st.integers(1, LONGEST), min_size=2, max_size=2), st
     st.integers(0, 8),
     st.integers(2, 3),
     st.sampled_from([(0, True), (2, True), (2, False)]),
-    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([{}, {"kl_weight": 0.1}, {"epochs": 2}, {"epochs": 2, "advantage": "reinforce_pp"}]),
     st.sampled_from([1, 3, 999]),
     st.randoms(use_true_random=False),
 )
@@ -58,7 +71,7 @@ def test_what_is_certain_is_what_the_update_cuts(
     before: int,
     workers: int,
     waves: tuple[int, bool],
-    kl_weight: float,
+    train: dict[str, Any],
     different: int,
     chance: random.Random,
 ) -> None:
@@ -66,17 +79,17 @@ def test_what_is_certain_is_what_the_update_cuts(
     max_waves, is_last = waves
     everything = [group_of(number, *one, prompts=different) for number, one in enumerate(drawn)]
     prompts = max(1, len(everything) - before)
-    config = config_of(prompts, workers, max_waves, kl_weight=kl_weight)
+    config = config_of(prompts, workers, max_waves, **train)
     known = usable(everything[:before], config)
     asked = [response for group in everything[before:] for response in group.responses]
     batch = make_batch(usable([*known, *everything[before:]], config)[: prompts if max_waves else None], config)
-    expected = [batch.part(shard) for shard in cut_of(batch, config).early]
+    expected = [computed(batch.part(shard), config) for shard in cut_of(batch, config).early]
     scored: set[int] = set()
     early = EarlyGroups(
         config, known, [r.request for r in asked], is_last, lambda some: {id(r) for r in some} <= scored
     )
     so_far = dict.fromkeys((response.request.seed for response in asked), 0)
-    found: list[TrainBatch] = []
+    found: list[Shard] = []
     left = [response for response in asked for _ in range(len(response.token_ids) + 1)]
     chance.shuffle(left)
     for response in left:  # a token more each time, and at last the reward
@@ -88,10 +101,10 @@ def test_what_is_certain_is_what_the_update_cuts(
                 early.add_response(response)
         else:
             scored.add(id(response))
-        shards = list(early.shards(so_far))
+        shards = [computed(shard, config) for shard in early.shards(so_far)]
         assert shards[: len(found)] == found
         found = shards
-    found = early.shards({})
+    found = [computed(shard, config) for shard in early.shards({})]
     settled = [*known, *everything[before:]]
     if max_waves and not is_last and len(usable(settled, config)) < prompts:
         assert found == [], "a later wave may bring shorter groups"
@@ -99,10 +112,15 @@ def test_what_is_certain_is_what_the_update_cuts(
         assert found == expected
 
 
+def computed(shard: TrainBatch, config: Config) -> Shard:
+    packer = Packer(99, 8, torch.device("cpu"), shares=True)
+    return Planner(config.train, config.rollout.prompts_per_step, packer).early_shard(0, shard)
+
+
 def cut_of(batch: TrainBatch, config: Config) -> Any:
-    kl_in_loss = bool(config.train.kl_weight)
-    learns = [has_gradient(batch, i, kl_in_loss) for i in range(len(batch.response_ids))]
-    return cut(batch, learns.__getitem__, config.rollout.prompts_per_step, config.cluster.workers)
+    counts = counts_early(config.train)
+    counted = [counts(batch, i, config.train) for i in range(len(batch.response_ids))]
+    return cut(batch, counted.__getitem__, config.rollout.prompts_per_step, config.cluster.workers)
 
 
 def test_a_cut_by_hand() -> None:
@@ -148,21 +166,50 @@ def test_who_has_done_least_gets_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "workers", "expected"),
+    ("train", "workers", "expected", "logprobs"),
     [
-        ({}, 2, True),
-        ({}, 1, False),
-        ({"advantage": "rloo", "kl_weight": 0.1}, 2, True),
-        ({"advantage": "reinforce_pp"}, 2, False),
-        ({"advantage": "grpo_batch"}, 2, False),
-        ({"epochs": 2}, 2, False),
-        ({"updates_per_step": 2}, 2, False),
-        ({"kl_weight": 0.1, "kl_in": "reward"}, 2, False),
-        ({"shard": True}, 2, False),
+        ({}, 2, True, ()),
+        ({}, 1, False, ()),
+        ({"advantage": "rloo", "kl_weight": 0.1}, 2, True, ()),
+        ({"advantage": "reinforce_pp"}, 2, False, ()),
+        ({"advantage": "grpo_batch", "kl_weight": 0.1}, 2, True, ("reference",)),
+        ({"epochs": 2}, 2, True, ("old",)),
+        ({"epochs": 2}, 1, False, ("old",)),
+        ({"updates_per_step": 2, "kl_weight": 0.1}, 2, True, ("old", "reference")),
+        ({"kl_weight": 0.1, "kl_in": "reward"}, 2, True, ("old", "reference")),
+        ({"shard": True, "kl_weight": 0.1}, 2, False, ("reference",)),
     ],
 )
-def test_when_there_are_early_shards(train: dict[str, Any], workers: int, expected: bool) -> None:
+def test_when_there_are_early_shards(train: dict[str, Any], workers: int, expected: bool, logprobs: Any) -> None:
     assert has_early_shards(TrainConfig(**train), workers) == expected
+    assert fixed_logprobs(TrainConfig(**train)) == logprobs
+
+
+def test_whose_logprobs_are_computed() -> None:
+    """Of the first group nothing is to be learned, the second one was decoded a step before, and a response of the
+    third one is masked."""
+    batch = make_batch(
+        [group_of(k, (1, 2), rewards) for k, rewards in enumerate([(1, 1), (0, 1), (0, 1)])], config_of(3, 2)
+    )
+    batch.old_logprobs = {2: [-1.0], 3: [-1.0, -1.0]}
+    batch.masked = {5}
+
+    def found(**train: Any) -> list[int]:
+        return [i for i in range(6) if needs_logprobs(batch, i, TrainConfig(epochs=2, **train))]
+
+    assert found() == [4]
+    assert found(advantage="reinforce_pp") == [0, 1, 4], "their advantages depend on other groups"
+    assert found(kl_weight=0.1) == [0, 1, 2, 3, 4]
+    assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_shard_of_logprobs_is_the_same_whatever_other_groups_have_for_rewards() -> None:
+    """Although the advantages of its responses differ."""
+    config = config_of(2, 2, epochs=2, advantage="reinforce_pp")
+    first, other = group_of(0, (1, 2), (0, 1)), group_of(1, (3, 4), (5, 9))
+    alone, together = make_batch([first], config), make_batch([first, other], config)
+    assert alone.advantages != together.advantages[:2]
+    assert computed(alone.part([0, 1]), config) == computed(together.part([0, 1]), config)
 
 
 def test_a_response_without_reward_is_in_no_shard() -> None:

@@ -27,7 +27,6 @@ from tlt.rl.parallel import (
     Processes,
     ProcessGroup,
     Rendezvous,
-    even_owners,
     numbers_of,
     own_shards,
     sum_gradients,
@@ -130,7 +129,9 @@ def test_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, float(10**group.rank * (number + 1)))
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sum_gradients(gradients, group, [gradients], even_owners(group))
+        sum_gradients(
+            gradients, group, [gradients], [numbers_of(rank, group.size, group.shards) for rank in range(group.size)]
+        )
         return [parameter.grad for parameter in parameters]
 
     for gradients in together(3, act):
@@ -154,7 +155,12 @@ def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyP
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, numbers[number])
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sum_gradients(gradients, group, [*earlier, gradients], even_owners(group))
+        sum_gradients(
+            gradients,
+            group,
+            [*earlier, gradients],
+            [numbers_of(rank, group.size, group.shards) for rank in range(group.size)],
+        )
         return [gradient.tolist() for gradient in gradients]
 
     assert together(size, act, shards=4) == [[[1.0] * 2, [1.0] * 3]] * size

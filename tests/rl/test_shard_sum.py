@@ -17,7 +17,7 @@ from tiny import random_batch, save_weights
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
-from tlt.rl.early import cut
+from tlt.rl.early import counts_early, cut
 from tlt.rl.lora import AdaptedPolicy
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
@@ -49,7 +49,8 @@ def make_policy(folder: Path, **train: Any) -> Policy:
 
 
 def early_shards(policy: Policy, batch: TrainBatch) -> list[TrainBatch]:
-    found = cut(batch, lambda i: policy._teaches(batch, i), PROMPTS, SHARDS)
+    counts = counts_early(policy.config)
+    found = cut(batch, lambda i: counts(batch, i, policy.config), PROMPTS, SHARDS)
     return [batch.part(shard) for shard in found.early]
 
 
@@ -108,7 +109,7 @@ def test_whoever_computes_them_and_when(folder: Path, expected: str, size: int, 
         for _ in range(chance.randint(0, 8)):
             member, shard = chance.randrange(size), chance.randrange(len(shards))
             stop = whole if chance.random() < 0.3 else until(1)
-            held[member][shard] = members[member].early_gradient(shard, shards[shard], stop)
+            held[member][shard] = members[member].early_update(shard, shards[shard], stop)
         return held
 
     assert updated(folder, size, before, steps=2)[0] == expected
@@ -119,7 +120,7 @@ def test_all_of_them_are_computed_before(folder: Path, expected: str) -> None:
     turn = iter((True, False))
 
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        done = [members[1].early_gradient(k, shard, whole) for k, shard in enumerate(shards)] if next(turn) else []
+        done = [members[1].early_update(k, shard, whole) for k, shard in enumerate(shards)] if next(turn) else []
         return [{}, dict(enumerate(done)), {}]
 
     digest, shares = updated(folder, 3, before, steps=2)
@@ -130,7 +131,7 @@ def test_all_of_them_are_computed_before(folder: Path, expected: str) -> None:
 
 def test_one_that_is_unfinished_is_finished(folder: Path, expected: str) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        done = members[0].early_gradient(len(shards) - 1, shards[-1], until(1))
+        done = members[0].early_update(len(shards) - 1, shards[-1], until(1))
         assert 0.0 < done < 1.0
         return [{len(shards) - 1: done}, {}]
 
@@ -142,12 +143,12 @@ def test_one_that_is_unfinished_is_finished(folder: Path, expected: str) -> None
 def test_a_shard_that_is_complete_as_the_time_is_over_is_kept(folder: Path, expected: str) -> None:
     def one_by_one(members: list[Policy], shards: list[TrainBatch]) -> Held:
         for k in (0, 1):
-            while members[0].early_gradient(k, shards[k], lambda: True) < 1.0:
+            while members[0].early_update(k, shards[k], lambda: True) < 1.0:
                 pass
         return [{0: 1.0, 1: 1.0}, {}]
 
     def at_once(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        return [{k: members[0].early_gradient(k, shards[k], whole) for k in (0, 1)}, {}]
+        return [{k: members[0].early_update(k, shards[k], whole) for k in (0, 1)}, {}]
 
     turns = iter((one_by_one, at_once))
     digest, shares = updated(folder, 2, lambda members, shards: next(turns)(members, shards), steps=2)
@@ -159,7 +160,7 @@ def test_a_shard_that_is_complete_as_the_time_is_over_is_kept(folder: Path, expe
 def test_gradients_of_other_responses_are_not_used(folder: Path, expected: str, stop: Callable[[], bool]) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
         shards[0].advantages[0] += 1.0
-        return [{0: members[0].early_gradient(0, shards[0], stop)}, {}]
+        return [{0: members[0].early_update(0, shards[0], stop)}, {}]
 
     digest, shares = updated(folder, 2, before, steps=2)
     assert (digest, shares) == (expected, [0.0, 0.0])
@@ -176,7 +177,7 @@ def test_each_member_has_shards_whatever_one_has_begun(folder: Path, expected: s
 
 def test_a_shard_that_two_have_computed_counts_once(folder: Path, expected: str) -> None:
     def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        return [{k: member.early_gradient(k, shards[k], whole) for k in (0, 1)} for member in members]
+        return [{k: member.early_update(k, shards[k], whole) for k in (0, 1)} for member in members]
 
     assert updated(folder, 2, before, steps=2)[0] == expected
 
@@ -185,7 +186,7 @@ def test_responses_of_the_step_before_keep_their_old_logprobs(folder: Path) -> N
     """As in an update without early shards."""
     batch, alone, member = batch_of(), make_policy(folder), make_policy(folder)
     batch.old_logprobs = {i: [-3.0] * len(batch.response_ids[i]) for i in range(0, 2 * PROMPTS, 3)}
-    held = {k: member.early_gradient(k, shard, whole) for k, shard in enumerate(early_shards(member, batch)[:2])}
+    held = {k: member.early_update(k, shard, whole) for k, shard in enumerate(early_shards(member, batch)[:2])}
     group = Thread(Table(), 0, 1, Steady(), SHARDS)  # type: ignore[arg-type]
     found, expected = member.update(batch, 0, group, [held]), alone.update(batch, 0)
     assert 0.0 < found["early"] < 0.5
@@ -193,13 +194,27 @@ def test_responses_of_the_step_before_keep_their_old_logprobs(folder: Path) -> N
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("train", [{"kl_weight": 0.1}, {"loss": "gspo"}, {"lora": {"rank": 2}}], ids=str)
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"kl_weight": 0.1},
+        {"loss": "gspo"},
+        {"lora": {"rank": 2}},
+        {"epochs": 2},
+        {"updates_per_step": 2, "kl_weight": 0.1},
+        {"kl_weight": 0.1, "kl_in": "reward"},
+        {"kl_weight": 0.1, "advantage": "reinforce_pp"},
+    ],
+    ids=str,
+)
 def test_other_objectives(folder: Path, train: dict[str, Any]) -> None:
-    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
-        members[0].early_gradient(0, shards[0], until(1))
-        return [{k: members[0].early_gradient(k, shard, whole) for k, shard in enumerate(shards)}, {}]
+    """With gradients of early shards, or with their log-probs."""
 
-    plain, _ = updated(folder, 2, nothing, **train)
-    digest, shares = updated(folder, 2, before, **train)
+    def before(members: list[Policy], shards: list[TrainBatch]) -> Held:
+        members[0].early_update(0, shards[0], until(1))
+        return [{k: members[0].early_update(k, shard, whole) for k, shard in enumerate(shards)}, {}]
+
+    plain, _ = updated(folder, 3, nothing, steps=2, **train)
+    digest, shares = updated(folder, 2, before, steps=2, **train)
     assert digest == plain
     assert shares[0] > 0.7

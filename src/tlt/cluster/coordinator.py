@@ -55,7 +55,7 @@ class Coordinator:
         options = decoder_options(read_config(config.model.path))
         drafter = starting_drafter(config, options)
         self.training = DrafterTraining(crew, crew.pool.put, config, options, drafter)
-        self.early = EarlyUpdate(crew)
+        self.early = EarlyUpdate(crew, config.train)
         self.uses_idle_time = True  # for the early update, the drafter and look-ahead
         self.looks_ahead = steps_ahead(config.speculation) > 0
         self.ahead = LookingAhead(self.slots, config.speculation.look_ahead, config.speculation.look_ahead_tokens)
@@ -217,7 +217,7 @@ class Coordinator:
             self._decode_ahead(index)
 
     def _update_early(self, index: int) -> bool:
-        """Let an idle worker compute gradients of finished groups. Return whether there was something to compute."""
+        """Let an idle worker compute early shards. Return whether there was something to compute."""
         so_far = {seed: tokens for share in self.shares for seed, tokens in zip(share.rows, share.lengths, strict=True)}
         due = self.uses_idle_time and self.early.next_call(index, so_far, self.config.cluster.slice_seconds)
         if due:

@@ -1,16 +1,18 @@
 """Early update with many workers: which early shard an idle worker computes next, and what is done of each.
 
-The gradients stay with the workers that computed them. A worker computes one shard at a time and continues with an
-unfinished one. What a lost worker had done is done again by another one, in the rollout or in the update.
+Gradients and log-probs stay with the workers that computed them. A worker computes one shard at a time and continues
+with an unfinished one. What a lost worker had done is done again by another one, in the rollout or in the update.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from tlt.cluster.crew import Crew, Done
-from tlt.rl.early import PER_WORKER, EarlyGroups
+from tlt.config import TrainConfig
+from tlt.rl.early import PER_WORKER, EarlyGroups, has_early_gradients
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +20,10 @@ METHOD = "early_update"
 
 
 class EarlyUpdate:
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, train: TrainConfig) -> None:
         self.crew = crew
+        self.most: float = PER_WORKER if has_early_gradients(train) else math.inf
+        """most early shards of one worker; log-probs take little memory"""
         self._groups: EarlyGroups | None = None
         self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that has it, and the share that is done
         self._unable = set[int]()  # workers whose memory is too small
@@ -37,7 +41,7 @@ class EarlyUpdate:
         shards = self._groups.shards(so_far)
         own = [k for k, (holder, share) in self._begun.items() if holder == worker and share < 1.0]
         free = [k for k in range(len(shards)) if k not in self._begun]
-        if sum(holder == worker for holder, _ in self._begun.values()) >= PER_WORKER:
+        if sum(holder == worker for holder, _ in self._begun.values()) >= self.most:
             free = []
         if not own and not free:
             return False

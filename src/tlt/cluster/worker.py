@@ -31,6 +31,7 @@ from tlt.rl.choose import make_policy
 from tlt.rl.dry_run import dry_run
 from tlt.rl.parallel import Broken, GroupBroken, Processes, ProcessGroup, Rendezvous
 from tlt.rl.parity import take_weights
+from tlt.rl.planner import Held
 from tlt.rl.sharded import ShardedPolicy
 from tlt.rl.teacher import spot_trainer
 from tlt.spot.saving import TrainerState
@@ -239,9 +240,9 @@ class Worker:
     def early_update(
         self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf
     ) -> EarlySlice | None:
-        """Compute the gradient of an early shard, or continue with it: at least one micro-batch, until the seconds are
-        over, the shard is complete, or `interrupt` is called. Return None if the memory does not suffice; then all
-        early gradients are dropped."""
+        """Compute the gradient or the log-probs of an early shard, or continue with it: at least one micro-batch, until
+        the seconds are over, the shard is complete, or `interrupt` is called. Return None if the memory does not
+        suffice; then all early results are dropped."""
         began, done = time.perf_counter(), 0.0
 
         def stop() -> bool:
@@ -250,9 +251,9 @@ class Worker:
         try:
             with self.tracer.span("early"):
                 if self._wanted < number:
-                    done = self.policy.early_gradient(shard, batch, stop)
+                    done = self.policy.early_update(shard, batch, stop)
         except torch.OutOfMemoryError:
-            self.policy.sums.forget()
+            self.policy.early.forget()
             torch.cuda.empty_cache()
             return None
         return EarlySlice(shard, done, time.perf_counter() - began)
@@ -264,7 +265,7 @@ class Worker:
         rendezvous: Any,
         rank: int,
         size: int,
-        held: Sequence[Mapping[int, float]] = (),
+        held: Held = (),
     ) -> dict[str, float] | Broken:
         """Do this member's part of the update. `held`: early shards that each member has begun, with the share that is
         done. Return Broken if another member is lost; `rollback` must follow. Raises
@@ -333,7 +334,7 @@ class Worker:
         self.spot.target_moved()
 
     def _restore(self, state: State) -> None:
-        self.policy.sums.forget()
+        self.policy.early.forget()
         self.policy.load_state_dict(state.policy)
         self.policy.load_optimizer_state(state.optimizer)
 

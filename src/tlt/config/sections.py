@@ -146,10 +146,11 @@ class TrainConfig(Section):
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes of the update over the rollout."""
     early_update: bool = True
-    """Let workers that have nothing left to decode compute gradients of finished groups. The result is the same. It is
-    used with several workers, one optimizer step per rollout, and an advantage of grpo, dr_grpo or rloo. It is not used
-    with train.shard, because a pass needs all workers then, or with train.kl_in = 'reward'. A worker whose memory does
-    not suffice next to the key-value cache goes on without it, and the log says so."""
+    """Let workers that have nothing left to decode compute gradients of finished groups. They compute the old and
+    reference log-probs that the update needs instead if there are several optimizer steps per rollout, if train.kl_in
+    is 'reward', or if the advantage is over the whole batch. The result is the same. It is used with several workers.
+    It is not used with train.shard, because a pass needs all workers then. A worker whose memory does not suffice next
+    to the key-value cache goes on without it, and the log says so."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Number of tokens in one forward and backward pass, gaps of the packing included. Before the first step a pass of
     this size is tried on a CUDA device, and estimated on the CPU. If it does not fit the memory, the run ends and names

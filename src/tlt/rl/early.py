@@ -1,9 +1,10 @@
 """Early update: which groups form the early shards of a step, and which are certain while others are decoded.
 
-Workers that have nothing to decode compute the gradients of early shards before the rollout ends. Groups are ordered by
-their longest response, then by prompt order. The longest eighth is never early. The others, in this order, are cut into
-early shards. So the shards are a function of the responses alone, and so is the order in which their gradients are
-summed. Whether a shard was computed early or in the update changes no bit.
+Workers that have nothing to decode compute early shards before the rollout ends: their gradients, or the old and
+reference log-probs if gradients depend on more than one group. Groups are ordered by their longest response, then by
+prompt order. The longest eighth is never early. The others, in this order, are cut into early shards. So the shards are
+a function of the responses alone. So are the order in which gradients are summed, and what is packed together. Whether
+a shard was computed early or in the update changes no bit.
 """
 
 from __future__ import annotations
@@ -18,40 +19,78 @@ from tlt.rl.groups import make_batch, usable
 from tlt.types import Group, Request, Response, TrainBatch
 
 T = TypeVar("T")
+Counts = Callable[[TrainBatch, int, TrainConfig], bool]
+"""whether a response of a batch is computed"""
 
 PER_WORKER = 4
-"""Early shards for each worker, and most that one worker computes early, because each takes memory for a gradient."""
+"""Early shards for each worker, and the most gradients that one worker computes early, because each takes memory."""
 _LATE = 8  # one group in this many is never early, because a step waits for its longest groups
 _OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # advantages that depend on the rewards of one group alone
 
 
 def has_early_shards(train: TrainConfig, workers: int) -> bool:
-    """Return whether the gradient of a group is final as soon as its rewards are known, and some worker may be idle."""
-    one_optimizer_step = train.updates_per_step * train.epochs == 1
-    kl_in_reward = bool(train.kl_weight) and train.kl_in == "reward"
-    return workers > 1 and one_optimizer_step and train.advantage in _OF_A_GROUP and not (kl_in_reward or train.shard)
+    """Return whether there is something to compute before the rollout ends, and some worker may be idle. Members of a
+    policy in shards cannot compute alone."""
+    return workers > 1 and not train.shard and (has_early_gradients(train) or bool(fixed_logprobs(train)))
 
 
-def has_gradient(batch: TrainBatch, i: int, kl_in_loss: bool) -> bool:
+def has_early_gradients(train: TrainConfig) -> bool:
+    """Return whether the gradient of a group is final as soon as its rewards are known."""
+    return not (_has_several_steps(train) or _has_kl_in_reward(train) or train.shard) and train.advantage in _OF_A_GROUP
+
+
+def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
+    """Return which log-probs are computed before the first gradient, as fields of `Fixed`. With one optimizer step the
+    policy is still the old one."""
+    if has_early_gradients(train):
+        return ()
+    old = _has_several_steps(train) or _has_kl_in_reward(train)
+    return (*(["old"] if old else []), *(["reference"] if train.kl_weight else []))
+
+
+def _has_several_steps(train: TrainConfig) -> bool:
+    return train.updates_per_step * train.epochs > 1
+
+
+def _has_kl_in_reward(train: TrainConfig) -> bool:
+    return bool(train.kl_weight) and train.kl_in == "reward"
+
+
+def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
     """Return whether the loss depends on this response."""
+    kl_in_loss = bool(train.kl_weight) and train.kl_in == "loss"
     return (bool(batch.advantages[i]) or kl_in_loss) and i not in batch.masked
+
+
+def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
+    """Return whether `fixed_logprobs` of this response are computed. Its group alone decides: if all groups decide
+    whether its advantage is 0, they are computed in any case."""
+    if _has_kl_in_reward(train):
+        return True
+    learns = i not in batch.masked if train.advantage == "reinforce_pp" else has_gradient(batch, i, train)
+    return learns and (bool(train.kl_weight) or i not in batch.old_logprobs)
+
+
+def counts_early(train: TrainConfig) -> Counts:
+    """Return the function that tells which responses of an early shard are computed."""
+    return has_gradient if has_early_gradients(train) else needs_logprobs
 
 
 class Cut(NamedTuple):
     early: list[list[int]]
     """responses of the groups of each early shard, in prompt order"""
     late: list[int]
-    """all other responses with a gradient"""
+    """all other responses that are computed"""
 
 
-def cut(batch: TrainBatch, learns: Callable[[int], bool], prompts: int, workers: int) -> Cut:
-    """Cut a batch into early shards and the rest. `learns`: whether a response has a gradient. `prompts`: those of a
+def cut(batch: TrainBatch, counts: Callable[[int], bool], prompts: int, workers: int) -> Cut:
+    """Cut a batch into early shards and the rest. `counts`: whether a response is computed. `prompts`: those of a
     step. `workers`: those of the recipe."""
-    groups = [group for group in batch.groups() if any(map(learns, group))]
+    groups = [group for group in batch.groups() if any(map(counts, group))]
     order = sorted(groups, key=lambda group: (max(len(batch.response_ids[i]) for i in group), group[0]))
     early = [sorted(i for group in shard for i in group) for shard in in_shards(order, len(order), prompts, workers)]
     taken = {i for shard in early for i in shard}
-    return Cut(early, [i for group in groups for i in group if learns(i) and i not in taken])
+    return Cut(early, [i for group in groups for i in group if counts(i) and i not in taken])
 
 
 def in_shards(order: Sequence[T], count: int, prompts: int, workers: int) -> list[Sequence[T]]:
@@ -91,7 +130,7 @@ class _Finished(NamedTuple):
     counts: bool
     """whether the batch takes it, if there is room"""
     group: Group | None = None
-    """None if no response of it has a gradient"""
+    """None if no response of it is computed"""
     longest: int = 0
     """tokens of its longest response"""
 
@@ -109,7 +148,7 @@ class EarlyGroups:
     """Groups of the step under way: which early shards are certain by now.
 
     A group's place in the early order is certain once no unfinished group can come before it. An error here costs time,
-    never a bit, because the update uses an early gradient only for exactly the responses that its shard has."""
+    never a bit, because the update uses the result of an early shard only for exactly its responses."""
 
     def __init__(
         self,
@@ -149,7 +188,7 @@ class EarlyGroups:
         return self._shards
 
     def _places(self, so_far: Mapping[int, int]) -> list[_Place] | None:
-        """Return the places of all groups that may have a gradient in this step; None if a later wave may add some."""
+        """Return the places of all groups that may be computed in this step; None if a later wave may add some."""
         self._finish()
         room = self.config.rollout.prompts_per_step if self.config.rollout.max_waves else self._count
         places: list[_Place] = []
@@ -184,7 +223,7 @@ class EarlyGroups:
         if not usable([group], self.config):
             return _Finished(False)
         alike = Group(group.prompt, [replace(response) for response in group.responses])  # `make_batch` writes to them
-        batch, kl_in_loss = make_batch([alike], self.config), bool(self.config.train.kl_weight)
-        if not any(has_gradient(batch, i, kl_in_loss) for i in range(len(batch.response_ids))):
+        batch, train = make_batch([alike], self.config), self.config.train
+        if not any(counts_early(train)(batch, i, train) for i in range(len(batch.response_ids))):
             return _Finished(True)
         return _Finished(True, alike, max(map(len, batch.response_ids)))

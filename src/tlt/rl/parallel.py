@@ -93,11 +93,6 @@ def numbers_of(rank: int, size: int, shards: int) -> range:
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
-def even_owners(group: ProcessGroup) -> list[range]:
-    """Return the shards of each member, about as many each."""
-    return [numbers_of(rank, group.size, group.shards) for rank in range(group.size)]
-
-
 def own_shards(
     groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], group: ProcessGroup
 ) -> list[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,17 @@ from tlt.config import RolloutConfig, TrainConfig
 from tlt.models import weights
 from tlt.models.hugging_face import checkpoint_layers, load_model, save_model
 from tlt.rl.batching import MicroBatch
-from tlt.rl.early import cut, has_early_shards, has_gradient, owners_of
+from tlt.rl.early import fixed_logprobs, has_early_gradients, has_gradient, needs_logprobs
 from tlt.rl.finite import NotFinite, refuse_loss, refuse_weights
-from tlt.rl.groups import advantages_of
+from tlt.rl.fixed import Fixed, exchange, penalized
 from tlt.rl.logprobs import old_logprobs, rollout_logprobs, sequence_logits, token_logprobs
 from tlt.rl.objective import Objective
 from tlt.rl.optimizer import adamw, load_moments, moments_of
 from tlt.rl.packer import Packer
-from tlt.rl.parallel import Alone, Owners, ProcessGroup, even_owners, sum_gradients
+from tlt.rl.parallel import Alone, Owners, ProcessGroup, sum_gradients
+from tlt.rl.planner import Held, Planner
 from tlt.rl.schedule import learning_rate, split
-from tlt.rl.shard_sum import TOTALS, Fixed, Plan, Shard, ShardSum, ShardSums
+from tlt.rl.shard_sum import TOTALS, Plan, Shard, ShardSum, ShardSums
 from tlt.rl.shared_prefix import share_prefixes
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
@@ -68,7 +68,10 @@ class Policy:
         refuse_weights(self._own_weights(), Alone(), f"in {folder}", "fetch or save the model again")
         shares = all(share_prefixes(model) for model in (self.model, self.reference) if model)
         self.packer = Packer(config.micro_batch_tokens, self.model.config.hidden_size, device, shares)
+        self.planner = Planner(config, rollout.prompts_per_step, self.packer)
         self.sums = ShardSums(lambda: self._trained, self._begin, self._backward)
+        self.logprob_sums = ShardSums(lambda: [], self._begin_logprobs, self._add_logprobs)
+        self.early = self.sums if has_early_gradients(config) else self.logprob_sums
         self._skipped = 0  # updates in a row that were left out as a whole
         self.version: int | None = 0
         """steps that it was updated in; None amid an update, once a weight has changed"""
@@ -93,7 +96,7 @@ class Policy:
         batch: TrainBatch,
         step: int,
         group: ProcessGroup | None = None,
-        held: Sequence[Mapping[int, float]] = (),
+        held: Held = (),
     ) -> dict[str, float]:
         """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
 
@@ -103,19 +106,21 @@ class Policy:
         alike, and no KL term) teach nothing: one in eight of them goes through the model once, for `entropy` and the
         mismatch, which are over all tokens of the batch. A batch without responses changes nothing, and its metrics are
         0. `skipped` is the share of optimizer steps that were left out because their gradient was not finite. `early`
-        is the share of the tokens whose gradient was computed before the update.
+        is the share of the tokens whose gradient, or else log-probs, were computed before the update.
         """
         group = group or Alone()
         rate = learning_rate(self.config, step)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
-        divergence = None
-        if self.reference and self.config.kl_in == "reward":
-            batch, divergence = self._penalized(batch, group)
+        self.updated = 0.0
+        fixed, before = None, dict[str, float]()
+        if fixed_logprobs(self.config):
+            fixed, before["early"] = self._fixed(batch, group, held)
+            if self.reference and self.config.kl_in == "reward":
+                batch, before["kl"] = penalized(batch, fixed, self.objective.kl, self.config)
         mini_batches = split(len(batch.response_ids), self.config.updates_per_step)
-        plans = [self._plan(batch, members, group, held) for members in mini_batches]
-        self.updated, self._token_share = 0.0, self._share_of_a_token(plans)
-        fixed = None if has_early_shards(self.config, group.shards) else self._fixed(batch, plans, group)
+        plans = [self.planner.of_gradients(batch, members, group, held) for members in mini_batches]
+        self._expect(plans, _BACK * self.config.epochs, 1.0)
         # later epochs look at what the first one has moved
         tokens = [TokenMetrics(self.device) for _ in range(self.config.epochs)]
         self._look_at_untaught(batch, tokens[0], group)
@@ -126,76 +131,50 @@ class Policy:
         ]
         names = ("loss", "clipped", "grad_norm", "skipped", "early", *(["kl"] if self.reference else []))
         metrics = {name: sum(r[name] for r in reports) / max(1, len(reports)) for name in names}
-        if divergence is not None:
-            metrics["kl"] = divergence
-        metrics |= tokens[0].over(group)
+        metrics |= before | tokens[0].over(group)
         refuse_weights(self._own_weights(), group, f"after step {step + 1}")
         self._refuse_to_stand_still(metrics["skipped"] == 1.0, step)
         self.version, self.updated, self._token_share = step + 1, 0.0, 0.0
         return metrics | {"learning_rate": rate}
 
-    def _plan(
-        self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup, held: Sequence[Mapping[int, float]]
-    ) -> Plan:
-        """Cut an optimizer step's responses that have a gradient into shards."""
-        if not has_early_shards(self.config, group.shards):
-            own = self.packer.shards(batch, [i for i in members if self._teaches(batch, i)], group)
-            owners = even_owners(group)
-            return Plan(owners, [Shard(k, batch, shard) for k, shard in zip(owners[group.rank], own, strict=True)])
-        found = cut(batch, lambda i: self._teaches(batch, i), self.rollout.prompts_per_step, group.shards)
-        shards = [self._early_shard(k, batch.part(early)) for k, early in enumerate(found.early)]
-        late = self.packer.all_shards(batch, found.late, group.shards)
-        shards += [Shard(k, batch, own) for k, own in enumerate(late, len(shards))]
-        work = [self.packer.work(shard.batch, shard.members) for shard in shards]
-        begun = [{k: share for k, share in own.items() if k < len(found.early)} for own in held]
-        owners = owners_of(work, begun or [{}] * group.size)
-        return Plan(owners, [shards[k] for k in owners[group.rank]], len(found.early))
+    def early_update(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
+        """Compute the gradient or the log-probs of an early shard, or continue with it, until `stop` returns True after
+        a micro-batch. Return the share that is done. The next update uses it."""
+        with torch.set_grad_enabled(self.early is self.sums):
+            return self.early.go_on(self.planner.early_shard(number, batch), stop)
 
-    def _early_shard(self, number: int, batch: TrainBatch) -> Shard:
-        return Shard(number, batch, [i for i in range(len(batch.response_ids)) if self._teaches(batch, i)])
+    @torch.no_grad()
+    def _fixed(self, batch: TrainBatch, group: ProcessGroup, held: Held) -> tuple[Fixed, float]:
+        """Compute the log-probs that stay, each member those of its shards. Return all, and the share of tokens whose
+        log-probs were computed early."""
+        models, plan = self._fixed_models, self.planner.of_logprobs(batch, group, held)
+        self._expect([plan], len(models), len(models) / (len(models) + _BACK * self.config.epochs))
+        found = self.logprob_sums.over(plan, lambda shard: self._begin_logprobs(shard, group))
+        counted = [i for i in range(len(batch.response_ids)) if needs_logprobs(batch, i, self.config)]
+        lengths, like = {i: batch.num_sampled(i) for i in counted}, torch.zeros(0, dtype=self._wide, device=self.device)
+        fixed = Fixed({}, {})
+        for name in models:
+            own = {plan.in_batch(one.shard, i): x for one in found for i, x in getattr(one.fixed, name).items()}
+            getattr(fixed, name).update(exchange(own, lengths, group, like))
+        fixed.old.update(self._carried(batch))
+        sums = self._summed(found, plan, group)
+        return fixed, sums["early"] / (sums["tokens"] or 1.0)
 
-    def early_gradient(self, number: int, batch: TrainBatch, stop: Callable[[], bool]) -> float:
-        """Compute the gradient of an early shard, or continue with it, until `stop` returns True after a
-        micro-batch. Return the share that is done. The next update uses it."""
-        return self.sums.go_on(self._early_shard(number, batch), stop)
+    def _summed(self, found: Sequence[ShardSum], plan: Plan, group: ProcessGroup) -> dict[str, float]:
+        """Return the totals of all members."""
+        own = torch.tensor([list(one.totals.values()) for one in found], dtype=torch.float64, device=self.device)
+        return dict(zip(TOTALS, group.sum_shards(own, plan.owners).tolist(), strict=True))
 
-    def _penalized(self, batch: TrainBatch, group: ProcessGroup) -> tuple[TrainBatch, float]:
-        """With the divergence of each response taken off its reward; and its mean over all tokens."""
-        everyone = range(len(batch.response_ids))
-        shards = self.packer.shards(batch, everyone, group)
-        old = self._old_logprobs(batch, shards, group)
-        reference = self._logprobs_of(self.reference, batch, shards, group)
-        sums = torch.zeros(len(everyone), dtype=torch.float64, device=self.device)
-        for i in old:
-            sums[i] = self.objective.kl(old[i].double(), reference[i].double()).sum()
-        group.sum_(sums)
-        apart = iter(sums.tolist())
-        rewards = [[r - self.config.kl_weight * next(apart) for r in alike] for alike in batch.rewards]
-        advantages = [a for alike in advantages_of(rewards, self.config) for a in alike]
-        tokens = sum(map(batch.num_sampled, everyone))
-        return replace(batch, rewards=rewards, advantages=advantages), float(sums.sum()) / max(1, tokens)
+    def _carried(self, batch: TrainBatch) -> dict[int, Tensor]:
+        """Return the log-probs of responses that an older policy decoded."""
+        return {
+            i: torch.tensor(of_one, dtype=self._wide, device=self.device) for i, of_one in batch.old_logprobs.items()
+        }
 
-    def _fixed(self, batch: TrainBatch, plans: Sequence[Plan], group: ProcessGroup) -> Fixed:
-        """Of a member's own shards."""
-        own = [[shard.members for shard in plan.own] for plan in plans]
-        shards = [[i for members in of_all for i in members] for of_all in zip(*own, strict=True)]
-        several = self.config.updates_per_step * self.config.epochs > 1
-        # with one optimizer step on a rollout the policy is still the old one: its log-probs need no pass of their own
-        old = self._old_logprobs(batch, shards, group) if several else self._carried(batch, shards)
-        return Fixed(old, self._logprobs_of(self.reference, batch, shards, group) if self.objective.kl_in_loss else {})
-
-    def _old_logprobs(
-        self, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup
-    ) -> dict[int, Tensor]:
-        """Before the first gradient step."""
-        known = self._carried(batch, shards)
-        unknown = [[i for i in shard if i not in known] for shard in shards]
-        return known | self._logprobs_of(self.model, batch, unknown, group)
-
-    def _carried(self, batch: TrainBatch, shards: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        known = [i for shard in shards for i in shard if i in batch.old_logprobs]
-        return {i: torch.tensor(batch.old_logprobs[i], dtype=dtype, device=self.device) for i in known}
+    @property
+    def _wide(self) -> torch.dtype:
+        """Type of log-probs, which are never bfloat16."""
+        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
 
     def _optimizer_step(
         self,
@@ -210,8 +189,7 @@ class Policy:
         found = self.sums.over(plan, lambda shard: self._begin(shard, fixed, group))
         for one in found:
             tokens.add_all(one.tokens)
-        own = torch.tensor([list(one.totals.values()) for one in found], dtype=torch.float64, device=self.device)
-        sums = dict(zip(TOTALS, group.sum_shards(own, plan.owners).tolist(), strict=True))
+        sums = self._summed(found, plan, group)
         refuse_loss(sums["loss"], next((one.wrong for one in found if one.wrong), ""), step)
         total = self.objective.total(batch, members)
         norm, skipped = self._step(group, [one.gradients for one in found], plan.owners, total)
@@ -220,9 +198,19 @@ class Policy:
         return {"loss": sums["loss"] / total, **means, "early": early, "grad_norm": norm, "skipped": float(skipped)}
 
     def _begin(self, shard: Shard, fixed: Fixed | None = None, group: ProcessGroup | None = None) -> ShardSum:
-        fixed = fixed or Fixed(self._carried(shard.batch, [shard.members]), {})
-        micro_batches = self._micro_batches(self.model, shard.batch, shard.members, group or Alone())
+        return self._empty_sum([self.model], shard, fixed or Fixed(self._carried(shard.batch), {}), group)
+
+    def _begin_logprobs(self, shard: Shard, group: ProcessGroup | None = None) -> ShardSum:
+        return self._empty_sum([*self._fixed_models.values()], shard, Fixed({}, {}), group)
+
+    def _empty_sum(self, models: Sequence[Any], shard: Shard, fixed: Fixed, group: ProcessGroup | None) -> ShardSum:
+        micro_batches = self._micro_batches(models, shard.batch, shard.members, group or Alone())
         return ShardSum(shard, fixed, micro_batches, TokenMetrics(self.device))
+
+    @property
+    def _fixed_models(self) -> dict[str, Any]:
+        models = {"old": self.model, "reference": self.reference}
+        return {name: models[name] for name in fixed_logprobs(self.config)}
 
     def _backward(self, to: ShardSum, micro: MicroBatch) -> None:
         """Add one micro-batch's part of the gradients, of the totals and of the tokens."""
@@ -237,6 +225,14 @@ class Policy:
         to.tokens.add(inputs.old_logprobs, rollout_logprobs(batch, micro, logprobs), entropy)
         if not to.wrong and not math.isfinite(to.totals["loss"]):
             to.wrong = "the loss" if logprobs.isfinite().all() else "a log-prob of the policy"
+
+    def _add_logprobs(self, to: ShardSum, micro: MicroBatch) -> None:
+        """Add one micro-batch's log-probs."""
+        lengths = [to.shard.batch.num_sampled(i) for i in micro.sequences]
+        to.totals["tokens"] += sum(lengths)
+        for name, model in self._fixed_models.items():
+            logprobs, _ = self._logprobs(model, micro)
+            getattr(to.fixed, name).update(zip(micro.sequences, logprobs.split(lengths), strict=True))
 
     @torch.no_grad()
     def _reference_logprobs(self, fixed: Fixed, micro: MicroBatch) -> Tensor:
@@ -293,57 +289,44 @@ class Policy:
         return torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
 
     @torch.no_grad()
-    def _logprobs_of(
-        self, model: Any, batch: TrainBatch, shards: Sequence[Sequence[int]], group: ProcessGroup
-    ) -> dict[int, Tensor]:
-        """response -> [its tokens], by the policy or the reference."""
-        found: dict[int, Tensor] = {}
-        for shard in shards:  # which are never mixed: what is computed together rounds together
-            for micro in self._micro_batches(model, batch, shard, group):
-                logprobs, _ = self._logprobs(model, micro)
-                lengths = [batch.num_sampled(i) for i in micro.sequences]
-                found |= zip(micro.sequences, logprobs.split(lengths), strict=True)
-        return found
-
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
         """Of each response's tokens, under the present policy."""
-        members = range(len(batch.response_ids))
-        found = self._logprobs_of(self.model, batch, [members], group or Alone())
-        return [found[i].tolist() for i in members]
-
-    def _teaches(self, batch: TrainBatch, i: int) -> bool:
-        return has_gradient(batch, i, self.objective.kl_in_loss)
+        members, found = range(len(batch.response_ids)), dict[int, list[float]]()
+        for micro in self._micro_batches([self.model], batch, members, group or Alone()):
+            logprobs, _ = self._logprobs(self.model, micro)
+            lengths = [batch.num_sampled(i) for i in micro.sequences]
+            found |= zip(micro.sequences, (of_one.tolist() for of_one in logprobs.split(lengths)), strict=True)
+        return [found[i] for i in members]
 
     @torch.no_grad()
     def _look_at_untaught(self, batch: TrainBatch, tokens: TokenMetrics, group: ProcessGroup) -> None:
         """Else a step in which most groups are solved would say little about the policy, and one without a gradient
         nothing. A sample, as to compute all of them would make the update longer by up to a third."""
-        untaught = [i for i in range(len(batch.response_ids)) if not self._teaches(batch, i)]
+        untaught = [i for i in range(len(batch.response_ids)) if not has_gradient(batch, i, self.config)]
         sample = untaught[::_ONE_IN]
         count, drawn = (sum(map(batch.num_sampled, some)) for some in (untaught, sample))
         shards = self.packer.shards(batch, sample, group)
-        carried = self._carried(batch, shards)
+        carried = self._carried(batch)
         for shard in shards:
-            for micro in self._micro_batches(self.model, batch, shard, group):
+            for micro in self._micro_batches([self.model], batch, shard, group):
                 logprobs, entropy = self._logprobs(self.model, micro)
                 old = old_logprobs(batch, micro, logprobs, carried)
                 tokens.add(old, rollout_logprobs(batch, micro, logprobs), entropy, weight=count / drawn)
 
     def _micro_batches(
-        self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """Those of this member, for passes through `model`."""
+        """Those of this member, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
             yield self.packer.pack(batch, layout)
             done = sum(batch.lengths([i for row in layout.rows for i in row]))
-            self.updated += done * self._token_share * (_BACK if torch.is_grad_enabled() else 1)
+            self.updated += done * self._token_share * (_BACK if torch.is_grad_enabled() else len(models))
 
-    def _share_of_a_token(self, plans: Sequence[Plan]) -> float:
-        """Of the update's work, of a token that goes through the model without a gradient."""
-        forward = (self.config.updates_per_step * self.config.epochs > 1) + self.objective.kl_in_loss
-        passes = _BACK * self.config.epochs + forward
-        left = [shard for plan in plans for shard in plan.own if shard.number not in self.sums.early]
-        return 1 / max(1, passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left))
+    def _expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
+        """Let `updated` grow to `end` with the shards of these plans. `passes`: through the model, for each token."""
+        left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
+        tokens = passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left)
+        self._token_share = (end - self.updated) / max(1, tokens)
 
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(model, micro, self.rollout.temperature, self.config.logits_mb, self.autocast)

@@ -1,4 +1,4 @@
-"""The gradients of an update's shards, as far as they are computed, and what is summed along with them."""
+"""The gradients or log-probs of an update's shards, as far as they are computed, and what is summed along with them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt.rl.batching import MicroBatch
+from tlt.rl.fixed import Fixed
 from tlt.rl.parallel import Owners, take_gradients
 from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
@@ -19,40 +20,36 @@ TOTALS = ("loss", "clipped", "kl", "weight", "tokens", "early")
 gradients"""
 
 
-class Fixed(NamedTuple):
-    """Log-probs of a rollout that stay while the policy is updated on it: response -> [its tokens]."""
-
-    old: dict[int, Tensor]
-    """by the policy that decoded it"""
-    reference: dict[int, Tensor]
-    """by the model that training started from; empty without a KL term, or if each micro-batch computes its own"""
-
-
 class Shard(NamedTuple):
-    """Responses of a batch whose gradients are summed by one member."""
+    """Responses of a batch that one member computes."""
 
     number: int
     batch: TrainBatch
     members: list[int]
-    """those with a gradient"""
+    """those that are computed"""
 
 
 class Plan(NamedTuple):
-    """Shards of an optimizer step."""
+    """Shards of an optimizer step, or of the log-probs before the first one."""
 
     owners: Owners
     own: Sequence[Shard]
     """this member's, in the order that `owners` has them in"""
-    num_early: int = 0
-    """number of early shards, which come first"""
+    early: Sequence[Sequence[int]]
+    """responses of each early shard. These shards come first, and have batches of their own"""
+
+    def in_batch(self, shard: Shard, i: int) -> int:
+        """Return the number in the whole batch of a shard's response."""
+        return self.early[shard.number][i] if shard.number < len(self.early) else i
 
 
 @dataclass
 class ShardSum:
-    """The sum over a shard. While it is computed, the parameters hold its gradient."""
+    """The sum over a shard. While gradients are computed, the parameters hold that of the shard."""
 
     shard: Shard
     fixed: Fixed
+    """log-probs that the gradient needs, or that are computed"""
     micro_batches: Iterator[MicroBatch]
     """those that are left"""
     tokens: TokenMetrics
@@ -69,6 +66,10 @@ class ShardSum:
         whole = sum(map(self.shard.batch.num_sampled, self.shard.members))
         return self.totals["tokens"] / whole if whole else 1.0
 
+    def count_as_early(self) -> None:
+        """Count what was computed so far as computed before the update."""
+        self.totals["early"] = self.totals["tokens"]
+
 
 class ShardSums:
     """The sums of one member. The parameters hold the gradient of one shard at a time: in a rollout, that of the early
@@ -80,8 +81,8 @@ class ShardSums:
         begin: Callable[[Shard], ShardSum],
         add: Callable[[ShardSum, MicroBatch], None],
     ) -> None:
-        """`trained` returns the parameters. `begin` returns an empty sum. `add` adds a micro-batch to a sum, and its
-        gradient to the parameters."""
+        """`trained` returns the parameters, or none of them if no gradients are computed. `begin` returns an empty sum.
+        `add` adds a micro-batch to a sum, and its gradient to the parameters."""
         self.trained, self.begin, self.add = trained, begin, add
         self.early: dict[int, ShardSum] = {}
 
@@ -100,12 +101,12 @@ class ShardSums:
 
     def over(self, plan: Plan, begin: Callable[[Shard], ShardSum]) -> list[ShardSum]:
         """Compute the sums of this member's shards, except those that were computed early. At the end the parameters
-        hold the gradient of one of them at most. No early gradient is used twice, because all are forgotten."""
+        hold the gradient of one of them at most. No early result is used twice, because all are forgotten."""
         found: dict[int, ShardSum] = {}
         for shard in plan.own:
-            known = self._known(shard) if shard.number < plan.num_early else None
+            known = self._known(shard) if shard.number < len(plan.early) else None
             if known:
-                known.totals["early"] = known.totals["tokens"]
+                known.count_as_early()
             found[shard.number] = known or begin(shard)
         left = [one for one in found.values() if not one.is_complete]
         left.sort(key=lambda one: one is not self.early.get(one.shard.number))  # the unfinished one first
@@ -119,7 +120,7 @@ class ShardSums:
         return list(found.values())
 
     def forget(self) -> None:
-        """Drop all early gradients, because they are of other weights now."""
+        """Drop all early results, because they are of other weights now."""
         self.early = {}
         self._empty_parameters()
 

@@ -21,6 +21,7 @@ from tlt.models import weights
 from tlt.models.hugging_face import save_model
 from tlt.rl.batching import MicroBatch
 from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
+from tlt.rl.planner import Held
 from tlt.rl.policy import Policy
 from tlt.types import TrainBatch
 
@@ -59,7 +60,7 @@ class ShardedPolicy(Policy):
         batch: TrainBatch,
         step: int,
         group: ProcessGroup | None = None,
-        held: Sequence[Mapping[int, float]] = (),
+        held: Held = (),
     ) -> dict[str, float]:
         """As that of a policy on every member, to the rounding of a sum. Raises GroupBroken."""
         try:
@@ -75,14 +76,15 @@ class ShardedPolicy(Policy):
             raise broken(error) or error from None
 
     def _micro_batches(
-        self, model: Any, batch: TrainBatch, members: Sequence[int], group: ProcessGroup
+        self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
         """As each pass through a layer is one of all members, those who have fewer join in with passes of nothing."""
         own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
-        yield from super()._micro_batches(model, batch, members, group)
+        yield from super()._micro_batches(models, batch, members, group)
         for _ in range(missing):
-            self._pass_nothing(model)
+            for model in models:
+                self._pass_nothing(model)
 
     def _pass_nothing(self, model: Any) -> None:
         """A token that predicts nothing goes through the layers as a micro-batch does; its gradient is 0."""

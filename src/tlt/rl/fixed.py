@@ -1,0 +1,48 @@
+"""Log-probs of a rollout that stay while the policy is updated on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt.config import TrainConfig
+from tlt.rl.groups import advantages_of
+from tlt.rl.parallel import ProcessGroup
+from tlt.types import TrainBatch
+
+
+class Fixed(NamedTuple):
+    """Response -> [its tokens]. Log-probs that are not here are computed with each micro-batch."""
+
+    old: dict[int, Tensor]
+    """by the policy that decoded it"""
+    reference: dict[int, Tensor]
+    """by the model that training started from"""
+
+
+def exchange(
+    own: Mapping[int, Tensor], lengths: Mapping[int, int], group: ProcessGroup, like: Tensor
+) -> dict[int, Tensor]:
+    """Return the log-probs of all members, with the same bits on each. `own`: those of this member. `lengths`: tokens
+    of all responses. `like`: a tensor of their type."""
+    parts = [own[i] if i in own else like.new_zeros(length) for i, length in lengths.items()]
+    whole = torch.cat([like.new_zeros(0), *parts])
+    group.sum_(whole)  # one member has the number, the others have 0
+    return dict(zip(lengths, whole.split([*lengths.values()]), strict=True))
+
+
+def penalized(
+    batch: TrainBatch, fixed: Fixed, kl: Callable[[Tensor, Tensor], Tensor], train: TrainConfig
+) -> tuple[TrainBatch, float]:
+    """Return the batch with the KL divergence of each response taken off its reward, and the mean over all tokens."""
+    everyone = range(len(batch.response_ids))
+    sums = [float(kl(fixed.old[i].double(), fixed.reference[i].double()).sum()) for i in everyone]
+    left = iter(sums)
+    rewards = [[reward - train.kl_weight * next(left) for reward in group] for group in batch.rewards]
+    advantages = [advantage for group in advantages_of(rewards, train) for advantage in group]
+    tokens = sum(map(batch.num_sampled, everyone))
+    return replace(batch, rewards=rewards, advantages=advantages), sum(sums) / max(1, tokens)

@@ -1,0 +1,50 @@
+"""A step trains on what was decoded during the update of the step before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from one_step_off import OneStepOff
+
+from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
+
+
+class Decoding:
+    """A rollout that writes down what it decodes, and with which gradients to compute."""
+
+    def __init__(self) -> None:
+        self.coordinator = SimpleNamespace(early=SimpleNamespace(most=4))
+        self.log: list[tuple[list[int], Any]] = []
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+        early: Any = None,
+    ) -> tuple[list[Response], RolloutStats]:
+        self.log.append(([request.seed for request in requests], early))
+        responses = [Response(request, [7, 8, 9], [], [-1.0, 0.0, -2.0], "stop") for request in requests]
+        for response in responses:
+            on_response(response)
+        return responses, RolloutStats()
+
+
+def test_a_step_returns_what_was_decoded_before_the_last_update() -> None:
+    steps = [[Request(Prompt(step, "", (1,)), 0, 0, seed=step, sampling=SamplingParams())] for step in range(3)]
+    decoding = Decoding()
+    rollout = OneStepOff(decoding)  # type: ignore[arg-type]
+    heard: list[Response] = []
+    for step, requests in enumerate(steps):
+        responses, _ = rollout.generate(requests, heard.append, iter(steps[step + 1 :]), f"groups of step {step}")  # type: ignore[arg-type]
+        assert [response.request.seed for response in responses] == [step]
+        assert heard.pop(0) is responses[0]
+        assert responses[0].old_logprobs == [-1.0, 0.0, -2.0]
+    assert heard == []
+    assert decoding.log == [([0], None), ([1], "groups of step 0"), ([2], "groups of step 1")]
