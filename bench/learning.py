@@ -55,8 +55,9 @@ class Shuffled:
 def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
     from rich.console import Console
 
-    from tlt.run import parts, train
+    from tlt.run import parts
     from tlt.run.display import Display
+    from tlt.run.train import train
 
     make_reward = parts.make_reward
 
