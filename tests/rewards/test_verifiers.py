@@ -20,12 +20,12 @@ from tiny import tiny_tree
 
 from tlt.config import Config, parse_config
 from tlt.data.prompts import DataError, load_prompts
+from tlt.data.verifiers import load
 from tlt.metrics import read_metrics
 from tlt.rewards.environments import Environments, Turn
 from tlt.rewards.tools import with_tools
 from tlt.rewards.verdicts import Verdict
-from tlt.rewards.verifiers import load
-from tlt.rewards.verifiers_episode import Episode
+from tlt.rewards.verifiers import Episode
 from tlt.run.display import Display
 from tlt.run.train import train
 from tlt.store.completions import read_completions

@@ -13,7 +13,7 @@ from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
-_VERIFIERS = "tlt.rewards.verifiers_episode:Episode"  # plays environments of the package verifiers
+_VERIFIERS = "tlt.rewards.verifiers:Episode"  # plays environments of the package verifiers
 _MOST_RESPONSES = 1_000_000  # of a step
 
 

@@ -1,100 +1,154 @@
-"""Environments of the package `verifiers` (0.4, its `verifiers.v1`): how they are loaded, and their prompts."""
+"""Episodes of the package `verifiers`, in the process of environments.
+
+In verifiers, an environment runs agents, and an agent is a program that calls a model over HTTP. Here `Seat` takes the
+place of an agent: it returns each message of the environment as a reply, and gives it the model's turns. Tasks,
+rewards, metrics, tools, and the environment's `run` and `finalize` are the package's own.
+"""
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import json
-from collections.abc import Iterator
-from functools import cache
-from itertools import islice
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
-from tlt.config import DataConfig
-from tlt.data.tables import DataError
-from tlt_rl import install_hint
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from verifiers.v1.state import state_cls
 
-Message = dict[str, Any]
-
-
-class Loaded:
-    """An environment of verifiers, and its tasks as far as they were asked for."""
-
-    def __init__(self, env: Any) -> None:
-        self.env, taskset = env, env.taskset
-        self.toolsets = [*taskset.toolsets(taskset.config), *taskset.task_type().toolsets(taskset.config.task)]
-        self._tasks: list[Any] = []
-        self._more: Iterator[Any] = iter(taskset)
-
-    def tasks(self, count: int) -> list[Any]:
-        """Return the first tasks, at most `count`."""
-        self._tasks += islice(self._more, max(0, count - len(self._tasks)))
-        return self._tasks[:count]
+from tlt.config import Config
+from tlt.data.verifiers import Loaded, load, loaded, opening
+from tlt.rewards.tools import MalformedCall, calls_in, parsed
 
 
-def loaded(config: DataConfig) -> Loaded:
-    """Return the environment that a recipe names. Raises DataError."""
-    assert config.environment, "the recipe has an environment of verifiers"
-    return load(config.environment, json.dumps(config.environment_arguments, sort_keys=True))
+class Episode:
+    """An environment of tlt that plays an episode of an environment of verifiers."""
+
+    @staticmethod
+    def schemas(config: Config) -> list[dict[str, Any]]:
+        """Return the schemas of the environment's tools."""
+        return [schema for _, _, schema in asyncio.run(_tools(loaded(config.data))).values()]
+
+    async def reset(self, prompt: Any) -> None:
+        found, index = load(prompt.data["environment"], prompt.data["arguments"]), prompt.data["index"]
+        task = found.tasks(index + 1)[index]
+        if task.key != prompt.data["key"]:
+            raise ValueError(f"task {index} of {prompt.data['environment']} is another each time it is loaded")
+        self._seat = seat = Seat(await _tools(found, task.data))
+        self._playing = asyncio.ensure_future(_play(found.env, task, seat))
+
+    async def step(self, text: str) -> tuple[str, bool, float]:
+        seat, reply = self._seat, asyncio.ensure_future(self._seat.replies.get())
+        seat.turns.put_nowait(text)
+        await asyncio.wait({reply, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result(), False, 0.0
+        reply.cancel()
+        trace = self._playing.result()
+        self.scores = {name: reward.score for name, reward in trace.rewards.items()} | trace.metrics
+        self.scores |= {"malformed_calls": seat.malformed} if seat.tools else {}
+        return "", True, trace.reward
+
+    def __del__(self) -> None:
+        if hasattr(self, "_playing"):
+            self._playing.cancel()
 
 
-@cache
-def load(name: str, arguments: str) -> Loaded:
-    """Return an environment by its name and the settings of its taskset as JSON. Raises DataError."""
-    try:
-        from verifiers.v1.configs.agent import agent_config_fields
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-    except ImportError:
-        raise DataError(f"data.environment needs the package verifiers: {install_hint('verifiers')}") from None
-    settings: dict[str, Any] = {"taskset": {"id": name, **json.loads(arguments)}}
-    try:
-        seats = agent_config_fields(resolve_env_config(settings))
-        no_program = {seat: {"harness": {"id": "null"}} for seat in seats}
-        found = Loaded(load_environment(resolve_env_config(settings | no_program)))
-        needs = [*_needs(found), *(["several models"] if len(seats) > 1 else [])]
-    except Exception as error:  # of the environment's own code
-        raise DataError(f"data.environment = {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
-    if needs:
-        raise DataError(f"data.environment = {name!r} needs {needs[0]}, which tlt does not give it: take another")
-    return found
+async def _play(env: Any, task: Any, seat: Seat) -> Any:
+    """Return the trace of an episode, with its rewards."""
+    agents = vf.Agents(env.config, seat.taken)
+    await env.setup(agents)
+    await env.run(task, agents)
+    if seat.trace is None:
+        raise ValueError(f"{type(env).__name__} ended without a turn of the model")
+    episode = vf.Episode(env=vf.EnvInfo(id=env.config.env_id), task=seat.trace.task, traces=[seat.trace], ok=True)
+    await env.finalize(task, episode)
+    return seat.trace
 
 
-def _needs(found: Loaded) -> Iterator[str]:
-    """Yield what an environment needs of the agents of verifiers that an episode of tlt does not have."""
-    import verifiers.v1 as vf
-    from verifiers.v1.state import state_cls
-    from verifiers.v1.utils.decorators import discover_decorated
+class Seat:
+    """The trained model, where an environment expects an agent of verifiers."""
 
-    kind = found.env.taskset.task_type()
-    if kind.NEEDS_CONTAINER or kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
-        yield "a container or sandbox (NEEDS_CONTAINER, setup or finalize)"
-    if type(found.env).start is not vf.Env.start:
-        yield "a service of its own (start)"
-    if any(state_cls(type(toolset)) is not vf.State for toolset in found.toolsets):
-        yield "a state that its tools share"
-    for task in found.tasks(1):
-        if task.data.prompt is None:
-            yield "a user who opens the conversation (a task without a prompt)"
-        if task.hooks("stop") or discover_decorated(task, "intercept"):
-            yield "hooks of the agent (stop or intercept)"
-        hooks = [*task.hooks("reward"), *task.hooks("metric"), *(judge.score for judge in task.plugged_judges())]
-        runtimes = [inspect.signature(hook).parameters.get("runtime") for hook in hooks]
-        if any(runtime and runtime.default is inspect.Parameter.empty for runtime in runtimes):
-            yield "a sandbox for its rewards (runtime)"
+    def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
+        self.turns: asyncio.Queue[str] = asyncio.Queue()
+        self.replies: asyncio.Queue[str] = asyncio.Queue()
+        self.tools, self.malformed = tools, 0
+        self.trainable, self.trace = True, None
+
+    def taken(self, name: str, config: Any) -> Seat:
+        self.name, self.config = name, config
+        return self
+
+    async def run(self, task: Any) -> Any:
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return self.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[Seat]:
+        """Begin the only conversation of the episode. It is scored at its end."""
+        if self.trace is not None:
+            raise ValueError("the environment lets the model play several times in an episode")
+        recorded = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = vf.AgentInfo(config=self.config, name=self.name, trainable=self.trainable)
+        self.trace = vf.Trace(task=recorded, state=state_cls(type(task))(), agent=agent)
+        self._add(opening(task))
+        yield self
+        self.trace.is_completed = self.trace.ok = True
+        await task.score(self.trace)
+
+    async def turn(self, message: str | Sequence[Any] | None = None) -> Any:
+        """Give the model messages of the user. Return its turns up to the first one without a call."""
+        messages = [vf.UserMessage(content=message)] if isinstance(message, str) else list(message or ())
+        said: list[Any] = []
+        while True:
+            self._add(messages)
+            if messages:
+                self.replies.put_nowait("\n".join(each.content for each in messages))
+            text = await self.turns.get()
+            calls, messages = await self._called(calls_in(text) if self.tools else [])
+            answer = vf.AssistantMessage(content=text, tool_calls=calls or None)
+            self._add([answer], sampled=True)
+            said += [answer, *messages]
+            if not messages:
+                return vf.Segment(messages=said)
+
+    async def _called(self, texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
+        """Carry out calls. Return those that could be read, and the results of all as messages."""
+        calls, results = [], []
+        for number, text in enumerate(map(str.strip, texts)):
+            try:
+                name, arguments = parsed(text)
+                if name not in self.tools:
+                    raise MalformedCall(f"there is no tool {name!r:.100}: the tools are {', '.join(self.tools)}")
+                calls.append(vf.ToolCall(id=str(number), name=name, arguments=json.dumps(arguments)))
+                server, own, _ = self.tools[name]
+                content = (await server.call_tool(own, arguments)).content
+                result = "\n".join(part.text if part.type == "text" else str(part) for part in content)
+            except (MalformedCall, ToolError) as error:
+                self.malformed += 1
+                result = f"Error: {error}"
+            results.append(vf.ToolMessage(tool_call_id=str(number), content=result))
+        return calls, results
+
+    def _add(self, messages: Sequence[Any], sampled: bool = False) -> None:
+        nodes = self.trace.nodes
+        for message in messages:
+            nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
 
-def rows(config: DataConfig) -> Iterator[tuple[str | list[Message], dict[str, Any]]]:
-    """Yield prompt and data of the first `data.size` tasks of `data.environment`. Raises DataError."""
-    name, arguments = config.environment, json.dumps(config.environment_arguments, sort_keys=True)
-    for task in loaded(config).tasks(config.size):
-        data = {"environment": name, "arguments": arguments, "index": task.data.idx, "key": task.key}
-        messages = [message.model_dump(exclude_none=True) for message in opening(task)]
-        yield messages if config.chat else "\n\n".join(message["content"] for message in messages), data
-
-
-def opening(task: Any) -> list[Any]:
-    """Return the messages of verifiers with which a task begins."""
-    import verifiers.v1 as vf
-
-    prompt, system = task.data.prompt, task.data.system_prompt
-    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
-    return [*([vf.SystemMessage(content=system)] if system else []), *messages]
+async def _tools(found: Loaded, data: Any = None) -> dict[str, tuple[MCPServer, str, Any]]:
+    """Return server, own name and schema of each tool, by the name that the model sees."""
+    tools = {}
+    for toolset in found.toolsets:
+        await toolset.setup()
+        if data is not None:
+            await toolset.setup_task(data)
+        server, prefix = MCPServer(type(toolset).__name__), f"{toolset.server_name}_" if toolset.server_name else ""
+        toolset.register(server)
+        for tool in await server.list_tools():
+            schema = {"name": prefix + tool.name, "description": tool.description, "parameters": tool.input_schema}
+            tools[prefix + tool.name] = server, tool.name, {"type": "function", "function": schema}
+    return tools
