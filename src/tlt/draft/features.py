@@ -1,4 +1,4 @@
-"""The target's hidden states of the last tokens of each active row: the learned drafter's input, and its training data.
+"""Hidden states of the target for the last tokens of each active row: the learned drafter's input and training data.
 
 Shapes: R rows, C entries of a ring, F hidden states of a token.
 """
@@ -30,7 +30,7 @@ class FeatureLayout(NamedTuple):
 
 
 class SavedEntries(NamedTuple):
-    """A copy of a row's entries from `first` on, in host memory: features [M, F], the token that follows each [M]."""
+    """Copy of a row's entries from `first` on, in host memory: features [M, F], and the token after each entry [M]."""
 
     first: int
     features: Tensor
