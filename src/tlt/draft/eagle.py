@@ -33,7 +33,7 @@ from tlt.files import read_json, telling
 from tlt.models.families import DecoderOptions
 
 Kind = Literal["eagle1", "eagle3"]
-_DRAFT_VOCABULARY = 8192  # because the head's product takes most of a draft level, and most of a training step
+_DRAFT_VOCABULARY = 8192  # reduced, because the head takes most of the time of a draft level and of a training step
 _VOCABULARY = "vocabulary"
 
 

@@ -75,7 +75,7 @@ class FeatureWindow:
             self.length.append(0)
         if place == len(self._features):
             self._features, self._tokens = _grown(self._features), _grown(self._tokens)
-        # of the row that was here before, the ring holds only the last `capacity` entries
+        # the ring has only the last `capacity` entries of the former row
         self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
         self.length[place] = kept
 

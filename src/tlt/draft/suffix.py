@@ -44,7 +44,7 @@ class _History:
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
         self.index: dict[tuple[int, ...], list[_Place]] = {}
-        self.tokens = 0  # number of indexed tokens; those of a request that was decoded again count again
+        self.tokens = 0  # number of indexed tokens; tokens of a request that was decoded again count twice
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
         self.tokens += len(tokens)

@@ -38,7 +38,7 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Pass on what is complete. `finished` are places of rows that end with this round."""
+        """Pass on complete windows. `finished` are the places of rows that end with this round."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0

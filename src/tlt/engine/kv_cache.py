@@ -115,7 +115,7 @@ class KVCache:
         return self.store.read(slot, length)
 
     def write(self, slot: int, values: Tensor) -> None:
-        """Write what `read` returned, possibly of an older target. Only for a row of a coming step."""
+        """Write the result of `read`, possibly of an older target. Allowed only for rows of coming steps."""
         assert self._rows[slot].ahead, "tokens of this step must not depend on an older target's keys and values"
         self.store.write(slot, values)
 

@@ -63,7 +63,7 @@ class Tuner(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned. Entries that do not fit this run are ignored."""
+        """Load the state of an earlier run. Entries that do not fit this run are ignored."""
         ...
 
 

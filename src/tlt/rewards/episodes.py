@@ -1,4 +1,4 @@
-"""Episodes: responses of several turns. When a turn of the model ends, its environment replies, and the model goes on.
+"""Episodes: responses of several turns. When a turn of the model ends, its environment replies, and the model continues.
 
 An episode ends with one of these finish reasons, and with the sum of the rewards of its turns:
 - `stop`: the environment ended it;
@@ -6,7 +6,7 @@ An episode ends with one of these finish reasons, and with the sum of the reward
 - `turns`: the model had reward.turns turns;
 - `reply`: a reply left no room for another token.
 
-If an environment fails, the episode has no reward, and its outcome says why.
+If an environment fails, the episode has no reward, and its outcome names the reason.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def write(folder: Path, options: EagleOptions, number: int, state: TrainerState,
     for left_over in folder.glob(".drafter_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
-    with torch.device("meta"):  # its tensors will be those of the state
+    with torch.device("meta"):  # its tensors come from the state
         layer = EagleLayer(options)
     layer.load_state_dict(weights_of(state), assign=True)
     layer.agreement = agreement

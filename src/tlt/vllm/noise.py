@@ -49,7 +49,7 @@ class Draw:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> Draw | None:
-        """Read `extra_args`. Return None if there is no entry of ours. Raises ValueError for an invalid entry."""
+        """Read `extra_args`. Return None if there is no tlt entry. Raises ValueError for an invalid entry."""
         given = {name: value for name, value in ((extra or {}).get(KEY) or {}).items() if name != CHAINS}
         if not given:
             return None
@@ -105,7 +105,7 @@ class NoiseTable:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, slot: int, draw: Draw | None, most_tokens: int) -> bool:
-        """Put a request into a slot, replacing any other, and return whether it has an entry of ours.
+        """Put a request into a slot, replacing any other, and return whether it has a tlt entry.
 
         `most_tokens` is the maximum length of its response, in tokens.
         """
@@ -183,7 +183,7 @@ class NoiseTable:
         """Replace logits [R, V] by scores with noise, in place, and store the log-probs of each row's argmax.
 
         `slots` [R] are the slots of the rows' requests. `positions` [R] are the positions of the input tokens in the
-        whole sequence. Rows of requests without an entry of ours are not changed.
+        whole sequence. Rows of requests without a tlt entry are not changed.
         """
         if not self.draws:
             return logits

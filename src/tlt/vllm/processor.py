@@ -1,6 +1,6 @@
 """Logits processor that adds the noise. vLLM's model runner V2 calls it for all rows, including rows of drafts.
 
-With `--logits-processors tlt.vllm.processor:SharedNoise`, vLLM samples with our noise each request that has our entry
+With `--logits-processors tlt.vllm.processor:SharedNoise`, vLLM samples with our noise each request that has a tlt entry
 in `extra_args`.
 """
 
@@ -25,7 +25,7 @@ class SharedNoise(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise ValueError for an invalid entry of ours in `extra_args`."""
+        """Raise ValueError for an invalid tlt entry in `extra_args`."""
         Draw.of_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
