@@ -1,4 +1,4 @@
-"""Episodes: responses of several turns. When a turn of the model ends, its environment replies, and the model continues.
+"""Episodes: responses of several turns. After each turn of the model its environment replies, and the model continues.
 
 An episode ends with one of these finish reasons, and with the sum of the rewards of its turns:
 - `stop`: the environment ended it;

@@ -165,7 +165,7 @@ def _start(arguments: dict[str, Any]) -> Any:
 
         given = EngineArgs(**arguments)
         if given.create_engine_config().use_v2_model_runner:
-            others = arguments.get("logits_processors") or ()  # our processor is last, because it needs the final logits
+            others = arguments.get("logits_processors") or ()  # ours is last: it needs the final logits
             given = EngineArgs(**arguments | {"logits_processors": [*others, PROCESSOR]})
         return LLMEngine.from_engine_args(given)
     except Exception as error:
