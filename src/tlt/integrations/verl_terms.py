@@ -11,7 +11,7 @@ from tlt.sampling import request_seed
 from tlt.types import SamplingParams
 
 TESTED = ((0, 9), (0, 9))
-"""the first and the last minor version of verl that the tests were run with"""
+"""First and last tested version of verl"""
 
 
 def refuse(rollout: Any) -> None:

@@ -38,7 +38,7 @@ class _Episode:
     reward: float = 0.0
     """Sum over the turns"""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """What the environment records of the episode so far"""
+    """Scores that the environment has recorded for the episode so far"""
     seconds: float = 0.0
     """Seconds that the last reply took"""
 
