@@ -348,15 +348,15 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "no function": (lambda c: c.set("reward", name="tiny_rewards:f"), r"'tiny_rewards:f' cannot be imported"),
     "a reward as TRL has them": (
         lambda c: own_reward(c, "of_trl"),
-        r"'own_rewards:of_trl' wants 'prompts': a function of lists needs reward\.batched = true",
+        r"'own_rewards:of_trl' needs the argument 'prompts': a function of lists needs reward\.batched = true",
     ),
     "a batched reward as TRL has them": (
         lambda c: (own_reward(c, "of_trl"), c.set("reward", batched=True)),
-        r"has the parameters \(prompts, completions\b.*let it begin with \(prompt, answer\)",
+        r"has the parameters \(prompts, completions\b.*the first two must be \(prompt, answer\)",
     ),
     "a reward that asks for a column": (
         lambda c: own_reward(c, "of_a_column"),
-        r"wants 'solution': the names that are filled are prompt, answer, .*, question",
+        r"needs the argument 'solution': available names are prompt, answer, .*, question",
     ),
     "no callable": (lambda c: c.set("reward", name="tiny_rewards:constant"), r"is not a function"),
     "a module that raises": (
@@ -373,7 +373,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
                 c.module(ODD_REWARDS),
                 c.set("reward", name=f"own_rewards:{name}", folder=str(c.home)),
             ),
-            rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has any of the step before: mend",
+            rf"none of the 6 responses of step 2 has a reward \(6 {outcome}\), nor has any response of the previous",
         )
         for name, outcome in (("late", "not a number"), ("table", "not a number"), ("raises", "error"))
     },

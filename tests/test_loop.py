@@ -387,7 +387,9 @@ def test_a_step_in_which_nothing_is_rewarded_is_told_and_a_second_one_ends_the_r
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake = Fake(score=lambda prompt, index: None)
-    with pytest.raises(RewardError, match=r"none of the 6 responses of step 2 has a reward .* nor has any of the step"):
+    with pytest.raises(
+        RewardError, match=r"none of the 6 responses of step 2 has a reward .* nor has any response of the previous"
+    ):
         run(fake, make_config(steps=9))
     assert [batch.response_ids for batch in fake.batches] == [[]]
     assert "of step 1 has a reward" in caplog.text

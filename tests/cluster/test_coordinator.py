@@ -193,7 +193,7 @@ def test_a_worker_that_never_comes_up_is_left_out(home: Path) -> None:
 
 def test_a_worker_that_never_comes_up_is_one_sentence_where_it_is_needed(home: Path) -> None:
     sentence = (
-        r"1 of 2 workers are left, and a run needs 2 \(cluster.min_workers\): worker 1 was lost \d times in a row"
+        r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost \d times in a row"
     )
     with pytest.raises(ClusterError, match=sentence):
         train(config_of(home, 2, cluster={"min_workers": 2}), loses=never_comes_up)
@@ -219,9 +219,9 @@ def test_a_worker_that_is_lost_at_the_same_call_again_and_again_is_left_out(
     told = [record.getMessage() for record in caplog.records if "times in a row" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith(
-        f"{size - 1} of {size} workers are left, and the run goes on with them, and tries worker 1"
+        f"{size - 1} of {size} workers are left, and the run continues with them; worker 1 is tried again"
     )
-    assert f"worker 1 was lost 4 times in a row; worker 1 was lost amid {method} (" in told[0]
+    assert f"worker 1 was lost 4 times in a row; worker 1 was lost during {method} (" in told[0]
 
 
 def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, undisturbed: Any) -> None:
@@ -240,7 +240,9 @@ def test_an_update_is_tried_again_as_long_as_another_worker_is_lost(home: Path, 
 def test_a_run_that_loses_a_worker_it_needs_amid_an_update_saves(home: Path) -> None:
     """What was before that update."""
     config = config_of(home, 2, cluster={"min_workers": 2})
-    sentence = r"1 of 2 workers are left, and a run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
+    sentence = (
+        r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker 1 was lost 4 times in a row"
+    )
     with pytest.raises(ClusterError, match=sentence) as ended:
         train(config, loses=never_gets_past("update", step=1))
     assert ended.value.__notes__ == [f"saved after step 1 in {config.run.folder}: go on with --resume"]
@@ -287,7 +289,7 @@ def test_a_run_that_starts_with_too_few_goes_on_with_these(home: Path, undisturb
 
 def test_a_run_with_too_few_says_so_and_ends(home: Path) -> None:
     config = config_of(home, 3, cluster={"grace": 0.05, "min_workers": 2})
-    sentence = r"1 of 3 workers are left, and a run needs 2 \(cluster.min_workers\): .*there is room for 1"
+    sentence = r"1 of 3 workers are left, but the run needs 2 \(cluster.min_workers\): .*there is room for 1"
     with pytest.raises(ClusterError, match=sentence):
         train(config, room=lambda: 1)
 
@@ -308,7 +310,7 @@ def test_a_worker_lost_with_its_shard_is_one_sentence(home: Path, method: str, w
     no_shards = patch.object(ThreadWorker, "shard_policy", lambda *arguments: True)
     sync = patch.object(ThreadWorker, "sync", broken) if method == "sync" else nullcontext()
     many_workers = patch("tlt.run.parts._many_workers", lambda config, folder, *rest: join(pool, config, *rest))
-    sentence = rf"{who} was lost amid {method}, and its shard of the policy with it"
+    sentence = rf"{who} was lost during {method} together with its shard of the policy"
     with no_shards, sync, many_workers, pytest.raises(ClusterError, match=sentence):
         run_module.train(shards, False, Display(Console(quiet=True)))
     assert pool.closed

@@ -88,7 +88,7 @@ def test_every_call_has_a_deadline(method: str) -> None:
     crew = Crew(pool, patience=0.02)
     assert crew.everyone(method) == {0: "done", 1: "done"}
     assert pool.replaced == [1]
-    assert crew.trouble.startswith(f"worker 1 was lost amid {method} (no answer for 0 s; worker_1.log ends with: the")
+    assert crew.trouble.startswith(f"worker 1 was lost during {method} (no answer for 0 s; worker_1.log ends with: the")
 
 
 def test_what_a_worker_raises_says_where() -> None:
@@ -98,7 +98,7 @@ def test_what_a_worker_raises_says_where() -> None:
 
     with pytest.raises(MemoryError) as raised:
         Crew(Raises()).someone("save")
-    assert raised.value.__notes__ == ["raised by worker 0 amid save"]
+    assert raised.value.__notes__ == ["raised by worker 0 during save"]
 
 
 def test_of_a_joint_call_that_hangs_the_silent_worker_is_replaced() -> None:
@@ -224,8 +224,8 @@ def test_lost_capacity_is_told_and_then_gone_on_without(
     assert 0.4 < time.monotonic() - began < 5
     assert pool.replaced == [1]
     told = [record.getMessage() for record in caplog.records]
-    assert "no process of worker 1 has begun for 0 s (there is room for 1): it has 0.5 s in all (cluster.grace)" in told
-    assert told[-1].startswith("1 of 2 workers are left, and the run goes on with them: no process of worker 1 has")
+    assert "worker 1 has not started after 0 s (there is room for 1); its timeout is 0.5 s (cluster.grace)" in told
+    assert told[-1].startswith("1 of 2 workers are left, and the run continues with them: worker 1 has not started")
     assert crew.everyone("sync").keys() == {0}
     crew.take_in()
     assert crew.present == [0]
@@ -239,7 +239,9 @@ def test_lost_capacity_is_told_and_then_gone_on_without(
 
 def test_fewer_than_are_needed_end_the_run() -> None:
     crew = lost(NoPlace(), grace=0.05, least=2)
-    with pytest.raises(ClusterError, match=r"1 of 2 workers are left, and a run needs 2 \(cluster.min_workers\): no"):
+    with pytest.raises(
+        ClusterError, match=r"1 of 2 workers are left, but the run needs 2 \(cluster.min_workers\): worker"
+    ):
         crew.all_sound()
 
 
@@ -292,12 +294,12 @@ def test_one_that_is_lost_too_often_is_tried_again_after_longer_and_longer_pause
     crew.everyone("update")
     dies(4)
     assert 30 <= pause() <= 32
-    last = [record.getMessage() for record in caplog.records if "tries worker" in record.getMessage()][2]
+    last = [record.getMessage() for record in caplog.records if "is tried again" in record.getMessage()][2]
     assert last.startswith(
-        "1 of 2 workers are left, and the run goes on with them, and tries worker 1 again in 120 s: "
+        "1 of 2 workers are left, and the run continues with them; worker 1 is tried again in 120 s: "
     )
     assert (
-        "worker 1 was lost 6 times in a row; worker 1 was lost amid die (its node has no memory; worker_1.log" in last
+        "worker 1 was lost 6 times in a row; worker 1 was lost during die (its node has no memory; worker_1.log" in last
     )
 
 
@@ -390,7 +392,7 @@ def test_two_that_find_no_place_end_the_run_once() -> None:
     crew.call(2, "decode")
     assert [(done.worker, done.lost) for done in crew.done()] == [(1, True), (2, True)]
     time.sleep(0.1)
-    with pytest.raises(ClusterError, match="1 of 3 workers are left, and a run needs 3"):
+    with pytest.raises(ClusterError, match="1 of 3 workers are left, but the run needs 3"):
         crew.done()
     assert crew.everyone("rollback") == {0: "rollback"}
     assert crew.someone("tuner_state") == "tuner_state"

@@ -187,7 +187,7 @@ def test_without_a_head_the_engine_shares_the_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
 def test_layers_that_collide_are_refused(tmp_path: Path, layers: int, to: Any) -> None:
     """vLLM would sort them and leave one out, and the drafter would read the wrong ones."""
-    with pytest.raises(DrafterError, match="six layers or fewer"):
+    with pytest.raises(DrafterError, match="seven layers or more"):
         write_drafter(a_layer("eagle3", layers), TARGET, tmp_path, to)
     write_drafter(a_layer("eagle3", 7), TARGET, tmp_path, to)
 

@@ -527,8 +527,8 @@ def test_what_else_cannot_be_honoured_is_refused(folder: Path) -> None:
 
 def test_versions_of_trl_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.24.0")
-    with pytest.raises(trl_terms.UnsupportedError, match=r"TRL 0\.24\.0 is too old: tlt works inside 1\.\d+ to 1\.16"):
+    with pytest.raises(trl_terms.UnsupportedError, match=r"TRL 0\.24\.0 is too old, tlt supports 1\.\d+ to 1\.16"):
         Rollout()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.19.0")
     Rollout()
-    assert "TRL 1.19.0 is newer than those" in caplog.text
+    assert "TRL 1.19.0 is newer than the tested" in caplog.text

@@ -106,7 +106,7 @@ def test_versions_of_verl_are_checked(
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     if is_too_old:
-        with pytest.raises(UnsupportedError, match=r"verl 0\.8\.0 is too old: tlt works inside 0\.9 to 0\.9"):
+        with pytest.raises(UnsupportedError, match=r"verl 0\.8\.0 is too old, tlt supports 0\.9 to 0\.9"):
             refuse_version("verl", "verl", TESTED)
     else:
         refuse_version("verl", "verl", TESTED)

@@ -30,7 +30,7 @@ TERMS = [{"name": "exact"}, {"name": "length", "length_from": 50, "length_to": 9
 def test_a_first_step_of_equal_rewards_says_what_each_term_saw(caplog: pytest.LogCaptureFixture) -> None:
     rewarded(TERMS, "short", "the answer is 42", "a long one that does not end by itself")
     assert caplog.messages == [
-        "all 3 rewards of the first step are 0, so that it teaches nothing; for example\n"
+        "all 3 rewards of the first step are 0, so the policy learns nothing. Example:\n"
         "  prompt 5: 'What is 6 x 7?'\n"
         "  response, which ended by itself: 'the answer is 42'\n"
         "  exact: score 0, from the answer '' (the response has no 'Answer:') and the data's answer '42'\n"

@@ -81,20 +81,26 @@ def test_the_right_answer_is_a_column_of_its_own_name_or_that_of_the_recipe() ->
     nested = Prompt(0, "", (1,), {"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth")
     assert called(f, prompt=nested)["ground_truth"] == "7"
     assert called(f, prompt=Prompt(0, "", (1,), {"answer": "1", "ground_truth": "2"}))["ground_truth"] == "2"
-    with pytest.raises(RewardError, match=r"wants 'ground_truth'"):
+    with pytest.raises(RewardError, match=r"needs the argument 'ground_truth'"):
         called(f, prompt=Prompt(0, "", (1,), {"question": "Q"}))
 
 
 REFUSED = {
-    "other names": (lambda p, a: 0.0, r"wants 'p': the names that are filled are prompt, answer, response"),
-    "lists": (lambda prompts, answers: 0.0, r"wants 'prompts': a function of lists needs reward\.batched = true"),
-    "written in C": (max, r"does not say its parameters: wrap it"),
-    "positional": (eval("lambda prompt, answer, /: 0.0"), r"wants 'prompt': a parameter before `/`"),
-    "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that is filled by its name"),
-    "TRL's answer": (lambda completion, answer: 0.0, r"\(completion, answer\): let it begin with \(prompt, answer\)"),
-    "verl's prompt": (lambda prompt, solution_str: 0.0, r"\(prompt, solution_str\): let it begin with"),
-    "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): let it begin with"),
-    "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): let it begin with"),
+    "other names": (lambda p, a: 0.0, r"needs the argument 'p': available names are prompt, answer, response"),
+    "lists": (
+        lambda prompts, answers: 0.0,
+        r"needs the argument 'prompts': a function of lists needs reward\.batched = true",
+    ),
+    "written in C": (max, r"has no readable signature: wrap it"),
+    "positional": (eval("lambda prompt, answer, /: 0.0"), r"needs the argument 'prompt': a parameter before `/`"),
+    "nothing by name": (lambda *args, **kwargs: 0.0, r"no parameter that can be filled"),
+    "TRL's answer": (
+        lambda completion, answer: 0.0,
+        r"\(completion, answer\): the first two must be \(prompt, answer\)",
+    ),
+    "verl's prompt": (lambda prompt, solution_str: 0.0, r"\(prompt, solution_str\): the first two must be"),
+    "no answer": (lambda prompt, response: 0.0, r"\(prompt, response\): the first two must be"),
+    "turned": (lambda answer, prompt: 0.0, r"\(answer, prompt\): the first two must be"),
 }
 
 
@@ -109,7 +115,7 @@ def test_what_cannot_be_filled_is_refused(case: str) -> None:
 def test_a_column_with_a_name_of_ours_is_ambiguous(name: str) -> None:
     function = eval(f"lambda {name}: 0.0")
     prompt = Prompt(0, "", (1,), ROW | {name: "of the data"})
-    with pytest.raises(RewardError, match=rf"wants '{name}', which .* your data has as a column: rename"):
+    with pytest.raises(RewardError, match=rf"parameter '{name}', which is both .* a column of your data: rename"):
         called(function, prompt=prompt)
     assert called(lambda prompt, answer: 0.0, prompt=prompt) == {"prompt": prompt, "answer": "42"}
 

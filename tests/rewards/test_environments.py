@@ -48,7 +48,7 @@ def isolated() -> Iterator[IsolatedScore]:
         ("nothing", "error", "step returned None: it must return (reply, done, reward)"),
         ("two", "error", "it must return (reply, done, reward)"),
         ("number", "error", "a reply must be text"),
-        ("half", "error", "half of a surrogate pair"),
+        ("half", "error", "lone surrogate"),
         ("nan", "not a number", "nan"),
         ("odd scores", "error", "scores['calls'] is not a number: 'many'"),
         ("allocate", "error", "MemoryError"),

@@ -90,13 +90,13 @@ def raises_rudely(prompt: Any, answer: Any) -> float:
 @pytest.mark.parametrize(
     ("terms", "outcome", "detail"),
     [
-        ([(1.0, lambda p, a: Rude())], "not a number", "it gave a Rude that cannot be printed"),
+        ([(1.0, lambda p, a: Rude())], "not a number", "it returned a Rude that cannot be printed"),
         ([(1.0, raises_rudely)], "error", "RudeError: a RudeError that cannot be printed"),
-        ([(1.0, lambda p, a: 1e300)], "not a number", "it gave 1e+300, which float32 cannot hold"),
+        ([(1.0, lambda p, a: 1e300)], "not a number", "it returned 1e+300, which float32 cannot hold"),
         ([(-1e38, lambda p, a: 10)], "not a number", "the sum of its terms is -1e+39"),
         ([(1e38, lambda p, a: 10)], "not a number", "the sum of its terms is 1e+39"),
         ([(1.0, lambda p, a: 3e38)] * 2, "not a number", "the sum of its terms is 6e+38"),
-        ([(1.0, lambda p, a: 10**400)], "not a number", "it gave 1000"),
+        ([(1.0, lambda p, a: 10**400)], "not a number", "it returned 1000"),
     ],
 )
 def test_whatever_a_value_does_it_is_a_named_outcome(terms: list[Any], outcome: str, detail: str) -> None:

@@ -260,7 +260,7 @@ def test_a_function_of_lists_is_called_once() -> None:
     terms = make_terms(config("of_lists", batched=True))
     asked = [(PROMPT, Answer(text, text, 1)) for text in ("a", "", "c")]
     assert [(v.reward, v.outcome) for v in score_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
-    for word, said in (("raise", "KeyError: 'bonus'"), ("few", "gave 0 numbers for 2 responses")):
+    for word, said in (("raise", "KeyError: 'bonus'"), ("few", "returned 0 numbers for 2 responses")):
         verdicts = score_all(terms, [(PROMPT, Answer(text, text, 1)) for text in (word, "b")])
         assert all(v.outcome == "error" and said in v.detail for v in verdicts)
 
@@ -269,7 +269,7 @@ def test_a_function_of_lists_is_called_once() -> None:
 def test_what_has_as_many_items_as_there_are_responses_and_is_no_list_gives_no_reward(word: str) -> None:
     verdicts = score_all(make_terms(config("of_lists", batched=True)), [(PROMPT, Answer(word, word, 1))] * 2)
     assert [(v.reward, v.outcome) for v in verdicts] == [(None, "error")] * 2
-    assert all(f"it gave a {word}, not a list of numbers" in v.detail for v in verdicts)
+    assert all(f"it returned a {word}, not a list of numbers" in v.detail for v in verdicts)
 
 
 def test_those_who_were_given_with_one_that_hangs_are_asked_again() -> None:
@@ -287,7 +287,7 @@ def test_a_function_may_ask_for_all_there_is() -> None:
 
 def test_a_parameter_that_nobody_fills_is_refused_at_the_start() -> None:
     names = "prompt, answer, response, token_ids, length, finish_reason, task, ground_truth"
-    with pytest.raises(RewardError, match=f"wants 'mood': the names that are filled are {names}"):
+    with pytest.raises(RewardError, match=f"needs the argument 'mood': available names are {names}"):
         make_reward(config("wants_more"), [PROMPT])
 
 
@@ -378,7 +378,7 @@ def test_it_may_allocate_so_much_and_no_more() -> None:
 def test_with_its_programs_it_may_hold_so_much_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert outcome_of("starts_programs", "150", memory_mb=500) == [(None, "crash")]
-    assert "crash: its processes hold more than reward.memory_mb = 500" in caplog.text
+    assert "crash: its processes use more than reward.memory_mb = 500" in caplog.text
 
 
 def test_what_its_forks_share_counts_once() -> None:

@@ -38,7 +38,9 @@ def test_the_text_of_a_response_has_no_special_tokens(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("name", ["answer_marker", "answer_end"])
 def test_a_marker_that_is_never_found_is_refused(tokenizer: Any, name: str) -> None:
-    with pytest.raises(RewardError, match=rf"reward\.{name} has <\|ans\|>, a special token, and .*: take another text"):
+    with pytest.raises(
+        RewardError, match=rf"reward\.{name} contains the special token <\|ans\|>, .*: use another text"
+    ):
         checked(tokenizer, name="exact", **{name: "<|ans|> "})
     checked(tokenizer, name="exact", **{name: "<think>"})
     checked(tokenizer, name="exact", prefill="<|ans|>", **{name: "<|ans|>"})
@@ -48,9 +50,9 @@ def test_a_pattern_that_names_one_is_warned_of(tokenizer: Any, caplog: pytest.Lo
     checked(tokenizer, name="format", pattern="<think>")
     assert not caplog.text
     checked(tokenizer, name="format", pattern=r"<\|ans\|>")
-    assert "has <|ans|>, a special token, which is in no text that rewards are shown" in caplog.text
+    assert "contains the special token <|ans|>, which is removed from texts before scoring" in caplog.text
 
 
 def test_a_run_begins_with_this_check(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="answer_marker has <eos>, a special token"):
+    with pytest.raises(RewardError, match="answer_marker contains the special token <eos>"):
         train(tiny_config(tmp_path, reward={"name": "exact", "answer_marker": "<eos>"}))

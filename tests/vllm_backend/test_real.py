@@ -199,7 +199,7 @@ def test_memory_that_does_not_suffice_is_one_sentence() -> None:
 
 def test_arguments_that_are_ours_are_refused() -> None:
     config = recipe("--engine.vllm.max_num_seqs", "3")
-    with pytest.raises(VllmError, match=r"engine\.vllm\.max_num_seqs is set by tlt"):
+    with pytest.raises(VllmError, match=r"remove engine\.vllm\.max_num_seqs: tlt sets it"):
         open_target(config, config.model.path)
 
 

@@ -22,11 +22,11 @@ class Place(NamedTuple):
     """Place and resources of a worker."""
 
     log_file: str
-    """file for all output of its process, standard output and errors included"""
+    """File for all output of its process, standard output and errors included"""
     cores: Sequence[int] = ()
-    """the worker's own cores, if all workers are on one machine"""
+    """The worker's own cores, if all workers are on one machine"""
     folder: str = ""
-    """the run's own folder, if all workers are on one machine; they meet there, so no port is open"""
+    """The folder of the run's own Ray, if all workers are on one machine. They meet there, so no port is open."""
 
 
 class Actor:

@@ -1,7 +1,7 @@
-"""Look-ahead with many workers: which requests of coming steps are decoded, and by which worker.
+"""Look-ahead with many workers: assignment of requests of coming steps to idle workers.
 
 Idle workers decode the requests that the cursor takes next, with the present target. An unfinished response is
-continued later. Its old tokens are its draft then, so they are verified on the way.
+continued later. Its old tokens then serve as its draft and are verified.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ _GOES_ON, _ALIKE = 1.5, 0.5  # factors on a response's length so far, and on tha
 
 
 class LookingAhead:
+    """Requests of coming steps with their look-ahead drafts.
+
+    A worker has room for `slots` rows. Requests come from up to `most_steps` coming steps. The store keeps up to
+    `most_tokens` tokens of drafts.
+    """
+
     def __init__(self, slots: int, most_steps: int, most_tokens: int) -> None:
-        """`slots`: number of rows that fit into a worker. `most_steps`: number of coming steps that are decoded
-        ahead."""
         self.slots, self.most_steps = slots, most_steps
         self.store = AheadStore(most_tokens)
         self.tokens = 0
         self.accept_length = self.accept_length_ahead = 1.0  # in the last rollout, without and with look-ahead
         self._coming: Iterator[list[Request]] = iter(())
         self._steps: deque[list[Request]] = deque()
-        self._at: dict[int, list[Request]] = {}  # worker -> requests that it decodes ahead
+        self._at: dict[int, list[Request]] = {}  # worker -> look-ahead requests that it decodes
         self._home: dict[int, int] = {}  # seed -> worker that has its keys and values
         self._given: list[Request] = []  # requests of this rollout
 
@@ -41,7 +45,7 @@ class LookingAhead:
         self._at = {}
 
     def since_last(self) -> int:
-        """Return the number of tokens decoded ahead since the last call."""
+        """Return the number of look-ahead tokens since the last call."""
         tokens, self.tokens = self.tokens, 0
         return tokens
 
@@ -96,12 +100,12 @@ class LookingAhead:
             yield step
 
     def steps_of(self, worker: int) -> tuple[int, ...]:
-        """Return the coming steps for which the worker decodes ahead; 1 is the next step."""
+        """Return the coming steps whose requests the worker decodes; 1 is the next step."""
         seeds = {request.seed for request in self._at.get(worker, ())}
         return tuple(i for i, step in enumerate(self._steps, 1) if any(r.seed in seeds for r in step))
 
     def rows_of(self, worker: int) -> tuple[int, ...]:
-        """Return the number of known tokens of each row that the worker decodes ahead."""
+        """Return the number of known tokens of each look-ahead row of the worker."""
         return tuple(self.store.length(request.seed) for request in self._at.get(worker, ()))
 
     def heard(self, worker: int, done: AheadSlice) -> None:
@@ -110,7 +114,7 @@ class LookingAhead:
         self.lost(worker)
 
     def lost(self, worker: int) -> None:
-        """Note that the worker no longer decodes ahead, so that others may take its requests."""
+        """Note that the worker's look-ahead has ended, so that others may take its requests."""
         self._at.pop(worker, None)
 
     # -- drafts for the requests of this rollout -----------------------------------------------------------------------
@@ -120,9 +124,11 @@ class LookingAhead:
         return list({a.seed: a for request in requests for a in self.store.group(request)}.values())
 
     def deal(self, rows: Sequence[Row], workers: int) -> deque[list[Row]]:
-        """Return the queue from which workers take their shares of the rows. If nothing was decoded ahead, it has whole
-        groups in their order. Else each worker's share is expected to take about the same number of rounds (longest
-        processing time first: Graham, 1969), with long rows first."""
+        """Return the queue from which workers take their shares of the rows.
+
+        Without look-ahead drafts, it has whole groups in their order. Otherwise each worker's share is expected to take
+        about the same number of rounds (longest processing time first: Graham, 1969), with long rows first.
+        """
         if not any(self.store.get(row.request) for row in rows):
             return deque(by_prompt(rows))
         rounds = {row.request.seed: self._rounds(row.request) for row in rows}
@@ -145,9 +151,11 @@ class LookingAhead:
 
 
 def in_order(left: Sequence[Request], store: AheadStore) -> list[Request]:
-    """Return requests of coming steps in the order in which to decode them ahead. They are given with the nearest step
-    first. One request of each group without any tokens comes first, because responses to one prompt have similar
-    lengths. Then come the requests with the largest expected length, because a step waits for its longest response."""
+    """Return requests of coming steps in the order for look-ahead. `left` has the nearest step first.
+
+    One request of each group without any tokens comes first, because responses to one prompt have similar lengths. Then
+    come the requests with the largest expected length, because a step waits for its longest response.
+    """
     first = {request.prompt.token_ids: request for request in reversed(left)}
     longest = {
         prompt: max((len(ahead.tokens) for ahead in store.group(request)), default=0)

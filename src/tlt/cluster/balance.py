@@ -1,6 +1,6 @@
-"""Which rows a worker gets, and whether an idle worker helps another.
+"""Assignment of rows to workers, and the prediction whether moving rows to an idle worker saves time.
 
-Pure arithmetic. No token depends on it.
+This module is pure arithmetic. No token depends on it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Forecast:
         self.longest = longest
         self.round_time = RoundTime()
         self.prefill_seconds = 0.0
-        """seconds to prefill a token"""
+        """Seconds to prefill one token"""
         self.lengths: deque[int] = deque(maxlen=_LENGTHS)
 
     def remaining(self, tokens: int) -> float:

@@ -16,12 +16,15 @@ _LONGEST_PAUSE = 3600.0
 
 
 class Capacity:
+    """Awaited and absent workers.
+
+    `grace` is the timeout in seconds for the start of a process. If fewer than `least` workers are left, the run ends.
+    """
+
     def __init__(self, pool: Pool, least: int, grace: float) -> None:
-        """`grace`: timeout in seconds for the start of a process. If fewer than `least` workers are left, the run
-        ends."""
         self.pool, self.least, self.grace = pool, least, grace
         self.awaited = dict.fromkeys(range(pool.size), time.monotonic())
-        """awaited workers, and the time at which each was requested"""
+        """Awaited workers, and the time at which each was requested"""
         self._told: set[int] = set()
         self._absent: dict[int, float] = {}  # workers that are left out, and the earliest time of their return
         self._next = 0.0
@@ -47,8 +50,8 @@ class Capacity:
         for index, since in self.awaited.items():
             if now - since > min(_TELLS, self.grace) and index not in self._told:
                 self._told.add(index)
-                late = f"no process of worker {index} has begun for {now - since:.0f} s ({self.pool.capacity()})"
-                log.warning("%s: it has %g s in all (cluster.grace)", late, self.grace)
+                late = f"worker {index} has not started after {now - since:.0f} s ({self.pool.capacity()})"
+                log.warning("%s; its timeout is %g s (cluster.grace)", late, self.grace)
         return begun, [index for index, since in self.awaited.items() if now - since > self.grace]
 
     def leave_out(self, index: int, why: str, times: int = 0) -> None:
@@ -60,9 +63,9 @@ class Capacity:
         self._absent[index] = time.monotonic() + pause
         left = f"{len(self.present)} of {self.pool.size} workers are left"
         if len(self.present) < self.least:
-            raise ClusterError(f"{left}, and a run needs {self.least} (cluster.min_workers): {why}")
-        again = f", and tries worker {index} again in {pause:g} s" if times else ""
-        log.warning("%s, and the run goes on with them%s: %s", left, again, why)
+            raise ClusterError(f"{left}, but the run needs {self.least} (cluster.min_workers): {why}")
+        again = f"; worker {index} is tried again in {pause:g} s" if times else ""
+        log.warning("%s, and the run continues with them%s: %s", left, again, why)
 
     def back(self) -> list[int]:
         """Return workers that were left out, whose pause is over and whose process has started."""

@@ -30,7 +30,7 @@ def refuse_unreachable(address: str) -> None:
     try:
         socket.create_connection(_host_and_port(address), _REACHED_WITHIN).close()
     except OSError as error:
-        raise ClusterError(f"no Ray cluster can be joined at {address} ({error}): see cluster.address") from None
+        raise ClusterError(f"cannot join a Ray cluster at {address} ({error}): check cluster.address") from None
 
 
 def lets_in_anybody(address: str) -> bool:
@@ -46,19 +46,21 @@ def lets_in_anybody(address: str) -> bool:
     else:
         if done.returncode == 0 or "AuthenticationError" in done.stderr:
             return done.returncode == 0
-        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise ClusterError(
-        f"whether the Ray cluster at {address} asks for a token cannot be told ({said}): set cluster.allow_no_token = "
-        "true where nobody else can reach it"
+        f"cannot determine whether the Ray cluster at {address} requires a token ({said}): set "
+        "cluster.allow_no_token = true if nobody else can reach it"
     )
 
 
 class Control:
-    """Monitor of Ray's control process. Without that process, workers still answer for a minute; then Ray ends them and
-    the driver with a message of its own. Regular checks leave time to save before that."""
+    """Monitor of Ray's control process at `address` (host:port).
+
+    Without that process, workers still answer for a minute. Then Ray ends them and the driver with a message of its
+    own. Regular checks leave time to save before that.
+    """
 
     def __init__(self, address: str) -> None:
-        """`address`: host:port."""
         self._at, self._address = _host_and_port(address), address
         self._next, self._missed = time.monotonic() + _EVERY, 0
 
@@ -74,4 +76,4 @@ class Control:
             self._missed += 1
         self._next = time.monotonic() + _EVERY
         if self._missed == _MISSES:
-            raise ClusterError(f"Ray's control process at {self._address} is gone: see that the cluster is up again")
+            raise ClusterError(f"Ray's control process at {self._address} does not answer: restart the Ray cluster")

@@ -1,7 +1,7 @@
 """The coordinator, which decides what each worker does next. The states of workers are those of `tlt.trace`.
 
-It is one loop over the calls that return. No token depends on it, because any worker may decode any request, from its
-start or from where another worker stopped.
+It is one loop over the calls that return. No token depends on it, because any worker may decode any request, from the
+start or from the point where another worker stopped.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tlt.trace import ABSENT, AHEAD, COMPARE, EARLY, IDLE, ROLLOUT, SPOT, UPDATE
 from tlt.types import Passes, Request, Response, RolloutStats, Row, TrainBatch, WorkerNow
 
 _ATTEMPTS = 5  # attempts at an update that fails although no worker is lost
-_AHEAD = 2  # slices that a worker decodes ahead before it gets a new list of requests
+_AHEAD = 2  # slices of look-ahead before a worker gets a new list of requests
 _LAST = 5  # slices in one call of a worker with one row, because each call takes some milliseconds to begin
 _HANGS = 30.0  # timeout in seconds for the end of idle work; a worker that exceeds it is replaced
-_REPLY = 0.02  # seconds between two looks for replies of environments
+_REPLY = 0.02  # seconds between two checks for replies of environments
 _ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
@@ -45,10 +45,10 @@ class Coordinator:
         self.forecast = Forecast(config.rollout.max_new_tokens)
         self.tracers = [Tracer() for _ in range(crew.size)]
         self.now: tuple[WorkerNow, ...] = ()
-        """what each worker is doing, as of the last call that returned; replaced as a whole, so any thread may read
-        it"""
+        """State of each worker after the last call that returned. It is replaced as a whole, so any thread may read
+        it."""
         self.updated = 0.0
-        """fraction of the update that the slowest worker had done when last asked"""
+        """Fraction of the update that the slowest worker had done at the last check"""
         self._enter(IDLE)
         self._number = 0  # number of the present or last rollout
         self._rendezvous: tuple[str, object] | None = None
@@ -132,7 +132,7 @@ class Coordinator:
     def _begin(self, missing: int) -> None:
         self._number += 1
         self.crew.break_off()
-        self.crew.call_back(("look_ahead",), _HANGS)  # so that all workers can be sent what was decoded ahead
+        self.crew.call_back(("look_ahead",), _HANGS)  # so that all look-ahead tokens are known
         self.shares = [Share() for _ in range(self.crew.size)]
         self.missing = missing
         self._gone = RolloutStats()
@@ -322,8 +322,8 @@ class Coordinator:
             self._gone = self._gone + lost.last.stats
 
     def _stats(self, responses: Sequence[Response]) -> RolloutStats:
-        """Return the sum of all workers' counters. Tokens and passes are those of the responses, so what was decoded
-        twice counts once."""
+        """Return the sum of all workers' counters. Tokens and passes are those of the responses, so work that was
+        repeated counts once."""
         found = [share.last.stats for share in self.shares if share.last]
         stats = sum(found, start=self._gone)
         names = {name for one in found for name in one.agreement}

@@ -36,25 +36,27 @@ class Done(NamedTuple):
     method: str
     result: Any
     lost: bool = False
-    """whether the worker was lost with all its calls; a new one is started, or the run continues without it"""
+    """Whether the worker was lost with all its calls. A new one is started, or the run continues without it."""
 
 
 class Crew:
     """Calls of workers. Calls that change the run's state go to all present workers, so any worker can replace another.
-    If the policy is sharded, no worker can be replaced, so the first loss ends the run."""
+    If the policy is sharded, no worker can be replaced, so the first loss ends the run.
+
+    `patience` is the timeout of short calls in seconds. A worker that exceeds the timeout of its call counts as lost.
+    `grace` is the timeout in seconds for the start of a worker's process. A worker that exceeds it is left out. `least`
+    is the smallest number of present workers.
+    """
 
     def __init__(
         self, pool: Pool, shards: bool = False, patience: float = math.inf, least: int = 1, grace: float = math.inf
     ) -> None:
-        """`patience`: timeout of short calls in seconds. A worker that exceeds the timeout of its call counts as lost.
-        `grace`: timeout in seconds for the start of a worker's process; a worker that exceeds it is left out. `least`:
-        smallest number of present workers."""
         self.pool, self.size, self.shards, self.deadlines = pool, pool.size, shards, Deadlines(patience)
         self.capacity = Capacity(pool, pool.size if shards else least, grace)
         self.sound = set(range(pool.size))  # workers that have the run's state
         self.losses = 0
         self.trouble = ""
-        """last failure: why a worker was lost, or why the workers' group broke"""
+        """Last failure: reason why a worker was lost, or why the workers' group broke"""
         self._in_a_row = [0] * pool.size
         self._sources: dict[int, tuple[int, Handle]] = {}  # new worker -> worker whose state it takes, and that call
         self._calls: dict[Handle, tuple[int, str]] = {}
@@ -85,7 +87,7 @@ class Crew:
 
     def call_idle(self, index: int, method: str, *arguments: Any) -> None:
         """Start an interruptible call."""
-        assert method in BREAKABLE, "its worker would not hear that it is wanted"
+        assert method in BREAKABLE, "other calls cannot be interrupted"
         self._number += 1
         self.call(index, method, *arguments, self._number)
 
@@ -99,8 +101,8 @@ class Crew:
         return [method for i, method in self._calls.values() if i == index]
 
     def done(self, timeout: float = math.inf) -> list[Done]:
-        """Return calls that have returned: at least one, unless the timeout in seconds is over. Raises what a method
-        raised, and ClusterError if no sound worker is left."""
+        """Return calls that have returned: at least one, unless the timeout in seconds is over. Raises the exception of
+        a method, and ClusterError if no sound worker is left."""
         return self.kept() or self._collect(timeout)
 
     @property
@@ -146,7 +148,7 @@ class Crew:
         too_few: ClusterError | None = None
         for index in in_vain:  # all of them, so that calls to the other workers wait for none of these again
             try:
-                self._leave_out(index, f"no process of worker {index} has begun ({self.pool.capacity()})")
+                self._leave_out(index, f"worker {index} has not started ({self.pool.capacity()})")
             except ClusterError as error:
                 too_few = error
         if too_few:
@@ -183,7 +185,7 @@ class Crew:
         except Exception as error:
             if method != "take_state":
                 if not isinstance(error, ValueError):  # a ValueError is a sentence for the user as it is
-                    error.add_note(f"raised by worker {index} amid {method}")
+                    error.add_note(f"raised by worker {index} during {method}")
                 self._leave_under_way()
                 raise
             self.replace(index, method, str(error))  # the worker could not be built at its place
@@ -256,7 +258,7 @@ class Crew:
         while waiting := [i for i in arguments if method in self.pending(i)]:
             if time.monotonic() > until:
                 for index in waiting:
-                    self.replace(index, method, "it waits for one that was lost")
+                    self.replace(index, method, "it still waits for a lost worker")
                     self._kept.append(Done(index, method, None, lost=True))
                 break
             meanwhile()
@@ -278,7 +280,7 @@ class Crew:
         while busy := {i: method for i, method in self._calls.values() if method in methods}:
             if time.monotonic() > until:
                 for index, method in busy.items():
-                    self.replace(index, method, f"called back, and not back within {patience:g} s")
+                    self.replace(index, method, f"it did not end the call within {patience:g} s")
                     self._kept.append(Done(index, method, None, lost=True))
             self._kept += self._collect(0.5)
 
@@ -289,15 +291,14 @@ class Crew:
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def replace(self, index: int, amid: str, why: str) -> None:
-        """Start a new worker, which takes the state of a sound one. `amid`: method that the old worker was running. A
-        worker that was lost too often is left out for now. Raises ClusterError if no worker is sound, or too few are
-        left."""
+    def replace(self, index: int, method: str, why: str) -> None:
+        """Start a new worker, which takes the state of a sound one. The old worker was running `method`. A worker that
+        was lost too often is left out for now. Raises ClusterError if no worker is sound, or too few are left."""
         why = "; ".join(filter(None, (why, self.pool.last_words(index))))
-        self.trouble = f"worker {index} was lost amid {amid} ({why})"
+        self.trouble = f"worker {index} was lost during {method} ({why})"
         if self.shards:
-            raise _shard_lost(f"worker {index}", amid, why)
-        log.warning("a new one takes its place: %s", self.trouble)
+            raise _shard_lost(f"worker {index}", method, why)
+        log.warning("starting a replacement: %s", self.trouble)
         self.losses += 1
         self._in_a_row[index] += 1
         self._forget(index)
@@ -331,7 +332,7 @@ class Crew:
         because the others would give the state before it."""
         for index in self.capacity.back():
             self._bring_up(index)
-            log.warning("worker %d is there: %d of %d go on", index, len(self.present), self.size)
+            log.warning("worker %d is back: the run continues with %d of %d", index, len(self.present), self.size)
 
     def _suspect(self, source: int, state: Handle) -> None:
         """Replace the worker `source` if it was lost while a new worker was waiting for its state."""
@@ -349,5 +350,5 @@ class Crew:
         return min(self.sound, key=lambda index: (bool(self.pending(index)), index))
 
 
-def _shard_lost(who: str, amid: str, why: str) -> ClusterError:
-    return ClusterError(f"{who} was lost amid {amid}, and its shard of the policy with it (train.shard): {why}")
+def _shard_lost(who: str, method: str, why: str) -> ClusterError:
+    return ClusterError(f"{who} was lost during {method} together with its shard of the policy (train.shard): {why}")

@@ -8,15 +8,16 @@ _SHORT = {
     *("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter"),
     *("rollout_ended", "forget_older_data", "sync", "trace", "tuner_state", "load_tuner_state", "rendezvous"),
 }
-"""calls that take one slice or move little data; the duration of all others grows with the model"""
+"""Calls that take one slice or move little data. The duration of all others grows with the model."""
 _LATELY = 5  # number of recent calls that determine the timeout of a long call
 _TIMES = 10.0  # timeout of a long call, relative to the longest of these
 _UNKNOWN = 12.0  # relative to `patience`, for the first call of a method, which may build the model
 
 
 class Deadlines:
+    """Timeouts. `patience` is the timeout of short calls in seconds, and the smallest timeout of long calls."""
+
     def __init__(self, patience: float) -> None:
-        """`patience`: timeout of short calls in seconds, and the smallest timeout of long calls."""
         self.patience = patience
         self._taken: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATELY))
 

@@ -1,7 +1,7 @@
 """Drafter training in idle time: one driver for one worker and for many.
 
-The schedule (draft/schedule.py) decides when the drafter is trained, the baton (draft/baton.py) by which worker. The
-driver makes the calls of the workers (draft/spot_worker.py):
+The schedule (spot/schedule.py) decides when the drafter is trained, and the baton (spot/baton.py) by which worker. The
+driver makes the calls of the workers (spot/spot_worker.py):
 
     train_drafter, evaluate_drafter   idle calls, of one worker at a time
     drafter_state                     copy of the trainer state, for the next worker or for publication
@@ -25,7 +25,7 @@ from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_numb
 from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
 
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
-"""calls whose results the driver waits for"""
+"""Calls whose results the driver waits for"""
 
 
 class Calls(Protocol):
@@ -44,7 +44,11 @@ class Calls(Protocol):
 
 
 class DrafterTraining(FaultBarrier):
-    """Driver that trains, evaluates and publishes drafters, and saves published ones in the run's folder."""
+    """Driver that trains, evaluates and publishes drafters, and saves published ones in the run's folder.
+
+    `layer` is the drafter that the run starts with; None if none is trained. `put` returns a handle of a value, for use
+    as an argument of calls.
+    """
 
     passes_on = (ClusterError,)
 
@@ -56,18 +60,16 @@ class DrafterTraining(FaultBarrier):
         target: DecoderOptions,
         layer: EagleLayer | None,
     ) -> None:
-        """`layer`: the drafter that the run starts with; None if none is trained. `put` returns a handle of a value,
-        for use as an argument of calls."""
         training = config.speculation.training
         self.crew, self.target, self.extra, self.is_on = crew, target, training.extra, layer is not None
         self.schedule = Schedule(training.micro_batch_tokens)
         self.baton = Baton[Handle]()
         self.version = 0
-        """number of the drafter in use; 0 is the one that the run started with"""
+        """Number of the drafter in use; 0 is the one that the run started with"""
         self.in_use: tuple[Handle, float | None] | None = None
-        """the published drafter, and the acceptance rate of its first draft token"""
+        """Published drafter, and the acceptance rate of its first draft token"""
         self.under_way: int | None = None
-        """worker that runs one of `METHODS`"""
+        """Worker that runs one of `METHODS`"""
         self.folder = Path(config.run.folder).resolve() / "drafter"
         self.saver = DrafterSaver(self.folder, layer.options) if layer else None
         self._put = put

@@ -1,7 +1,7 @@
-"""Early update with many workers: which early shard an idle worker computes next, and what is done of each.
+"""Early update with many workers: assignment of early shards to idle workers, and the progress of each shard.
 
-Gradients and log-probs stay with the workers that computed them. A worker computes one shard at a time and continues
-with an unfinished one. What a lost worker had done is done again by another one, in the rollout or in the update.
+Gradients and log-probs stay with the workers that computed them. A worker computes one shard at a time and continues an
+unfinished one. Shards of a lost worker are computed again by another one, in the rollout or in the update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EarlyUpdate:
     def __init__(self, crew: Crew, train: TrainConfig) -> None:
         self.crew = crew
         self.most: float = PER_WORKER if has_early_gradients(train) else math.inf
-        """most early shards of one worker; log-probs take little memory"""
+        """Maximum number of early shards per worker; unlimited for log-probs, because they take little memory"""
         self._groups: EarlyGroups | None = None
         self._begun: dict[int, tuple[int, float]] = {}  # shard -> worker that has it, and the share that is done
         self._unable = set[int]()  # workers whose memory is too small
@@ -55,7 +55,7 @@ class EarlyUpdate:
         if done.lost:
             self._forget(done.worker)
         elif done.method == METHOD and done.result is None:
-            log.warning("worker %d has too little memory for the early update, and goes on without", done.worker)
+            log.warning("worker %d has too little memory for the early update; continuing without it", done.worker)
             self._unable.add(done.worker)
             self._forget(done.worker)
         elif done.method == METHOD:
@@ -70,6 +70,6 @@ class EarlyUpdate:
         return [{k: share for k, (holder, share) in self._begun.items() if holder == worker} for worker in workers]
 
     def take_seconds(self) -> float:
-        """Return the seconds of all calls that returned since this was last asked."""
+        """Return the seconds of all calls that returned since the last call of this method."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -69,6 +69,12 @@ class OwnTraining(DrafterTraining):
 
 
 class LocalRollout:
+    """Rollout by an engine in this process.
+
+    If more rows cost little time in the long tail of a rollout, it also decodes requests of the next `look_ahead`
+    steps.
+    """
+
     def __init__(
         self,
         engine: RolloutEngine,
@@ -76,8 +82,6 @@ class LocalRollout:
         look_ahead: int = 0,
         turns: Turns | None = None,
     ) -> None:
-        """`look_ahead`: number of coming steps whose requests are decoded in rounds of the long tail, if more rows cost
-        little time there."""
         self.engine, self.training, self.look_ahead = engine, training, look_ahead
         self.turns = turns or SingleTurn()
         self.plain = engine.plain_beside()
@@ -86,7 +90,7 @@ class LocalRollout:
         self._live: tuple[int, ...] = ()
 
     def sync(self, policy: Trainable, version: int) -> None:
-        assert isinstance(policy, Policy), "the one in this process"
+        assert isinstance(policy, Policy), "the policy must be in this process"
         take_weights(self.engine.target, policy, version)
         if self.training:
             self.training.worker.target_moved()

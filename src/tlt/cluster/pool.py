@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 Handle = Any
-"""a call under way; as an argument of another call it stands for the result, which is sent from worker to worker"""
+"""A running call. As an argument of another call it stands for its result, which is sent from worker to worker."""
 
 
 class WorkerLost(Exception):
@@ -44,7 +44,7 @@ class Pool(Protocol):
         ...
 
     def result(self, handle: Handle) -> Any:
-        """Return the result of a finished call. Raises WorkerLost, or what the method raised."""
+        """Return the result of a finished call. Raises WorkerLost, or the exception of the method."""
         ...
 
     def replace(self, index: int) -> None:

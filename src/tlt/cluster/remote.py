@@ -82,8 +82,8 @@ class ClusterPolicy:
         return self.coordinator.updated
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy. Raises ClusterError, and what a worker raises. After an error, `version` is `step` if the
-        remaining workers restored the state before, else None."""
+        """Update the policy. Raises ClusterError, or the exception of a worker. After an error, `version` is `step` if
+        the remaining workers restored the state before the update, else None."""
         self.version = None
         try:
             metrics = self.coordinator.update(batch, step)

@@ -13,15 +13,15 @@ class Share:
     """Rows that a worker has to decode in a rollout, and what the worker has reported."""
 
     rows: dict[int, Row] = field(default_factory=dict)
-    """unfinished rows by seed, as the worker was given them"""
+    """Unfinished rows by seed, in the state in which they were sent to the worker"""
     promised: list[Row] = field(default_factory=list)
-    """rows that another worker gave up for this one"""
+    """Rows that another worker released for this one"""
     asked: list[int] = field(default_factory=list)
-    """seeds of rows that the worker must give up in its next slice"""
+    """Seeds of rows that the worker must release in its next slice"""
     helper: int | None = None
-    """worker that gets these rows"""
+    """Worker that gets the released rows"""
     heard: dict[int, list[int]] = field(default_factory=dict)
-    """by seed, the tokens that the worker has reported since it was given the row"""
+    """Tokens that the worker has reported for each row since the row was sent to it, by seed"""
     last: Slice | None = None
 
     @property

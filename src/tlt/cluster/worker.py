@@ -1,8 +1,8 @@
 """A worker: a target with its engine, a replica of the policy, a drafter and its trainer, driven by short calls.
 
-A call takes a bounded time and returns what was done in it. The worker has no thread and no queue of its own. So its
-caller knows when the worker is idle, regains it at the end of a call, and notices its loss by the call that fails. Only
-`interrupt` and `updated` are called while another call runs.
+A call takes a bounded time and returns its results. The worker has no thread and no queue of its own. So its caller
+knows when the worker is idle, and notices a lost worker by a failed call. Only `interrupt` and `updated` are called
+while another call runs.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ Join = Callable[[Any, int, int, int, torch.device], ProcessGroup]
 
 
 class Work(NamedTuple):
-    """Work for one slice, in addition to the rows that the worker has already."""
+    """Work for one slice, in addition to the rows that the worker already has."""
 
     rollout: int
-    """number of the rollout; if it is new, earlier rows are dropped"""
+    """Number of the rollout. If it is new, earlier rows are dropped."""
     requests: Sequence[Request] = ()
     resumed: Sequence[Row] = ()
     release: Sequence[int] = ()
-    """seeds of requests that the worker gives up, so that others decode them"""
+    """Seeds of requests that the worker releases, so that others decode them"""
     drafts: Sequence[Ahead] = ()
-    """look-ahead drafts for the new requests"""
+    """Look-ahead drafts for the new requests"""
     plain: bool = False
-    """whether to use plain decoding, whatever the recipe says"""
+    """Whether to use plain decoding, regardless of the recipe"""
 
 
 class AheadWork(NamedTuple):
@@ -65,7 +65,7 @@ class AheadWork(NamedTuple):
     rollout: int
     requests: Sequence[Request]
     drafts: Sequence[Ahead]
-    """look-ahead drafts known so far for these requests and their siblings"""
+    """Look-ahead drafts so far for these requests and their siblings"""
 
 
 class AheadSlice(NamedTuple):
@@ -81,14 +81,14 @@ class Slice(NamedTuple):
     responses: list[Response]
     released: list[Row]
     stats: RolloutStats
-    """counters of this worker for the whole rollout so far"""
+    """Counters of this worker for the whole rollout so far"""
     live: dict[int, int]
-    """number of tokens so far of each active row, by seed"""
+    """Number of tokens so far of each active row, by seed"""
     waiting: list[int]
-    """seeds of the waiting rows"""
+    """Seeds of the waiting rows"""
     seconds: float
     news: dict[int, list[int]]
-    """by seed, the tokens of active and waiting rows since the previous slice"""
+    """Tokens of active and waiting rows since the previous slice, by seed"""
 
 
 class EarlySlice(NamedTuple):
@@ -109,6 +109,12 @@ class State(NamedTuple):
 
 
 class Worker:
+    """Worker of a run.
+
+    `folder` has the policy to start from. Workers meet at `meets`: a folder that they share on one machine, or this
+    machine's address in the cluster.
+    """
+
     def __init__(
         self,
         config: Config,
@@ -117,8 +123,6 @@ class Worker:
         meets: str | Path = "127.0.0.1",
         join: Join = Processes,
     ) -> None:
-        """`folder` holds the policy to start from. `meets` is where all workers can meet: a folder that they share on
-        one machine, or this machine's address in the cluster."""
         self.config, self.index, self._meets, self._join = config, index, meets, join
         self.target = open_target(config, None)
         layer = starting_drafter(config, self.target.options)
@@ -191,7 +195,7 @@ class Worker:
             engine.start(())
             self._rollout = number
 
-    # -- the drafter: a fault here costs only speed --------------------------------------------------------------------
+    # -- the drafter: faults here reduce speed only --------------------------------------------------------------------
 
     def interrupt(self, number: float) -> None:
         """End the idle call with this number, or a lower one, within its micro-batch or round. A call that has not

@@ -40,7 +40,7 @@ class RayPool:
         self._config = config
         self._sweeper: subprocess.Popen[bytes] | None = None
         self.folder = ""
-        """folder of the run's own Ray; empty if the run joined a cluster"""
+        """Folder of the run's own Ray; empty if the run joined a cluster"""
         self._ray = _import_ray(alone=config.cluster.address is None)
         _keep_off_the_screen(self._ray, Path(config.run.folder) / "ray.log")
         self._threads = _give_up_threads()
@@ -82,11 +82,11 @@ class RayPool:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             reason = (str(error).splitlines() or ["no answer"])[0]
-            raise ClusterError(f"no Ray cluster can be joined at {address} ({reason}): see cluster.address") from None
+            raise ClusterError(f"cannot join a Ray cluster at {address} ({reason}): check cluster.address") from None
         if not self._config.cluster.allow_no_token and lets_in_anybody(self._ray.get_runtime_context().gcs_address):
             raise ConfigError(
-                f"the Ray cluster at {address} asks nobody for a token, so whoever reaches it runs code on its nodes: "
-                "start it with RAY_AUTH_MODE=token, or set cluster.allow_no_token = true where nobody else can"
+                f"the Ray cluster at {address} requires no token, so anybody who reaches it can run code on its nodes: "
+                "start it with RAY_AUTH_MODE=token, or set cluster.allow_no_token = true if nobody else can reach it"
             )
 
     def _actor(self, index: int, policy_folder: str) -> Any:
@@ -100,7 +100,7 @@ class RayPool:
         for what, count in needed.items():
             if count < getattr(cluster, key):
                 least = f"cluster.{key} = {getattr(cluster, key)}"
-                raise ConfigError(f"{least}, but there are {count:g} {what}: one each is needed")
+                raise ConfigError(f"{least}, but there are {count:g} {what}: each worker needs one")
         place = Place(self._log_file(index), share_of_cores(index, self.size) if alone else (), self.folder)
         options = {"num_cpus": 1, "num_gpus": 1 if gpus else 0, "max_restarts": 0}
         # calls are many and short, and recording each of them took a tenth of the CPU time
@@ -131,7 +131,7 @@ class RayPool:
         return self._ray.put(value)
 
     def wait(self, handles: Collection[Handle], timeout: float | None = None) -> list[Handle]:
-        if not self._amid_update:  # during an update nothing complete could be saved, and there is time for it to end
+        if not self._amid_update:  # an update must end before a save, and it has the time to
             self._control.look()
         waiting = list(handles)
         with _given_up():
@@ -175,7 +175,7 @@ class RayPool:
 
     def capacity(self) -> str:
         there = self._ray.cluster_resources()
-        return f"of the {self.size} CPUs that the workers need the cluster has {there.get('CPU', 0):g}"
+        return f"the workers need {self.size} CPUs and the cluster has {there.get('CPU', 0):g}"
 
     def last_words(self, index: int) -> str:
         return last_words(self._log_file(index))

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
+from tlt.data import verifiers
 from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
 from tlt.data.tables import DataError, read_rows
 from tlt.files import is_text
@@ -67,8 +68,6 @@ def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
 
 def _rows(config: DataConfig) -> Iterable[Row]:
     if config.environment:
-        from tlt.rewards import verifiers  # which imports this module
-
         return verifiers.rows(config)
     return _task_rows(config) if config.tasks else _file_rows(config)
 

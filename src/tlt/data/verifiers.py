@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` (0.4, its `verifiers.v1`): how they are loaded, and their prompts."""
+"""Loader of environments of the package `verifiers` (0.4, its `verifiers.v1`), and of their prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Loaded:
-    """An environment of verifiers, and its tasks as far as they were asked for."""
+    """Environment of verifiers with the tasks loaded so far."""
 
     def __init__(self, env: Any) -> None:
         self.env, taskset = env, env.taskset
@@ -54,12 +54,12 @@ def load(name: str, arguments: str) -> Loaded:
     except Exception as error:  # of the environment's own code
         raise DataError(f"data.environment = {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     if needs:
-        raise DataError(f"data.environment = {name!r} needs {needs[0]}, which tlt does not give it: take another")
+        raise DataError(f"data.environment = {name!r} needs {needs[0]}, which tlt does not support: use another")
     return found
 
 
 def _needs(found: Loaded) -> Iterator[str]:
-    """Yield what an environment needs of the agents of verifiers that an episode of tlt does not have."""
+    """Yield the features of verifiers that an environment needs and tlt does not support."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
     from verifiers.v1.utils.decorators import discover_decorated

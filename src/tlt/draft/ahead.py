@@ -21,14 +21,14 @@ _CONTEXT = 4  # number of last tokens that are searched in old responses after a
 
 
 class Ahead(NamedTuple):
-    """Tokens that were decoded ahead for a request."""
+    """Look-ahead draft of a request."""
 
     seed: int
     prompt: tuple[int, ...]
     tokens: np.ndarray
-    """int32"""
+    """[n] int32"""
     version: int
-    """version of the target that decoded the last part"""
+    """Version of the target that decoded the last part"""
     ended: bool
 
     @classmethod
@@ -98,10 +98,12 @@ def _extent(ahead: Ahead) -> tuple[bool, int]:
 
 
 class Pointer:
-    """Position of a row in its old response, or after a divergence possibly in a sibling's."""
+    """Position of a row in its old response, or after a divergence possibly in a sibling's.
+
+    `sources` are old responses, int32, the row's own first. `committed` are the tokens that the row already has.
+    """
 
     def __init__(self, sources: Sequence[np.ndarray], committed: Sequence[int]) -> None:
-        """`sources`: old responses, int32, the row's own first. `committed`: tokens that the row has already."""
         self.sources = sources
         self.old: list[int] = self.sources[0].tolist()
         self.at: int | None = 0  # index of the next token in `old`; None after a divergence

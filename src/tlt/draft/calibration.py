@@ -1,4 +1,4 @@
-"""Online counts of how often the target accepts a draft token. They decide which nodes are worth verifying.
+"""Online counts of accepted draft tokens. They decide which nodes are worth verifying.
 
 Given the noise, a draft token's rank among its siblings and its lead over the next noisy score predict its acceptance;
 log q itself adds almost nothing. So a drafter's counts are kept per cell: (class of draft token, depth, rank, lead).

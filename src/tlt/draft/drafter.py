@@ -1,5 +1,5 @@
-"""The drafter protocol. A new drafter needs one file that returns log q for the nodes of a level, and one line in
-`tlt.config.registry`; `tree.py` does the rest.
+"""Protocol of drafters. A new drafter needs one file that returns log q for the nodes of a level, and one line in
+`tlt.config.registry`. `tree.py` builds the trees.
 
 Shapes: B active rows, in the engine's order; W nodes of a level in each row; K listed candidates; V vocabulary.
 """
@@ -29,15 +29,15 @@ class Level(NamedTuple):
     grow on the host. They are copies, so a drafter that writes to them changes no tree."""
 
     depth: int
-    """0: the roots (the last committed tokens), W = 1"""
+    """Depth of the nodes. 0: the roots (the last committed tokens), W = 1"""
     tokens: np.ndarray
     """[B, W] int64"""
     parents: np.ndarray
     """[B, W] int64, index of each node's parent among the nodes of the previous level"""
     alive: np.ndarray
-    """[B, W] bool; proposals for other nodes are ignored"""
+    """[B, W] bool. Proposals for other nodes are ignored."""
     law: Law
-    """sampling parameters of the B requests"""
+    """Sampling parameters of the B requests"""
 
 
 class Candidates(NamedTuple):
@@ -59,7 +59,7 @@ class Drafter(Protocol):
 
     name: str
     agreement: float | None
-    """acceptance rate of its first draft token when last measured; None if it never was"""
+    """Acceptance rate of its first draft token when last measured; None if it never was"""
 
     def begin(self, window: FeatureView | None) -> None:
         """Start without active rows. `window` gives the target's hidden states of the rows' last tokens; None if the
@@ -89,9 +89,9 @@ class Sources(NamedTuple):
 
     target: Decoder
     layer: EagleLayer | None
-    """weights of the learned drafter, if the registry says that this drafter is learned"""
+    """Weights of the learned drafter, if the registry says that this drafter is learned"""
     history_tokens: int
-    """limit of the tokens kept from earlier epochs"""
+    """Limit of the tokens kept from earlier epochs"""
 
 
 @dataclass
@@ -100,10 +100,10 @@ class Node:
 
     request: Request
     committed: Sequence[int]
-    """the response so far; its last token is the root"""
+    """The response so far. Its last token is the root."""
     path: tuple[int, ...]
     state: Any = None
-    """state with which the drafter continues from this node"""
+    """State with which the drafter continues from this node"""
 
 
 class Offer(NamedTuple):

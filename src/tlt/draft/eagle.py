@@ -1,4 +1,4 @@
-"""The learned drafters: one decoder layer over the target's hidden states, with the target's embedding and head.
+"""Learned drafters: one decoder layer over the target's hidden states, with the target's embedding and head.
 
 Entry p of a sequence belongs to token p: its input is the target's hidden states of token p and the embedding of token
 p + 1, and its output predicts token p + 2. For entries that the target has not computed yet, the layer's own output at
@@ -33,12 +33,12 @@ from tlt.files import read_json, telling
 from tlt.models.families import DecoderOptions
 
 Kind = Literal["eagle1", "eagle3"]
-_DRAFT_VOCABULARY = 8192  # because the head's product takes most of a draft level, and most of a training step
+_DRAFT_VOCABULARY = 8192  # reduced, because the head takes most of the time of a draft level and of a training step
 _VOCABULARY = "vocabulary"
 
 
 class DrafterError(ValueError):
-    """A drafter or its folder that cannot be used; the message names the problem and the remedy."""
+    """Error of a drafter or its folder. The message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class EagleOptions:
     vocab_size: int
     max_positions: int
     taps: tuple[int, ...]
-    """hidden_states indices of the target that are fused; () for eagle1"""
+    """Indices of the target's `hidden_states` that are fused; () for eagle1"""
     window: int
-    """number of last entries that attention reads"""
+    """Number of last entries that attention reads"""
     draft_vocab_size: int
-    """number of tokens that it can propose"""
+    """Number of tokens that it can propose"""
 
     @property
     def layout(self) -> FeatureLayout:
@@ -84,7 +84,7 @@ def eagle_options(target: DecoderOptions, kind: Kind, window: int) -> EagleOptio
 
 
 class EagleLayer(nn.Module):
-    """The trainable tensors. `fuse`, `inputs` and `finish` differ between the two kinds."""
+    """Trainable tensors. `fuse`, `inputs` and `finish` differ between the two kinds."""
 
     vocabulary: Tensor | None
     """[draft_vocab_size] ids of the tokens that it can propose, ascending; None: all tokens"""
@@ -93,7 +93,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.options = o = options
         self.agreement: float | None = None
-        """acceptance rate of its first draft token on held-out responses; None until that was measured"""
+        """Acceptance rate of its first draft token on held-out responses; None if not measured"""
         D, E, wide = o.hidden_size, o.head_dim, (2 if o.kind == "eagle3" else 1) * o.hidden_size
         self.fc = nn.Linear(3 * D if o.kind == "eagle3" else 2 * D, D, bias=False)
         self.q_proj = nn.Linear(wide, o.num_heads * E, bias=False)
@@ -178,45 +178,43 @@ def load_drafter(folder: str | Path, target: DecoderOptions) -> EagleLayer:
     """Load a drafter. Raises DrafterError if the folder does not hold one that fits the target."""
     path = Path(folder)
     if not path.is_dir():
-        raise DrafterError(f"{path} is no folder: make a drafter with tlt draft train")
+        raise DrafterError(f"{path} is not a folder: train a drafter with tlt draft train")
     try:
         config = read_json(path / "config.json")
         if "tlt_drafter" not in config:
-            raise ValueError("its config.json is of something else; those of a run are in drafter/ in its folder")
+            raise ValueError("config.json is not of a drafter; a run saves its drafters in drafter/ of its folder")
         raw, agreement = config["tlt_drafter"], config.get("agreement")
         raw = {"draft_vocab_size": raw["vocab_size"], **raw}  # older folders have the whole vocabulary
         tensors = load_file(path / "model.safetensors")
         options = TypeAdapter(EagleOptions).validate_python(asdict(EagleOptions(**raw)))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DrafterError(
-            f"{path} holds no drafter that can be read ({error}): make one with tlt draft train"
-        ) from None
+        raise DrafterError(f"{path} has no readable drafter ({error}): train one with tlt draft train") from None
     for name in ("hidden_size", "vocab_size", "head_dim", "max_positions"):
         if getattr(options, name) != getattr(target, name):
             raise DrafterError(
-                f"the drafter in {path} was made for a target with {name} {getattr(options, name)}, "
-                f"but the model has {getattr(target, name)}"
+                f"the drafter in {path} is for a target with {name} {getattr(options, name)}, "
+                f"but the model has {getattr(target, name)}: train one with tlt draft train"
             )
     taps = 3 if options.kind == "eagle3" else 0
     if options.window < 1 or len(options.taps) != taps or min(options.taps, default=0) < 0:
-        raise DrafterError(f"{path / 'config.json'} is no drafter's: see window and taps")
+        raise DrafterError(f"{path / 'config.json'} is not valid for a drafter: check window and taps")
     if max(options.taps, default=0) >= target.num_layers:
         raise DrafterError(f"the drafter in {path} reads layer {max(options.taps)}, which the model does not have")
-    with telling(DrafterError, f"{path / 'config.json'} does not make a drafter"):
+    with telling(DrafterError, f"{path / 'config.json'} does not describe a drafter"):
         layer = EagleLayer(options)
     wanted = {_checkpoint_name(name, options.kind): name for name in layer.state_dict()}
     if wanted.keys() != tensors.keys():
         odd = sorted(wanted.keys() ^ tensors.keys())[0]
-        raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: see {odd}")
+        raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: check {odd}")
     shapes = {name: layer.state_dict()[wanted[name]].shape for name in sorted(tensors)}
     if odd := [name for name, shape in shapes.items() if tensors[name].shape != shape]:
         has, wants = list(tensors[odd[0]].shape), list(shapes[odd[0]])
         raise DrafterError(f"{path / 'model.safetensors'} does not fit its config.json: {odd[0]} is {has}, not {wants}")
     vocabulary = tensors.get(_VOCABULARY, torch.zeros(1))
     if vocabulary.min() < 0 or vocabulary.max() >= options.vocab_size:
-        raise DrafterError(f"{path / 'model.safetensors'} has a vocabulary beyond {options.vocab_size} tokens")
+        raise DrafterError(f"{path / 'model.safetensors'} has token ids outside the {options.vocab_size} of the model")
     layer.load_state_dict({wanted[name]: tensor for name, tensor in tensors.items()})
     if odd := [name for name, tensor in sorted(tensors.items()) if not bool(tensor.isfinite().all())]:
-        raise DrafterError(f"{path / 'model.safetensors'} is not finite, see {odd[0]}: make one with tlt draft train")
+        raise DrafterError(f"{path / 'model.safetensors'}: {odd[0]} is not finite: train one with tlt draft train")
     layer.agreement = agreement
     return layer

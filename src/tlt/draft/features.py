@@ -1,4 +1,4 @@
-"""The target's hidden states of the last tokens of each active row: the learned drafter's input, and its training data.
+"""Hidden states of the target for the last tokens of each active row: the learned drafter's input and training data.
 
 Shapes: R rows, C entries of a ring, F hidden states of a token.
 """
@@ -30,7 +30,7 @@ class FeatureLayout(NamedTuple):
 
 
 class SavedEntries(NamedTuple):
-    """A copy of a row's entries from `first` on, in host memory: features [M, F], the token that follows each [M]."""
+    """Copy of a row's entries from `first` on, in host memory: features [M, F], and the token after each entry [M]."""
 
     first: int
     features: Tensor
@@ -75,7 +75,7 @@ class FeatureWindow:
             self.length.append(0)
         if place == len(self._features):
             self._features, self._tokens = _grown(self._features), _grown(self._tokens)
-        # of the row that was here before, the ring holds only the last `capacity` entries
+        # the ring has only the last `capacity` entries of the former row
         self.first[place] = min(max(self.first[place], self.length[place] - self.capacity), kept)
         self.length[place] = kept
 

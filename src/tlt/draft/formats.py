@@ -62,12 +62,12 @@ def method(options: EagleOptions) -> str:
 def _refuse(options: EagleOptions, to: Format) -> None:
     if options.kind == "eagle1" and to == "speculators":
         raise DrafterError(
-            "speculators has no EAGLE-1: export to vllm or sglang, or make the drafter with speculation.kind = 'eagle3'"
+            "speculators has no EAGLE-1: export to vllm or sglang, or train one with speculation.kind = 'eagle3'"
         )
     if options.kind == "eagle3" and list(options.taps) != sorted(set(options.taps)):
         raise DrafterError(
-            f"the drafter reads the target's layers {', '.join(map(str, options.taps))}, and engines want three that "
-            "differ, in order, which a target of six layers or fewer does not have: make the drafter with "
+            f"the drafter reads the target's layers {', '.join(map(str, options.taps))}, but engines need three "
+            "different layers in ascending order, which needs a target of seven layers or more: train a drafter with "
             "speculation.kind = 'eagle1'"
         )
 

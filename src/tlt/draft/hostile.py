@@ -11,7 +11,7 @@ from tlt.draft.drafter import Node, NodeDrafter, Offer
 
 
 class RandomDrafter(NodeDrafter):
-    """A drafter that proposes random tokens."""
+    """Drafter that proposes random tokens."""
 
     name = "random"
 
@@ -25,8 +25,8 @@ class RandomDrafter(NodeDrafter):
 
 
 class AdversarialDrafter(NodeDrafter):
-    """A drafter that proposes in turn duplicates, tokens out of the vocabulary, NaN scores, infinite scores and one
-    token with certainty."""
+    """Drafter that proposes in turn duplicates, tokens outside the vocabulary, NaN scores, infinite scores, and one
+    token with almost all probability."""
 
     name = "adversarial"
 

@@ -1,4 +1,4 @@
-"""The learned drafter in the engine: an `EagleLayer` behind the drafter protocol, for all rows at once.
+"""Learned drafter in the engine: an `EagleLayer` with the drafter protocol, for all rows at once.
 
 The keys and values of a single layer depend on an entry's own input alone, not on attention. So the cache of a row can
 be rebuilt exactly from its feature window at any time, in one batched pass: after rounds without this drafter, after a
@@ -72,8 +72,8 @@ class EagleDrafter:
 
     @torch.no_grad()
     def begin(self, window: FeatureView | None) -> None:
-        assert window is not None, "the engine keeps what the learned drafter reads"
-        assert window.layout == self.options.layout, "and lays it out as this drafter asks"
+        assert window is not None, "the learned drafter needs the target's hidden states"
+        assert window.layout == self.options.layout, "the window must have this drafter's layout"
         o, target = self.options, self.target
         self.window = window
         shape = HeadShape(1, o.num_heads, o.num_kv_heads, o.head_dim, target.dtype, target.device)
@@ -191,5 +191,5 @@ class EagleDrafter:
 
 
 def make(sources: Sources) -> EagleDrafter:
-    assert sources.layer, "its entry says that it needs one"
+    assert sources.layer, "the learned drafter needs weights"
     return EagleDrafter(sources.layer, sources.target)

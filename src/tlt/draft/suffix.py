@@ -1,6 +1,6 @@
-"""The model-free drafter. It proposes the tokens that followed earlier occurrences of the last tokens, in this
-response, in its siblings of the group, and in earlier epochs of the same prompt. It needs no training, so it works from
-the first step.
+"""Model-free drafter. It proposes the tokens that followed earlier occurrences of the last tokens, in this response, in
+its siblings of the group, and in earlier epochs of the same prompt. It needs no training, so it works from the first
+step.
 
 (Suffix retrieval over a prompt's own history is from SuffixDecoding, arXiv 2411.04975, and from the model-free drafter
 of TLT, arXiv 2511.16665.)
@@ -44,7 +44,7 @@ class _History:
     def __init__(self) -> None:
         self.sequences: dict[int, list[int]] = {}
         self.index: dict[tuple[int, ...], list[_Place]] = {}
-        self.tokens = 0  # number of indexed tokens; those of a request that was decoded again count again
+        self.tokens = 0  # number of indexed tokens; tokens of a request that was decoded again count twice
 
     def extend(self, sequence: list[int], tokens: Sequence[int]) -> None:
         self.tokens += len(tokens)
@@ -123,7 +123,7 @@ class SuffixDrafter(NodeDrafter):
                 continue
             escape = _ESCAPE[match.order]
             total = escape + sum(len(places) for places in followers.values())
-            # id -1 stands for all unseen tokens: it is no token, but it competes with the others
+            # id -1 stands for all unseen tokens: it is not proposed, but it competes with the others
             weights = [len(places) for places in followers.values()] + [escape]
             ids[m, : len(weights)] = torch.tensor([*followers, -1])
             log_q[m, : len(weights)] = torch.tensor([math.log(w / total) for w in weights])

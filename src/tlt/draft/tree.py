@@ -37,7 +37,7 @@ class DraftTree:
     chance: list[float] = field(default_factory=lambda: [1.0])
     cells: list[int] = field(default_factory=lambda: [-1])
     ahead: bool = False
-    """whether the tree is a look-ahead draft"""
+    """Whether the tree is a look-ahead draft"""
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> DraftTree:
@@ -53,13 +53,13 @@ class Roots(NamedTuple):
     tokens: np.ndarray
     """[B] last committed tokens"""
     room: np.ndarray
-    """[B] tokens that the response may still get"""
+    """[B] maximum number of tokens still to be generated"""
     stops: np.ndarray
     """[B, S] stop tokens, padded with -1"""
     law: Law
-    """sampling parameters of the B requests, for the drafter"""
+    """Sampling parameters of the B requests, for the drafter"""
     device: torch.device
-    """device of the noise"""
+    """Device of the noise"""
 
 
 NoiseOf = Callable[[int, Tensor | None], Tensor]
@@ -68,7 +68,8 @@ NoiseOf = Callable[[int, Tensor | None], Tensor]
 
 
 class _Grown(NamedTuple):
-    """Nodes of one level, [B, M] each; a chance of 0 marks what is no node. Parents are numbered over all levels."""
+    """Nodes of one level, [B, M] each. An entry with a chance of 0 is not a node. Parents are numbered over all
+    levels."""
 
     tokens: np.ndarray
     parents: np.ndarray
@@ -89,8 +90,8 @@ def grow(
 def _grow_chains(
     drafter: Drafter, roots: Roots, strategy: Strategy, noise_of: NoiseOf, vocab_size: int, calibration: Calibration
 ) -> list[DraftTree]:
-    """Do the same as `_grow_trees` with one child per node, without the operations that choose among children. On a
-    CPU, starting those takes as long as the drafter does."""
+    """Return the result of `_grow_trees` with one child per node, without the operations that choose among children. On
+    a CPU, starting those takes as long as the drafter does."""
     tokens, none = roots.tokens[:, None], np.zeros((len(roots.tokens), 1), dtype=np.int64)
     reach, alive = np.ones(none.shape), roots.room[:, None] > 1
     levels = [(tokens, reach, none - 1)]

@@ -1,4 +1,4 @@
-"""An engine for concurrent callers: each awaits its own response, and all responses are decoded in one batch."""
+"""Engine for concurrent callers. Each awaits its own response, and all responses are decoded in one batch."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ T = TypeVar("T")
 WhenIdle = Callable[[RolloutEngine, Callable[[], bool]], None]
 
 ABORTED = "aborted"
-"""finish reason of an interrupted response"""
+"""Finish reason of an interrupted response"""
 
 
 class AsyncEngine:
-    """An engine in a thread of its own. Only this thread uses the engine.
+    """Engine in a separate thread. Only this thread uses the engine.
 
-    If nothing is left to decode, the thread calls `when_idle` with the engine and with a function that returns True
-    when it must end, for example to train the drafter. After `close`, waiting callers get an exception, and new calls
-    raise RuntimeError.
+    If nothing is left to decode, the thread calls `when_idle`, for example to train the drafter. Its arguments are the
+    engine and a function that returns True when it must end. After `close`, waiting callers get an exception, and new
+    calls raise RuntimeError.
     """
 
     def __init__(self, engine: RolloutEngine, when_idle: WhenIdle | None = None) -> None:
         self._engine, self._when_idle = engine, when_idle
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waited_for: dict[int, Future[Response]] = {}
-        """by seed"""
+        """Response of each active request, by seed"""
         self._failed = False
-        """whether a round has failed since the engine was last started"""
+        """Whether a round has failed since the engine was last started"""
         self._closed, self._lock = False, Lock()  # nothing may be queued after the last order
         self._thread = Thread(target=self._run, name="tlt-engine", daemon=True)
         self._thread.start()
 
     async def generate(self, request: Request) -> Response:
-        """Return the response, or its tokens so far if it was interrupted. Raises ValueError for a request that cannot
-        be decoded, or that has the seed of another request under way. If the caller is cancelled, the request is
-        withdrawn."""
+        """Return the response, or its tokens so far if it was interrupted. If the caller is cancelled, the request is
+        withdrawn. Raises ValueError for a request that cannot be decoded, or that has the seed of another active
+        request."""
         response: Future[Response] = Future()
         response.set_running_or_notify_cancel()  # a cancelled caller must not affect the others
         try:
@@ -56,8 +56,8 @@ class AsyncEngine:
             raise
 
     async def between_rounds(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Call `act` with the engine after the present round. Requests that the engine then no longer has, for example
-        because it was started again, raise RuntimeError."""
+        """Call `act` with the engine after the present round. Requests that the engine drops in this call, for example
+        by a restart, raise RuntimeError."""
 
         def acted(engine: RolloutEngine) -> T:
             try:
@@ -82,7 +82,7 @@ class AsyncEngine:
 
         with self._lock:
             if self._closed:
-                raise RuntimeError("the engine was closed: make another one")
+                raise RuntimeError("the engine was closed: create another one")
             self._orders.put(order)
         return result
 
@@ -115,12 +115,12 @@ class AsyncEngine:
         try:
             when_idle(self._engine, lambda: not self._orders.empty())
         except Exception:
-            log.exception("what was to use idle time failed; going on without")
+            log.exception("work in idle time failed; continuing without it")
             self._when_idle = None
 
     def _submit(self, engine: RolloutEngine, request: Request, response: Future[Response]) -> None:
         if request.seed in self._waited_for:
-            raise ValueError(f"two requests under way have the seed {request.seed}: give each its own")
+            raise ValueError(f"two active requests have the seed {request.seed}: give each its own")
         if self._failed:
             self._begin_anew()
         engine.submit([request])
@@ -149,7 +149,7 @@ class AsyncEngine:
     def _tell_of_the_lost(self, engine: RolloutEngine) -> None:
         if self._waited_for:
             held = {row.request.seed for rows in (engine.rows, engine.waiting) for row in rows}
-            why = "the engine was started anew while it decoded this: interrupt it, or wait, before new weights"
+            why = "the engine was restarted during this request: interrupt it or wait before loading new weights"
             self._tell(self._waited_for.keys() - held, RuntimeError(why))
 
     def _begin_anew(self) -> None:

@@ -6,7 +6,7 @@ rounds. Each 64th round of a bucket tries an arm that is nearly as fast. An unkn
 together have lost 1 % of the time against plain decoding. (The TLT paper, arXiv 2511.16665, section 5, has an
 epsilon-greedy bandit here, which tries strategies at any cost.)
 
-No torch here: `bench/tuner.py` runs it with recorded tables.
+This module does not import torch. `bench/tuner.py` runs it with recorded tables.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _AHEAD = (4, 8, 16, 32, 63)  # limits of look-ahead chains in tokens; the longes
 _LOOK_AHEAD = ("ahead", 1)  # the source of look-ahead chains
 
 Source = tuple[str, int]
-"""drafter, branching"""
+"""(drafter, branching)"""
 X = TypeVar("X", bound=float)
 
 

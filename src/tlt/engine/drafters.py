@@ -1,4 +1,4 @@
-"""The engine's drafters, isolated: a drafter that fails costs speed, never a token."""
+"""The engine's drafters, isolated: a drafter that fails reduces speed but changes no token."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Drafters:
         try:
             return call()
         except Exception:
-            log.exception("the drafter %s failed to %s; going on without it", name, what)
+            log.exception("the drafter %s failed to %s; continuing without it", name, what)
             self.failures += 1
             del self.usable[name]
             return None

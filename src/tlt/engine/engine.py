@@ -136,8 +136,8 @@ class Engine(Generates):
         return self.rollout.scheduler.withdraw(seeds)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the requests of coming steps that are decoded ahead. They use free slots while no request waits, in
-        the given order, and their tokens go to the store. Raises ValueError for a request that cannot be decoded."""
+        """Replace the requests for look-ahead. They use free slots while no request waits, in the given order, and
+        their tokens are saved in the store. Raises ValueError for a request that cannot be decoded."""
         wanted = {request.seed: request for request in requests}
         self.keep_ahead()
         self.rollout.scheduler.look_ahead(wanted, self._most_beside_ahead())
@@ -177,17 +177,17 @@ class Engine(Generates):
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to decode for this rollout."""
+        """Whether the current rollout has unfinished requests."""
         return bool(self.waiting) or not all(row.ahead for row in self.rows)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether there is something to decode for coming steps."""
+        """Whether requests of coming steps are unfinished."""
         return bool(self.rollout.scheduler.ahead) or any(row.ahead for row in self.rows)
 
     @property
     def rows(self) -> RowTable:
-        """The active rows."""
+        """Active rows."""
         return self.rollout.rows
 
     @property

@@ -15,10 +15,13 @@ _GROWN = 16  # tokens of a row between two checks for full windows; the ring has
 
 
 class Harvester:
-    """Writer of a round's hidden states. It passes on full windows, and the last window of a finished row."""
+    """Writer of a round's hidden states.
+
+    It calls `give` with full windows, and with the last window of a finished row. Without `give`, hidden states are
+    kept for drafters only. `version` is the target version.
+    """
 
     def __init__(self, window: FeatureWindow, version: int, give: Callable[[Harvest], None] | None) -> None:
-        """`version`: target version. Without `give`, hidden states are kept for drafters only."""
         self.window, self.version, self.give = window, version, give
         self._grown = 0
 
@@ -35,7 +38,7 @@ class Harvester:
         self._grown += grown
 
     def collect(self, rows: Iterable[Row], finished: Collection[int]) -> None:
-        """Pass on what is complete. `finished` are places of rows that end with this round."""
+        """Pass on complete windows. `finished` are the places of rows that end with this round."""
         if not finished and self._grown < _GROWN:
             return
         self._grown = 0
@@ -54,7 +57,7 @@ class Harvester:
                 self._give(row, place, max(first, self.window.start(place)), length)
 
     def _give(self, row: Row, place: int, low: int, high: int) -> None:
-        assert self.give is not None, "asked for just above"
+        assert self.give is not None, "`collect` has checked it"
         features, tokens = (part.cpu() for part in self.window.read(place, low, high))
         row.harvested = high
         prompt = row.request.prompt

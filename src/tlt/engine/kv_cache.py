@@ -18,7 +18,7 @@ from tlt.types import Row
 
 _GRAIN = 64  # capacity grows in steps of this many tokens
 AUDIT = "TLT_AUDIT"
-"""environment variable; if it is 1, a ledger checks the contents of all slots after every round"""
+"""Environment variable. If it is 1, a ledger checks the contents of all slots after every round."""
 
 
 class Saved(NamedTuple):
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
 
     values: Tensor
     booked: Tensor | None
-    """what the ledger, if there is one, says of them"""
+    """Checksums of the ledger; None if none is kept"""
 
 
 class KVCache:
@@ -115,8 +115,8 @@ class KVCache:
         return self.store.read(slot, length)
 
     def write(self, slot: int, values: Tensor) -> None:
-        """Write what `read` returned, possibly of an older target. Only for a row of a coming step."""
-        assert self._rows[slot].ahead, "no token of this step may rest on an older target's keys and values"
+        """Write the result of `read`, possibly of an older target. Allowed only for rows of coming steps."""
+        assert self._rows[slot].ahead, "tokens of this step must not depend on an older target's keys and values"
         self.store.write(slot, values)
 
     def save(self, slot: int, length: int) -> Saved:
@@ -143,7 +143,8 @@ class KVCache:
             self.ledger.wiped(slot, start)
 
     def check(self, version: int) -> None:
-        """Raise AssertionError if a ledger is kept and a slot does not hold what its row, or `held`, says."""
+        """Raise AssertionError if a ledger is kept and a slot does not have the keys and values of its row, or of
+        `held`."""
         if self.ledger:
             contexts = [() if row.ahead else row.context for row in self._rows] + self._held[len(self._rows) :]
             self.ledger.check([context[:-1] for context in contexts], version)

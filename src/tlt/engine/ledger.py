@@ -1,4 +1,4 @@
-"""A debug check of the key-value cache: it records what each position was computed from.
+"""Debug check of the key-value cache: a record of the inputs from which each position was computed.
 
 The key of a token depends on the target's weights and on all tokens before it. So each position has a checksum of
 (target version, tokens and positions up to its own). The checksum is copied and moved with the keys and values.
@@ -52,7 +52,7 @@ class Ledger:
             tokens = torch.tensor(context, dtype=torch.int64)
             want = _begin(version) + _mixed(tokens, torch.arange(len(tokens))).cumsum(0)
             wrong = (self.booked[slot, : len(tokens)] != want).nonzero()
-            assert not len(wrong), f"slot {slot} does not hold what it should from position {int(wrong[0])} on"
+            assert not len(wrong), f"slot {slot} has wrong keys and values from position {int(wrong[0])} on"
 
 
 def _begin(version: int) -> Tensor:

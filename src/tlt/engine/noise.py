@@ -77,10 +77,10 @@ class NoiseWindow:
 
 
 class DraftNoise:
-    """Noise of one round's drafts, at each row's next positions."""
+    """Noise of one round's drafts. `positions` [B] are the positions of the rows' next tokens, and `depth` is the
+    number of levels."""
 
     def __init__(self, window: NoiseWindow, positions: Tensor, depth: int) -> None:
-        """`positions` [B]: positions of the rows' next tokens. `depth`: number of levels."""
         self.window, self.positions, self.depth = window, positions, depth
         self.rows = torch.arange(len(positions), device=positions.device)
         self._whole: Tensor | None = None

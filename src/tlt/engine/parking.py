@@ -23,7 +23,7 @@ class _Parked(NamedTuple):
     row: Row
     keys_values: Tensor
     entries: SavedEntries | None
-    """of its feature window"""
+    """Entries of its feature window"""
 
 
 class Parking:

@@ -1,4 +1,4 @@
-"""Places new rows in free slots, and fills their keys and values."""
+"""Placement of new rows in free slots, with their keys and values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Placing(NamedTuple):
     """New rows, in the order in which they take the free places."""
 
     kept: list[Row]
-    """rows whose place still holds the prompt, from a sibling that left"""
+    """Rows whose place still has the keys and values of the prompt, from a sibling that left"""
     fresh: list[Row]
-    """rows that need a prefill"""
+    """Rows that need a prefill"""
     copies: list[Row]
-    """rows whose prompt another row has, active or among the two above"""
+    """Rows whose prompt another row has, active or among the two above"""
 
 
 def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache, parking: Parking) -> int:
@@ -52,8 +52,8 @@ def seat(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache, parking
 
 
 def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutState, cache: KVCache) -> int:
-    """Place rows, and fill their keys and values but for the first `known` ones, by id, which are kept from their last
-    turn. Return the number of prefilled tokens."""
+    """Place rows and prefill them. The first `known[id(row)]` tokens of a row are restored from its last turn. Return
+    the number of prefilled tokens, without those of coming steps."""
     first = len(rollout.rows)
     for place, row in enumerate(fresh, start=first):
         rollout.rows.append(row)
@@ -68,6 +68,7 @@ def _prefill(fresh: Sequence[Row], known: Mapping[int, int], rollout: RolloutSta
 
 
 def place_new_rows(new: Sequence[Row], live: Iterable[Row], cache: KVCache) -> Placing:
+    """Return how each new row gets its keys and values."""
     live, rest = list(live), list(new)
     kept: list[Row] = []
     while (at := _holder(rest, cache.held(len(live) + len(kept)))) is not None:

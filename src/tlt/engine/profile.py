@@ -1,4 +1,4 @@
-"""The start-up profile: seconds of a round by active rows and strategy, from a few timed passes."""
+"""Start-up profile: seconds of a round by active rows and strategy, from a few timed passes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _engine(
     """Return an engine in which `rows` rows have begun to decode the same prompt of `length` tokens."""
     widest = Strategy(PLAIN.drafter, max(_NODES) - 1, 1, max(_NODES))
     engine = Engine(target, config, drafters, Fixed(widest), layout=layout)
-    # a small cache has room for one row of the profile all the same
+    # even a small cache needs room for one row of the profile
     engine.cache.bound_tokens = max(engine.cache.bound_tokens, length + _TOKENS + engine.rollout.scheduler.headroom)
     prompt = Prompt(-1, "", tuple(i % target.options.vocab_size for i in range(length)))
     sampling = SamplingParams(max_new_tokens=min(_TOKENS, target.options.max_positions - length))

@@ -1,4 +1,4 @@
-"""The protocol of an engine: ours, or another one that draws with the same noise."""
+"""Protocol of an engine: our own, or another one that samples with the same noise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RolloutEngine(Protocol):
 
     @property
     def rows(self) -> Rows:
-        """The active rows."""
+        """Active rows."""
         ...
 
     @property
@@ -63,12 +63,12 @@ class RolloutEngine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to decode for this rollout."""
+        """Whether the current rollout has unfinished requests."""
         ...
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether there is something to decode for coming steps."""
+        """Whether requests of coming steps are unfinished."""
         ...
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Response]: ...
@@ -81,7 +81,7 @@ class RolloutEngine(Protocol):
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None: ...
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Replace the requests of coming steps that are decoded ahead."""
+        """Replace the requests of coming steps that are decoded in look-ahead."""
         ...
 
     def keep_ahead(self) -> None:
@@ -110,7 +110,7 @@ class RolloutEngine(Protocol):
 
 
 class Generates:
-    """Base class of engines: methods that are defined by the others."""
+    """Base class of engines, with methods that use the methods of `RolloutEngine`."""
 
     def generate(self: RolloutEngine, requests: Iterable[Request]) -> Iterator[Response]:
         """Decode all requests. Yield responses in the order in which they finish. Raises ValueError for a request that
@@ -121,14 +121,14 @@ class Generates:
 
 
 def refuse_impossible(request: Request, most_tokens: int, what: str, remedy: str) -> None:
-    """Raise ValueError for a request that cannot be decoded. `what` (a model or an engine) has room for `most_tokens`
-    tokens of a prompt and its response."""
+    """Raise ValueError for a request that cannot be decoded. A prompt and its response may have `most_tokens` tokens.
+    `what` begins the clause that states this limit, such as "the model supports"."""
     prompt, new = request.prompt, request.sampling.max_new_tokens
     if not prompt.token_ids:
         raise ValueError(f"prompt {prompt.prompt_id} is empty: give it at least one token")
     if new < 1:
         raise ValueError(
-            f"prompt {prompt.prompt_id} is to get {new} new tokens: give rollout.max_new_tokens at least 1"
+            f"prompt {prompt.prompt_id} may get {new} new tokens: set rollout.max_new_tokens to at least 1"
         )
     longest = len(prompt.token_ids) + new
     if longest > most_tokens:

@@ -1,4 +1,4 @@
-"""The active rows, in one order that all per-row state follows."""
+"""Table of the active rows. All per-row state has the same order."""
 
 from __future__ import annotations
 

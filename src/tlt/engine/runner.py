@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
     logprobs: list[list[float]]
     full_logprobs: list[list[float]]
     finite: list[bool] | None
-    """[B] whether all nodes of a row are finite; None: all nodes of all rows are"""
+    """[B] whether all nodes of a row are finite; None if all nodes of all rows are"""
     features: Tensor | None = None
     """[B, N, F] hidden states, if a feature window is in use"""
 

@@ -1,4 +1,4 @@
-"""The queue of waiting rows, admission within the cache's limit, and preemption."""
+"""Queue of waiting rows, admission within the cache's limit, and preemption."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Scheduler:
         self.parking.forget(row.request.seed for row in rows)
 
     def look_ahead(self, requests: Mapping[int, Request], most: int) -> None:
-        """Replace the requests that are decoded ahead, by seed, the most urgent first. Active rows among the first that
-        fit into `most` active rows continue; the others are swapped out. Raises ValueError, as `submit` does."""
+        """Replace the look-ahead requests, by seed, the most urgent first. Active rows among the first that fit into
+        `most` active rows continue; the others are swapped out. Raises ValueError, like `submit`."""
         for request in requests.values():
             self._check(request)
         live: set[int] = set()
@@ -75,7 +75,7 @@ class Scheduler:
         return self.rows.remove(place)
 
     def _check(self, request: Request) -> None:
-        refuse_impossible(request, self.max_positions, "the model is good for", "lower rollout.max_new_tokens")
+        refuse_impossible(request, self.max_positions, "the model supports", "lower rollout.max_new_tokens")
         longest = len(request.prompt.token_ids) + request.sampling.max_new_tokens
         if not self.cache.fits(1, longest + self.headroom):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The text of tokens: of a sequence, for display, and of a single token as bytes, for stop strings."""
+"""Text of tokens: of a sequence, for display, and of a single token as bytes, for stop strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _UNPRINTABLE = sorted(set(range(256)) - _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
-"""character that stands for each byte in a byte-level vocabulary, as in GPT-2"""
+"""Byte for each character of a byte-level vocabulary, as in GPT-2"""
 _NO_TEXT = b"\xff"  # no byte of UTF-8
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -22,7 +22,7 @@ class Detokenizer:
         self._spelled: dict[int, bytes] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> str:
-        # what `clean_up_tokenization_spaces` removes differs between versions of transformers, and no engine removes it
+        # `clean_up_tokenization_spaces` differs between versions of transformers, and no engine uses it
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def spell(self, token_id: int) -> bytes:

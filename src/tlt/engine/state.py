@@ -1,4 +1,4 @@
-"""The engine's state of a rollout and of a round, and its counters."""
+"""State of the engine during a rollout and a round, and its counters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RolloutState:
     runner: Runner
     stats: RolloutStats
     version: int
-    """target version, one for all tokens of a rollout"""
+    """Target version, the same for all tokens of a rollout"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Clock:
 
 
 TARGET, LOOK_AHEAD = ".", "a"
-"""letters of a token that was in no draft, and of an accepted look-ahead token"""
+"""Letters of a token that was in no draft, and of an accepted look-ahead token"""
 
 
 def source_of(tree: DraftTree, drafter: str) -> str:
@@ -84,7 +84,7 @@ def source_of(tree: DraftTree, drafter: str) -> str:
 
 
 def count_row(stats: RolloutStats, row: Row, tree: DraftTree, taken: int, right: int, drafter: str) -> None:
-    """Count a row's part of a round. Of a row of a coming step, only the tokens count."""
+    """Count a row's part of a round. For a row of a coming step, only its tokens count."""
     row.proposed += source_of(tree, drafter) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken

@@ -1,4 +1,4 @@
-"""The end of a response. Stops are checked token by token, even if a round commits several tokens."""
+"""End of a response. Stops are checked token by token, even if a round commits several tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from tlt.types import Row
 
 
 def text_of(row: Row, detokenize: Detokenizer | None) -> str:
-    """Return the text of a finished response: the prompt's prefill, then what was decoded."""
+    """Return the text of a finished response: the prompt's prefill and the decoded text."""
     return row.request.prompt.prefill + detokenize(row.tokens) if detokenize else ""
 
 
 class Stops:
+    """Check of finish reasons. `detokenize` is needed for stop strings."""
+
     def __init__(self, detokenize: Detokenizer | None) -> None:
-        """`detokenize` is needed for stop strings."""
         self.detokenize = detokenize
 
     def append(self, row: Row, path: Sequence[int], sampled: Sampled, place: int) -> str | None:
@@ -43,7 +44,7 @@ class Stops:
         beginning of a turn."""
         assert self.detokenize is not None, "stop strings need a tokenizer"
         stops, longest = _as_bytes(row.request.sampling.stop_strings)
-        # a token spells at least one byte, so this tail holds the whole of a stop string that the last token completes
+        # a token has at least one byte, so this tail contains any stop string that the last token completes
         tail = b"".join(map(self.detokenize.spell, row.tokens[row.turn :][-longest:]))
         return any(stop in tail for stop in stops)
 

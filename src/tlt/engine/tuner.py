@@ -1,5 +1,5 @@
-"""The protocol that picks the strategy of each round. `Fixed` uses one strategy, `Bandit` (in bandit.py) the fastest.
-No torch here."""
+"""Protocol of tuners, which pick the strategy of each round. `Fixed` uses one strategy, and `Bandit` (in bandit.py) the
+fastest. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RoundResult(NamedTuple):
     strategy: Strategy
     seconds: float
     tokens: Sequence[int]
-    """number of committed tokens"""
+    """Number of committed tokens"""
     scored: bool
-    """whether the seconds count; those of a round with a prefill do not"""
+    """Whether the seconds count. Those of a round with a prefill do not."""
     ahead: Sequence[int] = ()
-    """number of look-ahead tokens that were drafted; empty if no row had any"""
+    """Number of look-ahead draft tokens; empty if no row had any"""
 
 
 class Tuner(Protocol):
@@ -63,7 +63,7 @@ class Tuner(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load what an earlier run learned. Entries that do not fit this run are ignored."""
+        """Load the state of an earlier run. Entries that do not fit this run are ignored."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of rows that left, for the next turn of their episode."""
+"""Store of the keys and values of rows that left, for the next turn of their episode."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ class _Kept(NamedTuple):
     """Tokens whose keys and values are kept"""
     saved: Saved
     entries: SavedEntries | None
-    """Of its feature window"""
+    """Entries of its feature window"""
 
 
 class TurnStore:
-    """Per-row store. It copies keys and values of a row that leaves to host memory if its episode may go on, up to
-    1 GiB. The oldest are dropped first. It lives as long as a rollout, so they are of the present target."""
+    """Per-row store. If the episode of a row that leaves may continue, its keys and values are copied to host memory.
+
+    The limit is 1 GiB, and the oldest are dropped first. The store exists for one rollout, so they are of the present
+    target.
+    """
 
     def __init__(self, cache: KVCache, window: FeatureWindow | None) -> None:
         self.cache, self.window, self.bytes = cache, window, 0
@@ -32,7 +35,7 @@ class TurnStore:
         self._rows.append(row)
 
     def remove(self, place: int, last: int) -> None:
-        """This store is asked first, so the row is still at its place."""
+        """Copy the row's keys and values if needed. The table calls this store first, so they are still at `place`."""
         row = self._rows[place]
         if row.request.sampling.continues and row.finite and row.tokens and not row.ahead:
             self._keep(place, row)
@@ -53,7 +56,7 @@ class TurnStore:
         return len(kept.context) if kept and row.context[: len(kept.context)] == kept.context else 0
 
     def restore(self, place: int, row: Row) -> None:
-        """Copy them to the row's new place."""
+        """Copy the kept keys and values to the row's new place."""
         kept = self._drop(row.request.seed)
         self.cache.restore(place, kept.saved)
         if self.window and kept.entries:

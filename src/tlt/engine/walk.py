@@ -1,4 +1,4 @@
-"""The walk: from the root down, while the tree holds the token that the target sampled at each node."""
+"""Acceptance of draft tokens: the path from the root along the tokens that the target sampled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""tlt inside trainers of others, by the seams that they document: nothing is patched."""
+"""Integration of tlt into other trainers through their documented extension points. Nothing is patched."""
 
 
 class UnsupportedError(ValueError):
-    """What a trainer was asked for and tlt does not do inside it; the message names it and the remedy."""
+    """Error for an option of a trainer that tlt does not support. The message names the option and the remedy."""

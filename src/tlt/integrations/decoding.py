@@ -1,5 +1,4 @@
-"""What tlt inside another trainer has in common, whichever that is: a recipe, an engine that trains its drafter, and
-prompts by number."""
+"""Parts shared by all integrations: a recipe, an engine that trains its drafter, and prompt numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from tlt.trace import Tracer
 def recipe_of(
     model: str, folder: str, seed: int, workers: int, speculation: SpeculationConfig, engine: EngineConfig
 ) -> Config:
-    """As of a run: what is said of prompts, rewards and the update is the other trainer's business."""
+    """Return a configuration for decoding. Its data and reward sections are placeholders, because the other trainer
+    handles prompts, rewards and the update."""
     tree = {
         "model": {"path": model},
         "data": {"path": "-"},
@@ -35,8 +35,11 @@ def recipe_of(
 def adaptive_engine(
     config: Config, target: Decoder, tokenizer: Any, resumed: bool = False
 ) -> tuple[Engine, OwnTraining]:
-    """Return an engine on this target, which holds weights, and the training of its drafter. If the run is `resumed`,
-    it goes on with the drafter in its folder; else new drafters are numbered after those."""
+    """Return an engine on this target, whose weights are loaded, and the training of its drafter.
+
+    If the run is `resumed`, it continues with the newest drafter in its folder. Otherwise new drafters are numbered
+    after the existing ones.
+    """
     speculation, seed = config.speculation, config.run.seed
     layer = starting_drafter(config, target.options)
     trainer = SpotTrainer(layer, target, speculation.training, seed) if layer else None
@@ -53,5 +56,5 @@ def adaptive_engine(
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:
-    """The same whenever the prompt comes."""
+    """Return a prompt id that depends on the tokens alone."""
     return request_seed(0, f"prompt {tuple(token_ids)}", 0, 0, 0) >> 1

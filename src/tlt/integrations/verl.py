@@ -1,7 +1,8 @@
-"""tlt inside verl: `actor_rollout_ref.rollout.name=tlt`. verl loads `verl_plugin.py` by itself, which names these two.
+"""Rollouts of verl by tlt, with `actor_rollout_ref.rollout.name=tlt`. verl loads `verl_plugin.py`, which registers the
+two classes here.
 
-A replica is an engine in a Ray actor (`verl_server.py`) on the device of the trainer's process beside it. That process
-has a `ServerAdapter`, which brings it the weights after an update.
+A replica is an engine in a Ray actor (`verl_server.py`) on the device of one trainer process. That process has a
+`ServerAdapter`, which sends the weights to the replica after an update.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tlt.integrations.versions import refuse_version
 
 
 class ServerAdapter(BaseRollout):
-    """In a process of the trainer, one for each replica."""
+    """Adapter in a trainer process, one for each replica."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -36,7 +37,7 @@ class ServerAdapter(BaseRollout):
 
     @property
     def server(self) -> Any:
-        """The replica's actor, which is launched after this was made."""
+        """Actor of the replica. It is looked up at first use, because it is launched after the adapter is created."""
         self._server = self._server or ray.get_actor(_actor_name(self.replica_rank))
         return self._server
 
@@ -50,11 +51,12 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **kwargs: Any
     ) -> None:
-        """Whole tensors by their Hugging Face names, sent through host memory in buckets."""
+        """Send whole tensors by their Hugging Face names to the replica, through host memory in buckets. Raises
+        UnsupportedError."""
         if wire_format != "named_tensors":
-            raise UnsupportedError(f"tlt inside verl does not do the wire format {wire_format!r}: take named_tensors")
+            raise UnsupportedError(f"tlt does not support verl's wire format {wire_format!r}: use named_tensors")
         if kwargs.get("peft_config") is not None:
-            raise UnsupportedError("tlt inside verl takes merged weights: set actor_rollout_ref.model.lora.merge=True")
+            raise UnsupportedError("tlt needs merged weights from verl: set actor_rollout_ref.model.lora.merge=True")
         most = self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20
         async for bucket in _buckets(weights, most):
             await self.server.take_weights.remote(bucket)
@@ -62,7 +64,8 @@ class ServerAdapter(BaseRollout):
 
 
 async def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> AsyncIterator[dict[str, Tensor]]:
-    """Copies in host memory, as the trainer may use its buffers again; more than `most` bytes only for one tensor."""
+    """Yield buckets of copies in host memory, because the trainer may reuse its buffers. A bucket has at most `most`
+    bytes, or a single larger tensor."""
     bucket: dict[str, Tensor] = {}
     size = 0
     async for name, tensor in ensure_async_iterator(weights):
@@ -76,7 +79,7 @@ async def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> AsyncIte
 
 
 class Replica(RolloutReplica):
-    """One server beside one process of the trainer; verl makes it, and asks it for `server_handle`."""
+    """Replica with one server on the device of one trainer process. verl creates it and reads its `server_handle`."""
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
@@ -100,11 +103,11 @@ class Replica(RolloutReplica):
         )
         await server.__ray_ready__.remote()
         self.servers, self._server_handle = [server], server
-        self._server_address = name  # by which verl tells servers apart; there is no HTTP
+        self._server_address = name  # verl identifies servers by it; there is no HTTP
 
 
 def _place(_: Any) -> tuple[str, str]:
-    """(node, device) of a process of the trainer; no device on a CPU."""
+    """Return (node id, device ids) of a trainer process; the device ids are empty on a CPU."""
     context = ray.get_runtime_context()
     return context.get_node_id(), ",".join(context.get_accelerator_ids().get(get_resource_name(), []))
 

@@ -1,4 +1,4 @@
-"""What verl loads by itself where tlt is installed (entry point `verl.plugins`): it makes `rollout.name=tlt` known."""
+"""Plugin that verl loads if tlt is installed (entry point `verl.plugins`). It registers `rollout.name=tlt`."""
 
 from __future__ import annotations
 

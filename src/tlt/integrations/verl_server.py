@@ -1,5 +1,5 @@
-"""One replica of tlt inside verl, as it lives in a Ray actor: verl calls `generate` for each request, and the rest
-around its updates."""
+"""Rollout server for verl in a Ray actor. verl calls `generate` for each request, and the other methods around its
+updates."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tlt.types import Prompt, Request, Response
 
 
 class Server:
-    """Begins with the weights of the model's folder. The methods are those that verl asks of a server; those that
-    change the engine wait for the round under way."""
+    """Server with the interface that verl requires. It begins with the weights in the model's folder. Methods that
+    change the engine wait until the current round ends."""
 
     def __init__(self, rollout: Any, folder: str, replica: int) -> None:
         refuse(rollout)
@@ -59,9 +59,10 @@ class Server:
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> TokenOutput:
-        """Raises ValueError for what can never run or is not honoured."""
+        """Return a response. Raises ValueError for a prompt that is too long, and for unsupported inputs or sampling
+        parameters."""
         if image_data or video_data or audio_data:
-            raise ValueError("tlt inside verl decodes text alone: this prompt comes with images, video or audio")
+            raise ValueError("tlt decodes text only: remove images, video and audio from the prompt")
         while not self.admits.is_set():
             if self.rejects:
                 return TokenOutput(token_ids=[], stop_reason=ABORTED, extra_fields={"global_steps": self.step})
@@ -89,10 +90,10 @@ class Server:
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """What is under way ends with the tokens that it has; what comes waits for `resume_generation`, or is sent back
-        as aborted, with what waits already."""
+        """End active requests with their tokens so far. New and waiting requests wait for `resume_generation`, or with
+        `reject_request` they are returned as aborted."""
         self.rejects = reject_request
-        self.admits.set()  # whoever waits looks again
+        self.admits.set()  # waiting callers check `rejects` again
         self.admits.clear()
         seeds = await self.engine.interrupt()
         return {"aborted_count": len(seeds), "request_ids": []}
@@ -104,19 +105,19 @@ class Server:
     # -- around an update ----------------------------------------------------------------------------------------------
 
     async def take_weights(self, bucket: Mapping[str, Tensor]) -> None:
-        """Some of the weights to come, in host memory."""
+        """Receive a part of the new weights, in host memory."""
         self.received |= bucket
 
     async def load_weights(self, step: int | None) -> None:
-        """Decode with what was taken. Raises ModelError where something is missing, then the old weights stay."""
+        """Load the received weights. Raises ModelError if weights are missing, and keeps the old ones then."""
         weights, self.received = self.received, {}
         await self.engine.between_rounds(lambda engine: self._load(engine, weights))
-        if step is not None:  # else they are those of before, back from a sleep
+        if step is not None:  # else verl restores the same weights after a sleep
             await self.set_global_steps(step)
 
     def _load(self, engine: RolloutEngine, weights: Mapping[str, Tensor]) -> None:
         if engine.busy:
-            raise RuntimeError("new weights while requests are decoded: abort them, or wait for them, first")
+            raise RuntimeError("weights cannot be loaded while requests are active: wait for them or abort them first")
         stats = engine.stats
         self.training.rollout_ended(sum(stats.seconds.values()), stats.agreement.get(LEARNED))
         engine.target.load(weights, engine.target.version + 1)
@@ -128,7 +129,7 @@ class Server:
         self.seeds.step(step)
 
     async def sleep(self) -> None:
-        """The cache's memory is given back; the weights stay."""
+        """Free the KV cache and keep the weights."""
         self.awake = False
         await self.clear_kv_cache()
 
@@ -141,16 +142,16 @@ class Server:
     release_kv_cache = clear_kv_cache
 
     async def resume_kv_cache(self) -> None:
-        """It comes back with the next request."""
+        """Do nothing, because the next request allocates the cache."""
 
     async def start_profile(self, **_: Any) -> None:
-        """There is none; traces are the trainer's."""
+        """Do nothing, because the trainer records traces."""
 
     async def stop_profile(self) -> None:
-        """There is none."""
+        """Do nothing, like `start_profile`."""
 
     def _use_idle_time(self, engine: RolloutEngine, is_over: Any) -> None:
-        """While the other replicas still decode."""
+        """Train the drafter while other replicas decode."""
         if self.awake:
             self.training.train_until(is_over)
 
@@ -162,10 +163,11 @@ def _release(engine: RolloutEngine) -> None:
 
 
 def _config(rollout: Any, folder: str, replica: int) -> Config:
-    """`rollout.custom` has two sections of a recipe, and the folder where published drafters are kept."""
+    """Return the recipe of a replica. `rollout.custom` has its sections `engine` and `speculation`, and the folder of
+    published drafters."""
     custom: Any = OmegaConf.to_container(OmegaConf.create(dict(rollout.custom or {})))
     engine = section_of(EngineConfig, custom.get("engine"), "engine")
     speculation = section_of(SpeculationConfig, custom.get("speculation"), "speculation")
     home = Path(custom.get("folder", "runs/verl")) / str(replica)
-    workers = 2  # as one of several, which are idle at times: then the drafter is trained
+    workers = 2  # more than one, because the drafter is trained in idle time, which a single worker does not have
     return recipe_of(folder, str(home), rollout.seed, workers, speculation, engine)

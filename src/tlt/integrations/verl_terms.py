@@ -1,4 +1,4 @@
-"""What verl asks of a rollout server: the law, the seeds, and what cannot be honoured, refused by its name."""
+"""Translation of verl's options into sampling parameters and seeds. Unsupported options are refused by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tlt.sampling import request_seed
 from tlt.types import SamplingParams
 
 TESTED = ((0, 9), (0, 9))
-"""the first and the last minor version of verl that the tests were run with"""
+"""First and last tested version of verl"""
 
 
 def refuse(rollout: Any) -> None:
-    """Raises UnsupportedError for a section `actor_rollout_ref.rollout` that cannot be honoured."""
+    """Raise UnsupportedError if `actor_rollout_ref.rollout` sets an option that tlt does not support."""
     for asked, what, remedy in (
         (rollout.tensor_model_parallel_size != 1, "tensor_model_parallel_size", "set it to 1"),
         (rollout.data_parallel_size != 1, "data_parallel_size", "set it to 1: each replica is an engine by itself"),
@@ -33,32 +33,33 @@ def refuse(rollout: Any) -> None:
         (rollout.dtype == "float16", "dtype = float16", "set it to bfloat16"),
     ):
         if asked:
-            raise UnsupportedError(f"tlt inside verl does not do rollout.{what}: {remedy}")
+            raise UnsupportedError(f"tlt does not support verl's rollout.{what}: {remedy}")
     unknown = set(rollout.custom or {}) - {"speculation", "engine", "folder"}
     if unknown:
         raise UnsupportedError(
-            f"rollout.custom has {sorted(unknown)}: tlt reads `speculation`, `engine` and `folder` of it"
+            f"rollout.custom has unknown keys {sorted(unknown)}: use `speculation`, `engine` and `folder` only"
         )
 
 
 def law_of(
     asked: Mapping[str, Any], rollout: Any, prompt_tokens: int, stops: Sequence[int], longest: int
 ) -> SamplingParams:
-    """Of one call of `generate`. A response gets what is left of the longest that prompt and response may be, unless
-    the call says how much, and never more than fits into the `longest` sequence that the model is good for. Raises
-    ValueError for a prompt that leaves no room."""
+    """Return the sampling parameters of one `generate` call.
+
+    If the call sets no maximum, a response may use the tokens that its prompt leaves of rollout.prompt_length +
+    rollout.response_length, up to the latter. Prompt and response together never exceed `longest` tokens, the model's
+    limit. Raises ValueError for a prompt that leaves no room, and UnsupportedError for other parameters.
+    """
     known = {"temperature", "top_p", "top_k", "max_tokens", "max_new_tokens", "logprobs", "repetition_penalty"}
     if unknown := set(asked) - known:
-        raise UnsupportedError(
-            f"tlt inside verl does not do the sampling parameter {sorted(unknown)[0]!r}: leave it out"
-        )
+        raise UnsupportedError(f"tlt does not support verl's sampling parameter {sorted(unknown)[0]!r}: remove it")
     if asked.get("repetition_penalty", 1.0) != 1.0:
-        raise UnsupportedError("tlt inside verl does not do repetition_penalty: set it to 1.0")
+        raise UnsupportedError("tlt does not support verl's repetition_penalty: set it to 1.0")
     longest = min(longest, rollout.max_model_len or longest)
     if prompt_tokens >= longest:
         raise ValueError(
-            f"a prompt of {prompt_tokens} tokens leaves no room for a response: the model, or "
-            f"rollout.max_model_len, is good for {longest}: lower data.max_prompt_length, or filter long prompts out"
+            f"a prompt of {prompt_tokens} tokens leaves no room for a response, because the model or "
+            f"rollout.max_model_len allows {longest}: lower data.max_prompt_length, or filter out long prompts"
         )
     left = rollout.prompt_length + rollout.response_length - prompt_tokens
     most = asked.get("max_tokens", asked.get("max_new_tokens", min(rollout.response_length, left)))
@@ -72,22 +73,24 @@ def law_of(
 
 
 class Seeds:
-    """verl's request ids are random. A seed is made of what is not: the run's seed, the server, the step of the
-    weights, the prompt, and how often it came since; so the same calls in another order get the same responses."""
+    """Seeds of requests, which do not use verl's random request ids.
+
+    A seed depends on the run's seed, the server, the step of the weights, the prompt, and the number of earlier
+    requests with that prompt at that step. So the same calls in another order get the same responses.
+    """
 
     def __init__(self, seed: int, replica: int) -> None:
         self._seed, self._domain = seed, f"verl {replica}"
         self._step, self._asked = 0, Counter[int]()
 
     def step(self, number: int) -> None:
-        """The weights are those of this step. verl says so again where it brings the same ones back, and what was asked
-        before still counts."""
+        """Set the step of the weights. If verl restores the weights of the same step, earlier requests still count."""
         if number != self._step:
             self._asked.clear()
         self._step = number
 
     def next(self, prompt: int) -> tuple[int, int]:
-        """(how often this prompt came before, seed)."""
+        """Return (number of earlier requests with this prompt, seed)."""
         index = self._asked[prompt]
         self._asked[prompt] += 1
         return index, request_seed(self._seed, self._domain, prompt, self._step, index)

@@ -1,4 +1,4 @@
-"""Whether a trainer that tlt works inside of has a version that was tested."""
+"""Version check of trainers that use tlt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_rl import install_hint
 log = logging.getLogger(__name__)
 
 Version = tuple[int, int]
-"""major and minor number"""
+"""(major, minor) version"""
 
 
 def refuse_version(package: str, name: str, tested: tuple[Version, Version]) -> None:
@@ -24,8 +24,6 @@ def refuse_version(package: str, name: str, tested: tuple[Version, Version]) -> 
     first, last = (".".join(map(str, number)) for number in tested)
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < tested[0]:
-        raise UnsupportedError(
-            f"{name} {version} is too old: tlt works inside {first} to {last}, {install_hint(package)}"
-        )
+        raise UnsupportedError(f"{name} {version} is too old, tlt supports {first} to {last}: {install_hint(package)}")
     if found > tested[1]:
-        log.warning("%s %s is newer than those that tlt was tested inside of, %s to %s", name, version, first, last)
+        log.warning("%s %s is newer than the tested versions, %s to %s", name, version, first, last)

@@ -1,4 +1,4 @@
-"""Rewards: each response gets a number, or the name of why it has none."""
+"""Rewards: each response gets a number, or an outcome that names why it has none."""
 
 from __future__ import annotations
 
@@ -33,31 +33,32 @@ _log = logging.getLogger(__name__)
 
 class Reward(Protocol):
     def submit(self, response: Response) -> None:
-        """Begin to score a response that is there before the others of its step."""
+        """Start scoring a response before the other responses of its step are finished."""
         ...
 
     def settle(self, responses: Sequence[Response]) -> bool:
-        """Set the rewards of these submitted responses if all are known by now. Return whether they are."""
+        """Set the rewards of these submitted responses if all are known. Return whether they are."""
         ...
 
     def __call__(self, responses: Sequence[Response]) -> None:
-        """Sets `reward` and `scores` of each response, or leaves None there and sets `outcome`."""
+        """Set `reward` and `scores` of each response. If it cannot be scored, leave `reward` None and set `outcome`."""
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """End the processes that were started."""
         ...
 
 
 def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = None) -> Reward:
-    """By the recipe's reward section, for these prompts; what it prints goes to the file `log`. Raises RewardError."""
+    """Return the reward of the recipe for these prompts. Output of reward code goes to the file `log`. Raises
+    RewardError."""
     reward = config.reward
     if reward.environment:
         return Earned()
     names = {term.name for term in reward.all_terms}
     refuse_unanswered(config, prompts)
     warn_of_marker(config, prompts)
-    if all(name in REWARDS and REWARDS[name].quick for name in names):  # no process of their own
+    if all(name in REWARDS and REWARDS[name].quick for name in names):  # need no process of their own
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     start = partial(IsolatedScore, config, log, columns_of(prompts))
     return Scored(_pool(config, start), reward.answer_marker, reward.answer_end)
@@ -69,8 +70,8 @@ def make_turns(
     decode: Callable[[Sequence[int]], str],
     log: Path,
 ) -> Turns:
-    """Return the turns of responses by the recipe's environment, if it has one. `encode` and `decode` are those of
-    `Episodes`. What environments print goes to the file `log`. Raises RewardError."""
+    """Return `Episodes` if the recipe has an environment, else `SingleTurn`. `encode` and `decode` are those of
+    `Episodes`. Output of environments goes to the file `log`. Raises RewardError."""
     if not config.reward.environment:
         return SingleTurn()
     start = partial(IsolatedScore, config, log, (), open_environments)
@@ -82,7 +83,7 @@ def _pool(config: Config, start: Callable[[], IsolatedScore]) -> ScorePool:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the columns of the data, and `ground_truth` where a prompt has one."""
+    """Return the names of the data's columns, and `ground_truth` if a prompt has one."""
     found = dict.fromkeys(name for prompt in prompts for name in prompt.data)
     if any(prompt.ground_truth is not None for prompt in prompts):
         found["ground_truth"] = None
@@ -90,7 +91,7 @@ def columns_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises RewardError for a prompt without the answer that a reward of ours compares with."""
+    """Raise RewardError if a built-in reward compares with the right answer and a prompt has none."""
     names = {term.name for term in config.reward.all_terms}
     if not any(name in REWARDS and REWARDS[name].compares for name in names):
         return
@@ -105,42 +106,43 @@ def refuse_unanswered(config: Config, prompts: Sequence[Prompt]) -> None:
             if not is_mathematics(str(gold)):
                 raise RewardError(
                     f"prompt {prompt.prompt_id} ({asked!r}): its answer {str(gold)[:80]!r} cannot be read as "
-                    "mathematics: leave the row out, write words as \\text{...}, or use reward.name = 'exact'"
+                    "mathematics: remove the row, write words as \\text{...}, or use reward.name = 'exact'"
                 )
 
 
 def warn_of_marker(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if the prompts have the answer marker in another form alone, which the model will imitate."""
+    """Log a warning if prompts contain the answer marker only in another spelling, because the model imitates it."""
     marker = config.reward.answer_marker
     shown = [config.data.system, *(prompt.text for prompt in prompts)]
     if marker and not any(marker.rstrip() in text for text in shown):
         alike = "".join(marker.split()).casefold()
         if any(alike in "".join(text.split()).casefold() for text in shown):
-            said = "no prompt has reward.answer_marker = %r, but some have it in other case or spacing"
+            said = "no prompt contains reward.answer_marker = %r, but some contain it in other case or spacing"
             _log.warning(said, marker)
 
 
 def refuse_special_tokens(config: Config, tokenizer: Any) -> None:
-    """Raise RewardError if a marker holds a special token, because these are left out of a response's text. Log a
-    warning for a pattern."""
+    """Raise RewardError if a marker contains a special token, because they are removed from a response's text. Log a
+    warning if a pattern contains one."""
     reward, prefill = config.reward, config.data.prefill
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     for name in ("answer_marker", "answer_end"):
         for token in special:
             if token in getattr(reward, name) and token not in prefill:
                 raise RewardError(
-                    f"reward.{name} has {token}, a special token, and rewards are shown texts without these: take "
-                    'another text, or set "special": false for that token in tokenizer.json and tokenizer_config.json'
+                    f"reward.{name} contains the special token {token}, which is removed from the text that rewards "
+                    'receive: use another text, or set "special": false for it in tokenizer.json and '
+                    "tokenizer_config.json"
                 )
     for pattern in (term.pattern for term in reward.all_terms):
         for token in special:
             if (token in pattern or re.escape(token) in pattern) and token not in prefill:
-                said = "reward.pattern %r has %s, a special token, which is in no text that rewards are shown"
+                said = "reward.pattern %r contains the special token %s, which is removed from texts before scoring"
                 _log.warning(said, pattern, token)
 
 
 class Earned:
-    """Rewards of episodes, which their environments gave turn by turn."""
+    """Reward of episodes. It does nothing, because the environments gave the rewards turn by turn."""
 
     def submit(self, response: Response) -> None: ...
 
@@ -153,19 +155,19 @@ class Earned:
 
 
 class Scorer(Protocol):
-    """Who says what an answer is worth."""
+    """Source of verdicts on answers."""
 
     def submit(self, prompt: Prompt, answer: Answer, /) -> Future[Verdict]: ...
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
-        """Of what was submitted, once it is there. Raises RewardError where it will never be."""
+        """Wait for a submitted verdict and return it. Raises RewardError if no process can compute it."""
         ...
 
     def close(self) -> None: ...
 
 
 class AtOnce:
-    """Functions of ours, which take no time and cannot hang."""
+    """Scorer that calls built-in functions directly, because they are fast and cannot hang."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self.terms = terms
@@ -182,7 +184,7 @@ class AtOnce:
 
 
 class Scored:
-    """A recipe's rewards, by functions of ours or by a pool of processes that run those of others."""
+    """Reward that extracts answers and scores them, with built-in functions or a pool of processes for other code."""
 
     def __init__(self, scorer: Scorer, marker: str, end: str = "") -> None:
         self.scorer, self.marker, self.end = scorer, marker, end

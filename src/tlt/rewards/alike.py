@@ -1,4 +1,4 @@
-"""A first step in which all rewards are equal teaches nothing: what each term saw of one response tells why."""
+"""Warning about a first step with equal rewards. It shows what each reward term compared for one response."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tlt.types import Group, Response
 
 log = logging.getLogger(__name__)
 _SHOWN = 500
-"""characters of a text"""
+"""Maximum number of characters of a text in the warning"""
 
 
 def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
-    """Log a response, what each reward term saw of it, and its scores, if all rewards of the step are equal, or all
-    scores but those of the length.
+    """Log one response, its scores and what each reward term compared, if all rewards of the step are equal, or all
+    scores except those of the length.
 
-    It is the longest response that ended by itself, because an answer that was cut off is 0 for that reason.
+    The response shown is the longest one that ended by itself. A response that was cut off may score 0 for that reason.
     """
     rewarded = [response for group in groups for response in group.responses if response.reward is not None]
     names = [name for name, term in named_terms(config) if term.name != "length"]
@@ -27,14 +27,14 @@ def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
     if len(rewarded) < 2 or len(scores) > 1:
         return
     shown = max(rewarded, key=lambda response: (response.finish_reason == "stop", len(response.token_ids)))
-    ended = "ended by itself" if shown.finish_reason == "stop" else "was cut off, as all others were"
+    ended = "ended by itself" if shown.finish_reason == "stop" else "was cut off like all others"
     terms = [f"{name}: {_score(shown, name)}, from {seen(term, shown, config)}" for name, term in named_terms(config)]
     if len({response.reward for response in rewarded}) == 1:
-        what = f"all {len(rewarded)} rewards of the first step are {shown.reward:g}, so that it teaches nothing"
+        what = f"all {len(rewarded)} rewards of the first step are {shown.reward:g}, so the policy learns nothing"
     else:
-        what = f"all {len(rewarded)} responses of the first step score alike but for length, which alone it teaches"
+        what = f"all {len(rewarded)} responses of the first step have equal scores, so the policy learns length only"
     lines = [
-        f"{what}; for example",
+        f"{what}. Example:",
         f"prompt {shown.request.prompt.prompt_id}: {_end(shown.request.prompt.text)!r}",
         f"response, which {ended}: {_end(shown.text)!r}",
         *terms,
@@ -43,7 +43,7 @@ def warn_if_alike(groups: Sequence[Group], config: RewardConfig) -> None:
 
 
 def seen(term: RewardTerm, response: Response, config: RewardConfig) -> str:
-    """Return what a term compares, in words."""
+    """Return a clause that names what a term compares."""
     if term.name == "format":
         return f"the pattern {term.pattern!r} and the whole response"
     if term.name == "length":
@@ -59,5 +59,5 @@ def _score(response: Response, name: str) -> str:
 
 
 def _end(text: str) -> str:
-    """The answer is at the end."""
+    """Return the end of a text, because the answer is there."""
     return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"

@@ -1,4 +1,4 @@
-"""What a reward is given of a response."""
+"""Answers: the parts of a response that a reward receives."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 
 class RewardError(ValueError):
-    """A reward that cannot be used; the message names it and the remedy."""
+    """Error because a reward cannot be used. The message names the reward and the remedy."""
 
 
 @dataclass(frozen=True)
 class Answer:
     text: str
-    """the whole response"""
+    """Text of the whole response"""
     answer: str
-    """what follows the marker"""
+    """Text after the marker"""
     tokens: int
-    """of the response"""
+    """Number of tokens of the response"""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = "stop"
     """`stop` or `length`"""
@@ -25,9 +25,9 @@ class Answer:
 def extract_answer(text: str, marker: str, end: str = "") -> str:
     """Return the text after the last `marker` and before the next `end`, stripped.
 
-    It is empty if the marker is missing, or if no end follows. Without a marker it is the whole text, and without an
-    end it goes up to the end of the text. White space at the end of the marker is ignored, because the answer is
-    stripped too: `Answer: ` finds the answer in `Answer:\\n42`.
+    The answer is empty if the marker is missing, or if no `end` follows. If `marker` is empty, the answer begins with
+    the text. If `end` is empty, it ends with the text. White space at the end of the marker is ignored, because the
+    answer is stripped too: `Answer: ` finds the answer in `Answer:\\n42`.
     """
     _, found, answer = text.rpartition(marker.rstrip() or marker) if marker else ("", "yes", text)
     if end:

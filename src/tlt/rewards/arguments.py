@@ -1,4 +1,4 @@
-"""The arguments of a reward function of the user's: each parameter is filled by its name."""
+"""Arguments of the user's reward functions. Each parameter is filled by its name."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _OTHERS: dict[str, Fill] = {
     "completion_ids": _OURS["token_ids"],
     "solution_str": _OURS["response"],
 }
-"""names of TRL and verl"""
+"""Parameter names of TRL and verl"""
 
 
 def fills(function: Callable[..., Any], path: str, columns: Collection[str], lists: bool) -> dict[str, Fill]:
-    """Return what each argument of the function is filled with, by its name; **kwargs takes the other columns.
+    """Return a function for each parameter that computes its argument, by name.
 
-    If `lists`, a name may be a plural. Raises RewardError for a parameter that nothing fills.
+    A `**kwargs` parameter gets the other columns. If `lists`, names may be plurals. Raises RewardError for a parameter
+    that cannot be filled.
     """
     said = f"reward.name = {path!r}"
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # written in C
-        raise RewardError(f"{said} does not say its parameters: wrap it in `def f(prompt, answer)`") from None
+        raise RewardError(f"{said} has no readable signature: wrap it in `def f(prompt, answer)`") from None
     known = _known(columns)
     found: dict[str, Fill] = {}
     for parameter in parameters:
@@ -48,9 +49,9 @@ def fills(function: Callable[..., Any], path: str, columns: Collection[str], lis
             _refuse_two_sources(said, parameter.name, name, columns)
             found[parameter.name] = known[name]
         elif parameter.default is parameter.empty:
-            raise RewardError(f"{said} wants {parameter.name!r}: {_remedy(parameter, known, lists)}")
+            raise RewardError(f"{said} needs the argument {parameter.name!r}: {_remedy(parameter, known, lists)}")
     if not found:
-        raise RewardError(f"{said} has no parameter that is filled by its name: {_choice(known)}")
+        raise RewardError(f"{said} has no parameter that can be filled: {_choice(known)}")
     _refuse_another_order(said, list(found))
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         found = {name: known[name] for name in columns if name not in _OURS and name not in _OTHERS} | found
@@ -58,7 +59,10 @@ def fills(function: Callable[..., Any], path: str, columns: Collection[str], lis
 
 
 def _known(columns: Collection[str]) -> dict[str, Fill]:
-    """Ours, then the columns of the data; the column that answers are in is `ground_truth` too."""
+    """Return all known names: those of tlt, then the data's columns, then those of TRL and verl.
+
+    `ground_truth` is the answer column, unless the data has a column of that name.
+    """
     found: dict[str, Fill] = {name: lambda prompt, answer, name=name: prompt.data.get(name) for name in columns}
     if "ground_truth" in found:
         found["ground_truth"] = lambda prompt, answer: prompt.data.get("ground_truth", prompt.ground_truth)
@@ -66,7 +70,8 @@ def _known(columns: Collection[str]) -> dict[str, Fill]:
 
 
 def _spellings(name: str, lists: bool) -> list[str]:
-    """`answers` of a function of lists is `answer`, whether or not there is a column of that name."""
+    """Return the names to look up for a parameter. If it takes a list, its singular is tried too, and tried first if
+    tlt provides it."""
     single = name.removesuffix("s")
     if not lists or single == name:
         return [name]
@@ -82,24 +87,30 @@ def _remedy(parameter: inspect.Parameter, known: Collection[str], lists: bool) -
 
 
 def _choice(known: Collection[str]) -> str:
-    return f"the names that are filled are {', '.join(known)}"
+    return f"available names are {', '.join(known)}"
 
 
 def _refuse_two_sources(said: str, parameter: str, name: str, columns: Collection[str]) -> None:
-    """`prompt` and `answer` are ours whatever the data has, and `task` is read from the data."""
+    """Raise RewardError if both tlt and the data provide a name.
+
+    `prompt` and `answer` are always those of tlt, and `task` is read from the data.
+    """
     if name in columns and name in (_OURS | _OTHERS).keys() - {"prompt", "answer", "task"}:
         raise RewardError(
-            f"{said} wants {parameter!r}, which tlt has of each response and your data has as a column: rename the "
-            f"column, or read it as prompt.data[{name!r}]"
+            f"{said} has the parameter {parameter!r}, which is both a value of tlt and a column of your data: rename "
+            f"the column, or read it as prompt.data[{name!r}]"
         )
 
 
 def _refuse_another_order(said: str, names: Collection[str]) -> None:
-    """To TRL and verl `answer` is the data's and `prompt` is text. So a function that takes ours begins with both, as
-    those do that are written for tlt, and one that was written for another project is not called by mistake."""
+    """Raise RewardError if a function uses `prompt` or `answer` and does not begin with (prompt, answer).
+
+    In TRL and verl, `answer` is a column of the data and `prompt` is text. So this check refuses functions that were
+    written for another project.
+    """
     single = [name.removesuffix("s") for name in names]
     if {"prompt", "answer"} & set(single) and single[:2] != ["prompt", "answer"]:
         raise RewardError(
-            f"{said} has the parameters ({', '.join(names)}): let it begin with (prompt, answer), the row and the "
-            "model's answer; behind them it may have response, ground_truth and others by their names"
+            f"{said} has the parameters ({', '.join(names)}): the first two must be (prompt, answer), the data row and "
+            "the model's answer; response, ground_truth and other names may follow"
         )

@@ -1,4 +1,4 @@
-"""Environments, in a process of their own: the user's class that answers the turns of an episode."""
+"""Environments in a separate process: instances of the user's class that answer the turns of an episode."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tlt.types import Prompt
 
 
 class Turn(NamedTuple):
-    """A question to the environment of an episode."""
+    """Call to the environment of an episode."""
 
     rollout: int
-    """Number of the rollout; environments of earlier ones are not needed any more"""
+    """Number of the rollout. Environments of earlier rollouts are dropped."""
     seed: int
-    """Seed of the request, which names the episode"""
+    """Seed of the request, which identifies the episode"""
     said: tuple[str, ...]
-    """What the model said in each turn so far; empty before the first one"""
+    """Texts that the model generated in each turn so far; empty before the first turn"""
 
 
 class Environments:
-    """The environments of a process, one for each episode."""
+    """Environments of a process, one for each episode."""
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
         self.make, self.timeout = make, timeout
-        self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # by seed: the instance, and what it was told
+        self._live: dict[int, tuple[Any, tuple[str, ...]]] = {}  # by seed: the instance, and the turns it has received
         self._rollout = 0
         self._loop = asyncio.new_event_loop()
 
@@ -56,8 +56,8 @@ class Environments:
         return verdict
 
     async def _step(self, prompt: Prompt, turn: Turn, known: tuple[Any, tuple[str, ...]] | None) -> tuple[Any, Verdict]:
-        """Ask the episode's instance. If it is not here, because its process ended, make it again and tell it what the
-        model said before."""
+        """Call the episode's instance. If it is missing because its process ended, create it again and replay the
+        earlier turns."""
         if known and turn.said and known[1] == turn.said[:-1]:
             instance = known[0]
         else:
@@ -72,7 +72,7 @@ class Environments:
 
 
 def open_environments(config: Config, columns: Collection[str]) -> tuple[Callable[..., list[Verdict]], bool]:
-    """Return a function that answers turns, and whether it is asked about several at once. Raises RewardError."""
+    """Return a function that answers turns, and whether it takes several at once. Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     make: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")
@@ -115,5 +115,5 @@ def _reply(reply: Any, method: str) -> str:
     if not isinstance(reply, str):
         raise TypeError(f"{method} returned the reply {reply!r:.100}: a reply must be text")
     if not is_text(reply):
-        raise ValueError(f"{method} returned a reply with half of a surrogate pair, which is no text: {reply!a:.100}")
+        raise ValueError(f"{method} returned a reply with a lone surrogate, which is not valid text: {reply!a:.100}")
     return reply

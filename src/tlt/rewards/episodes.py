@@ -1,4 +1,4 @@
-"""Episodes: responses of several turns. When a turn of the model ends, its environment replies, and the model goes on.
+"""Episodes: responses of several turns. After each turn of the model its environment replies, and the model continues.
 
 An episode ends with one of these finish reasons, and with the sum of the rewards of its turns:
 - `stop`: the environment ended it;
@@ -6,7 +6,7 @@ An episode ends with one of these finish reasons, and with the sum of the reward
 - `turns`: the model had reward.turns turns;
 - `reply`: a reply left no room for another token.
 
-If an environment fails, the episode has no reward, and its outcome says why.
+If an environment fails, the episode has no reward, and its outcome names the reason.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tlt.rewards.verdicts import LARGEST, Verdict
 from tlt.types import Reply, Request, Response, Row
 
 REPLY = "_"
-"""letter of a reply's token in `Response.proposed`"""
-_AT_ONCE = 0.01  # seconds; a recorded reply that took less is there at once
-_CHARACTERS = 200  # of a token at most; a longer reply is not even encoded
+"""Letter of a reply's tokens in `Response.proposed`"""
+_AT_ONCE = 0.01  # seconds; a recorded reply that took less is returned without a delay
+_CHARACTERS = 200  # maximum characters per token; a reply that cannot fit is not encoded
 
 
 @dataclass
 class _Episode:
     said: tuple[str, ...] = ()
-    """What the model said in each turn"""
+    """Texts that the model generated in each turn"""
     reward: float = 0.0
     """Sum over the turns"""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """What the environment records of the episode so far"""
+    """Scores that the environment has recorded for the episode so far"""
     seconds: float = 0.0
-    """How long the last reply was awaited"""
+    """Seconds that the last reply took"""
 
 
 class Episodes:
@@ -51,13 +51,14 @@ class Episodes:
         decode: Callable[[Sequence[int]], str],
         most_turns: int | None,
     ) -> None:
-        """`encode` returns the tokens of a reply, given the token that it follows. `decode` returns a text."""
+        """Create without episodes. `encode` returns the tokens of a reply, given the token that it follows. `decode`
+        returns the text of tokens. `most_turns` is the maximum number of turns, if any."""
         self.pool, self.encode, self.decode, self.most_turns = pool, encode, decode, most_turns
         self.record = ReplyRecord()
         self.step, self.opens = 0, False
         self._rollout = 0  # number of the rollout
-        self._episodes: dict[int, _Episode] = {}  # those under way, by seed
-        self._asked: dict[Future[Verdict], Response] = {}  # those that wait for a reply
+        self._episodes: dict[int, _Episode] = {}  # unfinished episodes, by seed
+        self._asked: dict[Future[Verdict], Response] = {}  # responses that wait for a reply
         self._faults = FaultLog()
 
     @property
@@ -65,7 +66,7 @@ class Episodes:
         return bool(self._asked)
 
     def begin(self, requests: Sequence[Request]) -> list[Row]:
-        """Begin the episodes of a rollout, and wait for the first texts of all."""
+        """Begin the episodes of a rollout, and wait for the first text of each."""
         self._rollout += 1
         self.record.forget_before(self.step)
         self.pool.forget_keys()
@@ -103,8 +104,8 @@ class Episodes:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, said: tuple[str, ...]) -> Future[Verdict]:
-        """Ask the environment, unless its reply is on record or it failed to begin. A recorded reply takes as long as
-        it took the first time, so that two ways to decode are compared fairly."""
+        """Call the environment, unless its reply is recorded or it failed to begin. A recorded reply takes the same
+        time again, so that a comparison of two ways to decode is fair."""
         first = self.record.find(self.step, request.seed, ())
         known = first if first and first.outcome else self.record.find(self.step, request.seed, said)
         if known:
@@ -131,7 +132,7 @@ class Episodes:
         self._asked[self._ask(request, episode.said)] = response
 
     def _continued(self, response: Response, verdict: Verdict) -> Row | None:
-        """Return the row with which the episode goes on; None if it is finished."""
+        """Return the row that continues the episode, or None if it is finished."""
         request, episode = response.request, self._episodes[response.request.seed]
         self.record.add(self.step, request.seed, episode.said, verdict, episode.seconds)
         if verdict.outcome or verdict.reward is None:
@@ -166,7 +167,7 @@ class Episodes:
 
 
 def _after(seconds: float, verdict: Verdict) -> Future[Verdict]:
-    """Return the verdict, which is there after this many seconds."""
+    """Return a future that has the verdict after this many seconds."""
     found: Future[Verdict] = Future()
     if seconds < _AT_ONCE:
         found.set_result(verdict)
@@ -178,7 +179,7 @@ def _after(seconds: float, verdict: Verdict) -> Future[Verdict]:
 
 
 def _row_of(response: Response) -> Row:
-    """Return the row that a response is the end of."""
+    """Return a row with the tokens of a response, to continue it."""
     return Row(
         response.request,
         list(response.token_ids),
@@ -191,7 +192,7 @@ def _row_of(response: Response) -> Row:
 
 
 def _append(row: Row, tokens: Sequence[int], text: str) -> None:
-    """Append a reply. Its tokens are certain, and no training data of the drafter."""
+    """Append a reply to a row. Its tokens have log-prob 0, and the drafter is not trained on them."""
     start = len(row.tokens)
     row.tokens += tokens
     row.logprobs += [0.0] * len(tokens)

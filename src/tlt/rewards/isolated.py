@@ -1,4 +1,5 @@
-"""A process for the code of others: what hangs, raises or dies in it is a named verdict, and the run goes on."""
+"""A separate process for user code. If the code hangs, raises or ends the process, the verdict names the fault and the
+run continues."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt
 
-START_SECONDS = 120.0  # to import the user's module
+START_SECONDS = 120.0  # timeout for the import of the user's module
 _GRACE_SECONDS = 1.0
-_LOOK_SECONDS = 1.0  # between two looks at its memory
+_LOOK_SECONDS = 1.0  # between two checks of its memory
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOR_US = SIGNALS  # sent to the whole group: the run finishes its step first
 
@@ -39,14 +40,14 @@ def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
 
 
 def score_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
-    """A term that gives None does not apply. One that fails leaves the response without a reward, or is left out like
-    one that does not apply, as the recipe says."""
+    """Return a verdict for each answer. A term that returns None does not apply. If a term fails, its `if_fails` says
+    whether the response has no reward or the term is skipped."""
     columns = [term.scores(asked) for term in terms]
     return [_verdict(terms, values) for values in zip(*columns, strict=True)]
 
 
 def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
-    """Of one response, from what each term gave: a number, None or an exception."""
+    """Return the verdict of one response. Each term's value is a number, None or an exception."""
     reward, scores, failed = 0.0, dict[str, float](), None
     for term, value in zip(terms, values, strict=True):
         if value is None:
@@ -60,7 +61,7 @@ def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
         scores[term.name] = score
         reward += term.weight * score
     if not scores:
-        return failed or Verdict(None, "does not apply", "each term gave None")
+        return failed or Verdict(None, "does not apply", "each term returned None")
     if not abs(reward) <= LARGEST:
         return Verdict(None, "not a number", f"the sum of its terms is {reward}")
     return Verdict(reward, scores=scores)
@@ -68,38 +69,40 @@ def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
 
 Answering = Callable[[Sequence[tuple[Prompt, Any]]], list[Verdict]]
 Open = Callable[[Config, Collection[str]], tuple[Answering, bool]]
-"""called in the process: returns what answers there, and whether it is asked about several at once"""
+"""Function that is called in the process. It returns the function that answers, and whether that takes several at
+once."""
 
 
 def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
-    """Return the rewards of the recipe. Raises RewardError."""
+    """Return the recipe's rewards as a function, and whether it takes several responses at once. Raises RewardError."""
     terms = make_terms(config, columns)
     return partial(score_all, terms), all(term.many for term in terms)
 
 
 class IsolatedScore:
-    """Code of others in a process of its own, kept between calls, killed and replaced where it does not answer.
+    """User code in a separate process, which is kept between calls. If it does not answer, it is killed and replaced.
 
-    Spawned, never forked: torch's threads do not survive a fork. Raises RewardError if the process cannot start.
+    The process is spawned, not forked, because torch's threads do not survive a fork.
     """
 
     def __init__(
         self, config: Config, log: Path | None = None, columns: Collection[str] = (), opens: Open = open_terms
     ) -> None:
-        """What it prints goes to the file `log`. `columns` are those of the data."""
+        """Start the process. Its output goes to the file `log`. `columns` are those of the data. Raises RewardError if
+        it cannot start."""
         self.config, self.log, self.columns, self.opens = config, log, columns, opens
         self.at_once = 1
-        """responses that it takes together"""
+        """Maximum number of responses in one call"""
         self._look_at = 0.0
         self._process: BaseProcess | None = None
         self._start()
 
     def score_all(self, asked: Sequence[tuple[Prompt, Any]]) -> list[Verdict]:
-        """None, of several, where the process did not come back."""
+        """Return a verdict for each response. If the process did not answer a call with several, the list is empty."""
         if not self.runs:
             self._start()
         limit = self.config.reward.timeout_seconds
-        # an async function keeps to the limit itself, so that the others of its batch are not lost
+        # an async function observes the limit itself, so that the rest of its batch is not lost
         patience = limit if len(asked) == 1 else limit + _GRACE_SECONDS
         try:
             self._connection.send(list(asked))
@@ -114,19 +117,20 @@ class IsolatedScore:
         return [verdict] if len(asked) == 1 else []
 
     def _answers(self, patience: float) -> bool:
-        """Within so many seconds. Raises MemoryError where the process and what it has started hold too much."""
+        """Return whether an answer arrives within `patience` seconds. Raises MemoryError if the process and its
+        descendants use too much memory."""
         limit, deadline = self.config.reward.memory_mb, time.monotonic() + patience
         while (now := time.monotonic()) < deadline:
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
                 if limit and self._process and memory(self._process.pid, limit * 2**20) > limit * 2**20:
-                    raise MemoryError(f"its processes hold more than reward.memory_mb = {limit}")
+                    raise MemoryError(f"its processes use more than reward.memory_mb = {limit}")
             if self._connection.poll(min(deadline, self._look_at) - now):
                 return True
         return False
 
     def processor_seconds(self) -> float:
-        """That it computed for, as far as the system tells; those that it took to start are not counted."""
+        """Return the CPU seconds of the process since it started up; 0 if the system does not report them."""
         return max(0.0, processor_seconds(self._process.pid) - self._starting_seconds) if self._process else 0.0
 
     @property
@@ -149,14 +153,14 @@ class IsolatedScore:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._process = process
-        # before multiprocessing's own exit handler, which would ask with a SIGTERM and wait
+        # runs before multiprocessing's own exit handler, which would send SIGTERM and wait
         self._end = Finalize(self, _end, (process, self._connection), exitpriority=100)
         fault, many = "it did not start in time", False
         try:
             if self._connection.poll(START_SECONDS):
                 fault, many = self._connection.recv()
         except (EOFError, OSError):
-            fault = "its process ended as it started; a script that trains needs `if __name__ == '__main__':`"
+            fault = "its process ended during startup; a training script needs `if __name__ == '__main__':`"
         self.at_once = self.config.reward.batch_size if many else 1
         self._starting_seconds = processor_seconds(process.pid)
         if fault:
@@ -166,14 +170,14 @@ class IsolatedScore:
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:
-    with suppress(OSError):  # another thread may have been quicker
+    with suppress(OSError):  # another thread may have closed it
         connection.close()
-    assert process.pid is not None, "it has been started"
+    assert process.pid is not None, "the process was started"
     for pid in descendants(process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):  # it ended, or has not yet made a group of its own
-        os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started itself
+    with suppress(ProcessLookupError):  # it has ended, or has no group of its own yet
+        os.killpg(process.pid, signal.SIGKILL)  # includes the processes that it started
     process.kill()
     process.join()
 
@@ -213,7 +217,7 @@ def _received(connection: Connection) -> Iterator[list[tuple[Prompt, Any]]]:
 
 
 def _adopt_orphans() -> None:
-    """What a program started by the reward leaves behind becomes this process' child, to be ended with it (Linux)."""
+    """Make orphans of programs that the reward started children of this process, so that they end with it (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

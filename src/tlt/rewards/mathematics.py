@@ -1,5 +1,8 @@
-"""Answers compared as mathematics, by math-verify. It reads LaTeX inside delimiters, and outside of them numbers alone.
-So a text that is LaTeX as a whole, as the answers of MATH are, is put into delimiters first."""
+"""Comparison of answers as mathematics, by math-verify.
+
+math-verify reads LaTeX inside delimiters and only numbers outside. So a text that is LaTeX as a whole, like the answers
+of MATH, is put into delimiters first.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tlt.rewards.notations import in_latex
 _DELIMITED = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|\\boxed|\\fbox", re.DOTALL)
 _COMMAND = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _FUNCTIONS = "arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp"
-# a word of prose: neither a product of the usual variables, nor a name that mathematics has in ASCII
+# a word of prose: neither a product of the usual variables nor an ASCII name of mathematics
 _WORD = re.compile(
     rf"(?<![A-Za-z])(?!(?:[a-dx-z]+|pi|sqrt|and|or|inf|infinity|percent|pct|{_FUNCTIONS})(?![A-Za-z]))"
     r"(?:[A-Za-z]{3,}|(?:is|it|as|to|of|so|we|at|by|if|in|be|on|an)(?![A-Za-z]))[A-Za-z]*",
@@ -37,7 +40,7 @@ _VARIABLE = re.compile(r"[A-Za-z]")
 
 
 def is_mathematics(gold: str) -> bool:
-    """Whether there is anything in a right answer that can be compared as mathematics."""
+    """Return whether a right answer has anything that can be compared as mathematics."""
     return bool(
         _CHOICE.fullmatch(gold.strip()) or _TEXT.fullmatch(gold.strip()) or _has_value(delimited(in_latex(gold)))
     )
@@ -48,7 +51,7 @@ def _has_value(text: str) -> bool:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether the answer is the right one. Needs math-verify."""
+    """Return whether the answer equals the right one. Needs math-verify."""
     from math_verify import parse, verify
 
     if choice := _CHOICE.fullmatch(gold.strip()):
@@ -58,7 +61,7 @@ def equal(gold: str, answer: str) -> bool:
     if text := _TEXT.fullmatch(gold.strip()):
         said = _TEXT.fullmatch(answer.strip(" \n$"))
         return _folded(text[1]) == _folded(said[1] if said else re.sub(r"\\boxed\s*\{(.*)\}", r"\1", answer))
-    # its own time limits would call a hang a wrong answer: ours are around the whole process
+    # math-verify's own time limits would count a hang as a wrong answer; ours limits the whole process
     texts = _without_units(in_latex(gold), in_latex(answer))
     one, other = (parse(delimited(text), parsing_timeout=None) for text in texts)  # type: ignore[arg-type]
     return verify(one, other, timeout_seconds=None)
@@ -79,9 +82,9 @@ def _without_units(gold: str, answer: str) -> tuple[str, str]:
 def delimited(text: str) -> str:
     """Return a text that math-verify reads: LaTeX in delimiters, or prose with numbers.
 
-    In prose with LaTeX commands but without delimiters, the mathematics is what stands between its last words.
+    In prose with LaTeX commands but without delimiters, the last piece between words is taken.
     """
-    text = text.rpartition("####")[2].strip()  # GSM8K: all that comes before is the way to the answer
+    text = text.rpartition("####")[2].strip()  # GSM8K: the text before it is the derivation
     if _DELIMITED.search(text):
         return text
     blanked = _COMMAND.sub(lambda found: " " * len(found[0]), text)

@@ -1,4 +1,4 @@
-"""Mathematics as models and people write it outside of LaTeX: √2, ½, x², –3, <b>42</b>, `42`."""
+"""Conversion of mathematics written outside of LaTeX to LaTeX: √2, ½, x², –3, <b>42</b>, `42`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTATIONS = [
 
 
 def in_latex(text: str) -> str:
-    """Return the text with characters of Unicode and marks of HTML and Markdown written as LaTeX has them."""
+    """Return the text with Unicode characters replaced by LaTeX, and without HTML and Markdown marks."""
     text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
     text = "".join(_fraction(char) for char in text.translate(_CHARACTERS))
     for pattern, meant in _NOTATIONS:
@@ -29,7 +29,7 @@ def in_latex(text: str) -> str:
 
 
 def _fraction(char: str) -> str:
-    """Return the character. A fraction such as ½ becomes ` 1/2`, and a digit of another script becomes one of ours."""
+    """Return the character. A fraction such as ½ becomes ` 1/2`, and a digit of another script becomes ASCII."""
     found = unicodedata.normalize("NFKC", char)
     if "⁄" in found and char != "⁄":
         return f" {found.replace('⁄', '/')}"

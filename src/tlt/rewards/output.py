@@ -1,4 +1,4 @@
-"""What a reward process prints goes to a file of the run, from its first line on."""
+"""Redirection of a reward process's output to a file of the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _MOST_BYTES = 16 * 2**20
 
 
 class Output:
-    """Of this process and the programs that it starts. Kept until the run has begun, as the file would otherwise be
-    moved away with those of the run before."""
+    """Output of this process and of the programs that it starts.
+
+    It is buffered in a temporary file until the run has begun. The log would be moved away with the files of the
+    previous run otherwise.
+    """
 
     def __init__(self) -> None:
         self._kept = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the process
@@ -22,24 +25,24 @@ class Output:
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     def onto_the_screen(self) -> None:
-        """As the process cannot start: what it has printed may say why."""
+        """Print the buffered output to the screen, because it may explain why the process cannot start."""
         self._pour(self._screen)
 
     def into(self, log: Path) -> None:
         try:
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError:  # there is no folder of a run
+        except OSError:  # the run has no folder
             return
         self._pour(file)
         os.close(file)
 
     def bound(self) -> None:
-        """A file that has become too long begins anew; whoever else writes to it appends there."""
+        """Empty the file if it has become too long. Other processes may still append to it."""
         if os.fstat(1).st_size > _MOST_BYTES:
             os.ftruncate(1, 0)
 
     def _pour(self, file: int) -> None:
-        """What was kept, and from now on everything."""
+        """Write the buffered output and all later output to a file descriptor."""
         self._to(file)
         self._kept.seek(0)
         with os.fdopen(os.dup(file), "ab") as out:

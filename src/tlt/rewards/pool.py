@@ -1,4 +1,4 @@
-"""The queue in front of the reward processes: responses are scored while others still decode."""
+"""Pool of reward processes with one queue. Responses are scored while others still decode."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.verdicts import DIED, Verdict
 from tlt.types import Prompt
 
-_MOST = 64  # processes in all
-_LOOK_SECONDS = 0.1  # between two looks at whether there are enough
+_MOST = 64  # maximum number of processes
+_LOOK_SECONDS = 0.1  # between two checks whether more are needed
 
 
 class Waiting(NamedTuple):
     prompt: Prompt
     asked: Any
-    """an answer, or a turn of an episode"""
+    """Answer, or turn of an episode"""
     verdict: Future[Verdict]
     key: int | None = None
-    """what one key stands for is asked about in one process"""
+    """Entries with the same key go to the same process"""
     alone: bool = False
-    """it was given to a process together with others, and none of them came back"""
+    """Whether it must be sent alone, because a process did not answer a batch with it"""
     again: bool = False
-    """its process has ended once"""
+    """Whether its process has ended once"""
 
 
 class ScorePool:
-    """Processes that take from one queue. There is one at first; where the queue would take much longer than to start a
-    process, their number doubles. Those that compute are bounded by `computing`, and those that wait (for a network, or
-    for ever) by `_MOST` alone: so rewards that hang do so together, and cost about one time-out."""
+    """Processes that take work from one queue.
+
+    The pool begins with one process. If the queue would take much longer than the start of a process, their number
+    doubles. `computing` limits the processes that use the CPU. Processes that wait, for a network or forever, are
+    limited only by `_MOST`. So rewards that hang do so concurrently and cost about one timeout.
+    """
 
     def __init__(self, start: Callable[[], IsolatedScore], computing: int) -> None:
-        """`start` gives another process. Raises RewardError."""
+        """Start the first process. `start` returns a new one. Raises RewardError."""
         self._start, self._computing = start, computing
         self._queue: deque[Waiting] = deque()
         self._changed = threading.Condition()
@@ -50,7 +53,7 @@ class ScorePool:
         self._serve(first)
 
     def submit(self, prompt: Prompt, asked: Any, key: int | None = None) -> Future[Verdict]:
-        """Queue a question. Those with one `key` go to one process, as long as it lives."""
+        """Queue a call. Calls with the same `key` go to the same process while it runs."""
         verdict: Future[Verdict] = Future()
         with self._changed:
             self._queue.append(Waiting(prompt, asked, verdict, key))
@@ -59,14 +62,14 @@ class ScorePool:
         return verdict
 
     def result(self, verdict: Future[Verdict]) -> Verdict:
-        """Raises RewardError where no process is left and none can be started."""
+        """Wait for a verdict and return it. Raises RewardError if no process is left and none can be started."""
         while not self.ready([verdict], _LOOK_SECONDS):
             pass
         return verdict.result()
 
     def ready(self, verdicts: Iterable[Future[Verdict]], seconds: float) -> set[Future[Verdict]]:
-        """Return those that are there, after at most this many seconds if none is. Raises RewardError, as `result`
-        does."""
+        """Return the verdicts that are known. If none is, wait for at most this many seconds. Raises RewardError, like
+        `result`."""
         found = wait(verdicts, seconds, FIRST_COMPLETED).done
         if not found:
             self._grow()
@@ -75,7 +78,7 @@ class ScorePool:
         return found
 
     def forget_keys(self) -> None:
-        """Forget the keys so far, because no further question has one of them."""
+        """Forget all keys, because no later call has one of them."""
         with self._changed:
             self._homes = {}
 
@@ -86,7 +89,7 @@ class ScorePool:
         for server in self._servers:
             server.scorer.close()
 
-    # -- how many ------------------------------------------------------------------------------------------------------
+    # -- number of processes -------------------------------------------------------------------------------------------
 
     def _grow(self) -> None:
         with self._changed:
@@ -122,7 +125,7 @@ class ScorePool:
             self._servers.append(server)
         threading.Thread(target=self._work, args=(server,), daemon=True).start()
 
-    # -- one of them ---------------------------------------------------------------------------------------------------
+    # -- one process ---------------------------------------------------------------------------------------------------
 
     def _work(self, server: _Server) -> None:
         while taken := self._take(server):
@@ -138,7 +141,7 @@ class ScorePool:
             self._give(taken, verdicts)
 
     def _take(self, server: _Server) -> list[Waiting]:
-        """Empty once the pool is closed."""
+        """Take the next entries for a process from the queue. The list is empty if the pool is closed."""
         with self._changed:
             while not (places := self._places(server)) and not self._closed:
                 self._changed.wait()
@@ -151,7 +154,7 @@ class ScorePool:
             return taken
 
     def _places(self, server: _Server) -> list[int]:
-        """Return the places in the queue of what this process takes next."""
+        """Return the indices in the queue of the entries that this process takes next."""
         found: list[int] = []
         for place, one in enumerate(self._queue):
             if len(found) == server.scorer.at_once or (found and (one.alone or self._queue[found[0]].alone)):
@@ -164,8 +167,8 @@ class ScorePool:
         return one.key is None or self._homes.get(one.key, server) is server
 
     def _give(self, taken: Sequence[Waiting], verdicts: Sequence[Verdict]) -> None:
-        """What a process did not come back from is asked for again, one by one, to see who it was; and once more where
-        it has ended, as somebody else may have ended it."""
+        """Set the verdicts. If a process did not answer a batch, queue its entries again, one by one, to find the one
+        at fault. If a process ended, try its entry once more, because the cause may be elsewhere."""
         if len(taken) > 1 and not verdicts:
             self._put_back(one._replace(alone=True) for one in reversed(taken))
             return
@@ -181,7 +184,7 @@ class ScorePool:
             self._changed.notify_all()
 
     def _free_keys(self, server: _Server) -> None:
-        """Let any process take the keys of one that has ended, because what they stand for ended with it."""
+        """Let other processes take the keys of a process that has ended, because its environments ended with it."""
         with self._changed:
             self._homes = {key: home for key, home in self._homes.items() if home is not server}
             self._changed.notify_all()
@@ -197,7 +200,7 @@ class ScorePool:
 
 
 class _Server:
-    """A process, and what it took so far."""
+    """Process with the number of entries it took and its time at work."""
 
     def __init__(self, scorer: IsolatedScore) -> None:
         self.scorer = scorer
@@ -213,10 +216,11 @@ class _Server:
 
     @property
     def seconds(self) -> float:
-        """At work, the call under way included."""
+        """Seconds at work, including the current call"""
         return self._spent + (time.monotonic() - self._began if self._began else 0.0)
 
     @property
     def computes(self) -> bool:
-        """Rather than wait; on a busy machine it gets a small share of a processor."""
+        """Whether the process uses the CPU rather than waits. A tenth of its time suffices, because it may get a small
+        share of a busy CPU."""
         return self.scorer.processor_seconds() > 0.1 * self.seconds

@@ -1,4 +1,4 @@
-"""What the system tells of a process and of those that it has started; nothing where it is not Linux."""
+"""CPU time, memory and descendants of a process, from /proc. On systems other than Linux they are zero or empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 
 def descendants(pid: int | None) -> list[int]:
-    """Also those that have left its group."""
+    """Return the ids of all descendants, including those that have left its process group."""
     family = [pid]
     for one in family:
         with suppress(OSError):  # it has ended
@@ -28,8 +28,11 @@ def processor_seconds(pid: int | None) -> float:
 
 
 def memory(pid: int | None, enough: int) -> int:
-    """Bytes that it and its descendants hold together. What forks share counts once, which takes the system a while to
-    tell: beyond `enough` alone."""
+    """Return the bytes of memory that a process and its descendants use.
+
+    Up to `enough` bytes, pages shared by forks may count several times. Above, they count once, which takes longer to
+    measure.
+    """
     family = [pid, *descendants(pid)]
     at_most = sum(map(_resident, family))
     return at_most if at_most <= enough else sum(map(_share, family))
@@ -42,7 +45,7 @@ def _resident(pid: int | None) -> int:
 
 
 def _share(pid: int | None) -> int:
-    """Of what several hold each its part."""
+    """Return the proportional set size in bytes: a page shared by n processes counts 1/n."""
     with suppress(OSError):
         for line in (_PROC / f"{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):

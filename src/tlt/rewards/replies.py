@@ -1,6 +1,6 @@
-"""The replies of environments since the last checkpoint, in a file of the run.
+"""Replies of environments since the last checkpoint, in a file of the run.
 
-A resumed run repeats the steps since then. It takes the replies from here and does not ask the environments again.
+A resumed run repeats the steps since then. It reads the replies from the file and does not call the environments again.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from tlt.rewards.verdicts import Verdict
 log = logging.getLogger(__name__)
 NAME = "replies.jsonl"
 Key = tuple[int, int, int]
-"""step, seed of the request, number of the turn: 0 is the beginning"""
+"""(step, seed of the request, number of the turn); turn 0 is before the first text of the model"""
 
 
 class ReplyRecord:
-    """Replies by step, request and turn: in memory, and if `keep` was called in a file too."""
+    """Replies by step, request and turn, in memory. After a call of `keep` they are also in a file."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self._known: dict[Key, tuple[str, Verdict]] = {}  # what the model said in the turn, and the reply
+        self._known: dict[Key, tuple[str, Verdict]] = {}  # the model's text of the turn, and the reply
         self._seconds: dict[Key, float] = {}
 
     def find(self, step: int, seed: int, said: tuple[str, ...]) -> Verdict | None:
-        """Return the reply to these turns, if there was one."""
+        """Return the recorded reply to these turns, if any."""
         last, verdict = self._known.get((step, seed, len(said)), ("", None))
         return verdict if last == _last(said) else None
 
     def seconds(self, step: int, seed: int, said: tuple[str, ...]) -> float:
-        """Return how long this reply was awaited in this process."""
+        """Return the seconds that this reply took in this process; 0 if it was read from the file."""
         return self._seconds.get((step, seed, len(said)), 0.0)
 
     def add(self, step: int, seed: int, said: tuple[str, ...], verdict: Verdict, seconds: float = 0.0) -> None:
@@ -44,17 +44,17 @@ class ReplyRecord:
         self._write(json.dumps(line) + "\n", "a")
 
     def forget_before(self, step: int) -> None:
-        """Forget the replies of earlier steps, which are not needed in memory any more."""
+        """Remove the replies of earlier steps from memory."""
         self._known = {key: known for key, known in self._known.items() if key[0] >= step}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key[0] >= step}
 
     def clear(self) -> None:
-        """Empty the file, because a checkpoint holds all that it was kept for."""
+        """Empty the file, because a checkpoint replaces it."""
         self._write("", "w")
 
     def keep(self, path: Path, resume: bool) -> None:
-        """Keep replies in this file from now on. If a run is resumed, first read it. A line that was cut off is
-        dropped."""
+        """Write replies to this file from now on. If a run is resumed, first read it, without an incomplete last
+        line."""
         self.path = path
         lines = path.read_bytes().split(b"\n")[:-1] if resume and path.is_file() else []
         if resume:
@@ -70,7 +70,7 @@ class ReplyRecord:
             with self.path.open(mode, encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            log.warning("%s cannot be written (%s); a resumed run asks again", self.path, error.strerror)
+            log.warning("%s cannot be written (%s); a resumed run calls environments again", self.path, error.strerror)
             self.path = None
 
 

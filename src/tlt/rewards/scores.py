@@ -1,7 +1,4 @@
-"""What an answer is worth: one small function a reward, each f(prompt, answer) -> float. No torch here.
-
-Those that a recipe names are in `tlt.config.registry`.
-"""
+"""Reward functions f(prompt, answer) -> float. `tlt.config.registry` has their names. Torch is not imported here."""
 
 from __future__ import annotations
 
@@ -31,25 +28,25 @@ from tlt.types import Prompt
 from tlt_rl import install_hint
 
 Score = Callable[[Prompt, Answer], Any]
-"""a number, or None where the term does not apply"""
+"""Function that returns a number, or None if the term does not apply"""
 Asked = Sequence[tuple[Prompt, Answer]]
 
 
 class Term(NamedTuple):
-    """The reward is the sum of weight * score over its terms."""
+    """Term of a reward. The reward is the sum of weight * score over its terms."""
 
     name: str
-    """as the recipe has it; a second one of the same name is `name_2`"""
+    """Name in the recipe; a second term of the same name is `name_2`"""
     weight: float
     scores: Callable[[Asked], list[Any]]
-    """for each response a number, None where the term does not apply, or the exception that was raised"""
+    """Function that returns for each response a number, None if the term does not apply, or the raised exception"""
     if_fails: str = "response"
     many: bool = False
-    """it is asked about several responses at once rather than about one"""
+    """Whether `scores` may be called with several responses"""
 
 
 def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
-    """Return those that the recipe's reward section names, for data with these columns. Raises RewardError."""
+    """Return the terms of the recipe's reward section, for data with these columns. Raises RewardError."""
     terms = []
     for name, term in named_terms(config.reward):
         if ":" in term.name:
@@ -62,7 +59,7 @@ def make_terms(config: Config, columns: Collection[str] = ()) -> list[Term]:
 
 
 def named_terms(config: RewardConfig) -> Iterator[tuple[str, RewardTerm]]:
-    """Yield each term with the name that its scores are recorded under."""
+    """Yield each term with the name for its recorded scores."""
     counts: Counter[str] = Counter()
     for term in config.all_terms:
         counts[term.name] += 1
@@ -85,7 +82,7 @@ def one_by_one(score: Score) -> Callable[[Asked], list[Any]]:
 def _entry(name: str) -> RewardEntry:
     if name not in REWARDS:
         known = ", ".join(REWARDS)
-        raise RewardError(f"there is no reward {name!r}: give one of {known}, or your own as 'module:function'")
+        raise RewardError(f"there is no reward {name!r}: use one of {known}, or your own as 'module:function'")
     return REWARDS[name]
 
 
@@ -105,32 +102,32 @@ def brief(term: RewardTerm, config: Config) -> Score:
 
 
 def exact(prompt: Prompt, answer: Answer) -> float:
-    """1 if the answer is a right answer of the row, else 0."""
+    """Return 1 if the answer is a right answer of the row, else 0."""
     return float(any(same(gold, answer.answer) for gold in right_answers(prompt)))
 
 
 def matches(pattern: str, prompt: Prompt, answer: Answer) -> float:
-    """1 if the regular expression is found in the whole response, else 0."""
+    """Return 1 if the regular expression matches anywhere in the response, else 0."""
     return float(re.search(pattern, answer.text) is not None)
 
 
 def length(start: int, end: int, prompt: Prompt, answer: Answer) -> float:
-    """`length_penalty` of the response."""
+    """Return `length_penalty` of the response."""
     return length_penalty(answer.tokens, start, end)
 
 
 def length_penalty(tokens: int, start: int, end: int) -> float:
-    """0 up to `start` tokens, then linearly down to -1 at `end` and above: DAPO's soft overlong punishment (arXiv
-    2503.14476, equation 13).
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    start 6, end 10: 6, 7, 9, 10 tokens -> 0, -0.25, -0.75, -1.
+    It is 0 up to `start` tokens, decreases linearly to -1 at `end`, and is -1 above. Example for start 6 and end 10:
+    6, 7, 9, 10 tokens -> 0, -0.25, -0.75, -1.
     """
     return -min(1.0, max(0, tokens - start) / (end - start))
 
 
-# -- those of others ---------------------------------------------------------------------------------------------------
+# -- rewards of other libraries ----------------------------------------------------------------------------------------
 
-# checkers that raise on an answer that they cannot parse, which is wrong; any other that raises is at fault itself
+# checkers that raise if they cannot parse an answer: its score is 0. An exception of another checker is its own fault
 RAISES_ON_MALFORMED = {"boxnet", "coin_flip", "game_of_life", "prime_factorization"}
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
 
@@ -151,7 +148,8 @@ def reasoning_gym(term: RewardTerm, config: Config) -> Score:
 
 
 def mathematics(term: RewardTerm, config: Config) -> Score:
-    """1 if the answer equals a right answer of the row as mathematics, else 0."""
+    """Return a score that is 1 if the answer equals a right answer of the row as mathematics, else 0. Raises
+    RewardError if math-verify is not installed."""
     try:
         importlib.import_module("math_verify")
     except ImportError:
@@ -169,8 +167,10 @@ def mathematics(term: RewardTerm, config: Config) -> Score:
 def _users(
     term: RewardTerm, config: RewardConfig, columns: Collection[str] = ()
 ) -> tuple[Callable[[Asked], list[Any]], bool]:
-    """Return the scores by the user's function, or with `batched` by one of lists, and whether it is asked about many
-    at once. `columns` are those of the data."""
+    """Return a function that computes scores by the user's function, and whether it takes several responses at once.
+
+    With `batched`, the user's function takes and returns lists. `columns` are those of the data.
+    """
     function = imported(term.name, config.folder, "reward.name", "module:function")
     filled = fills(function, term.name, columns, term.batched)
     late = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -183,13 +183,13 @@ def _users(
         try:
             given = function(**{name: [fill(*one) for one in asked] for name, fill in filled.items()})
             given = asyncio.run(given) if inspect.iscoroutine(given) else given
-            if isinstance(given, str | bytes | Mapping | Set):  # these would be iterated as well
-                raise TypeError(f"it gave a {type(given).__name__}, not a list of numbers")
+            if isinstance(given, str | bytes | Mapping | Set):  # they are iterable too
+                raise TypeError(f"it returned a {type(given).__name__}, not a list of numbers")
             found = list(given)
         except Exception as error:
             return [error] * len(asked)
         if len(found) != len(asked):
-            return [ValueError(f"it gave {len(found)} numbers for {len(asked)} responses")] * len(asked)
+            return [ValueError(f"it returned {len(found)} numbers for {len(asked)} responses")] * len(asked)
         return found
 
     return scores, True
@@ -210,7 +210,8 @@ def _arguments(filled: dict[str, Fill], prompt: Prompt, answer: Answer) -> dict[
 
 
 def sources_sha256(config: RewardConfig) -> str:
-    """Of the files that the user's own functions are in; what these import is not among them."""
+    """Return the hash of the files with the user's own functions or environment. Files that these import are not
+    included."""
     digest = hashlib.sha256()
     for name in [config.environment] if config.environment else [term.name for term in config.all_terms]:
         if ":" in name and (source := _source(name.partition(":")[0], config.folder)):
@@ -219,7 +220,7 @@ def sources_sha256(config: RewardConfig) -> str:
 
 
 def _source(module: str, folder: str) -> Path | None:
-    """The file that `imported` would find, without running it."""
+    """Return the file that `imported` would import, without importing it."""
     places = [os.path.abspath(folder), os.path.abspath("."), *sys.path]
     found = None
     for name in accumulate(module.split("."), "{}.{}".format):
@@ -231,9 +232,9 @@ def _source(module: str, folder: str) -> Path | None:
 
 
 def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any]:
-    """Return what a `field` of the recipe names in the `form`. Raises RewardError."""
+    """Return the callable that a recipe's `field` names by `path`, which must have the `form`. Raises RewardError."""
     module, _, name = path.partition(":")
-    for place in map(os.path.abspath, (".", folder)):  # a console script has not even the working directory
+    for place in map(os.path.abspath, (".", folder)):  # console scripts do not have the working directory on sys.path
         if place not in sys.path:
             sys.path.insert(0, place)
     try:

@@ -51,14 +51,14 @@ class Tools:
         self.scores = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0}
 
     def step(self, text: str) -> tuple[str, bool, float]:
-        """Return the results of the calls in this turn, a line each; whether there is none; and the reward."""
+        """Return the results of the calls in this turn, one per line; whether there are no calls; and the reward."""
         calls = calls_in(text)
         if not calls:
             return "", True, self.score(self.prompt, text)
         return "\n".join(map(self._result, calls)), False, 0.0
 
     def _result(self, call: str) -> str:
-        """Carry out a call. Whatever goes wrong is a text for the model, and is counted."""
+        """Carry out a call and return its result. Errors are counted, and returned as text for the model."""
         self.scores["tool_calls"] += 1
         try:
             name, given = parsed(call)
@@ -131,7 +131,7 @@ def checked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
 
 def with_tools(config: Config) -> Config:
     """Return the configuration with the tools of its environment among the arguments of the chat template. They are
-    read in a process of their own, because the environment is the user's code. Raises RewardError."""
+    read in a separate process, because the environment is user code. Raises RewardError."""
     if not (config.reward.environment and config.data.chat) or "tools" in config.data.chat_arguments:
         return config
     isolated = IsolatedScore(config, opens=_open_schemas)
@@ -144,7 +144,7 @@ def with_tools(config: Config) -> Config:
 
 
 def _open_schemas(config: Config, columns: Collection[str]) -> tuple[Answering, bool]:
-    """Return what answers with the schemas of the environment's tools. Raises RewardError."""
+    """Return a function that returns the schemas of the environment's tools. Raises RewardError."""
     name = config.reward.environment
     assert name, "the recipe has an environment"
     made: Any = imported(name, config.reward.folder, "reward.environment", "module:Class")

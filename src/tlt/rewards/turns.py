@@ -1,4 +1,4 @@
-"""What follows when the model's turn has ended: by default the response is finished."""
+"""Continuation of responses after a turn of the model. By default the response is finished."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Turns(Protocol):
     """Continues the responses of a rollout whose turns have ended. The driver of the rollout calls it."""
 
     step: int
-    """Number of steps that the policy was updated in"""
+    """Number of updates of the policy so far"""
     opens: bool
-    """Whether environments write the first tokens of responses, which cannot be decoded ahead then"""
+    """Whether environments write the first tokens of responses. Look-ahead is not possible then."""
 
     @property
     def awaits(self) -> bool:
@@ -27,12 +27,12 @@ class Turns(Protocol):
         ...
 
     def take(self, ended: Sequence[Response], seconds: float = 0.0) -> tuple[list[Response], list[Row]]:
-        """Take responses whose turn has ended. Return the finished ones, and rows that continue. If no reply is there,
-        wait for one for at most this many seconds."""
+        """Take responses whose turn has ended. Return the finished ones, and the rows that continue. If no reply has
+        arrived, wait for at most this many seconds."""
         ...
 
     def keep(self, folder: Path, resume: bool) -> None:
-        """Keep replies in this folder of a run. If it is resumed, take up those since its last checkpoint."""
+        """Save replies in this folder of a run. If it is resumed, load the replies since its last checkpoint."""
         ...
 
     def saved(self) -> None:
@@ -45,7 +45,7 @@ class Turns(Protocol):
 
 
 class SingleTurn:
-    """Responses that are finished when their only turn is."""
+    """Turns of responses that consist of a single turn."""
 
     step, opens, awaits = 0, False, False
 

@@ -1,4 +1,4 @@
-"""A run in which nothing is rewarded learns nothing: one such step is told, another ends the run."""
+"""Checks for responses without a reward. A step without any reward is logged. Two such steps in a row end the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """Logs the first response without a reward of each outcome."""
+    """Log of responses without a reward. Only the first of each outcome is logged."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -23,17 +23,18 @@ class FaultLog:
             self._told.add(response.outcome)
             which = f"prompt {response.request.prompt.prompt_id}, answer {response.answer[:80]!r}"
             said = f"{' '.join(detail.split())[:200]}; {which}"
-            log.warning("a response has no reward (%s: %s); more of these are counted only", response.outcome, said)
+            log.warning("a response has no reward (%s: %s); more of these are only counted", response.outcome, said)
 
 
 class Unrewarded:
-    """Counts the steps in a row in which no response has a reward."""
+    """Counter of consecutive steps in which no response has a reward."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def refuse_another(self, groups: Sequence[Group], step: int, last: bool) -> None:
-        """Raises RewardError at the second one, or where nothing comes after it."""
+        """Raise RewardError at the second consecutive step without rewards, or at the first one if it is the `last`
+        step."""
         responses = [response for group in groups for response in group.responses]
         if any(response.reward is not None for response in responses):
             self.in_a_row = 0
@@ -42,6 +43,6 @@ class Unrewarded:
         causes = ", ".join(f"{count} {why}" for why, count in Counter(r.outcome for r in responses).most_common())
         said = f"none of the {len(responses)} responses of step {step + 1} has a reward ({causes})"
         if last or self.in_a_row > 1:
-            before = "" if self.in_a_row == 1 else ", nor has any of the step before"
-            raise RewardError(f"{said}{before}: mend the reward, which must return a number")
+            before = "" if self.in_a_row == 1 else ", nor has any response of the previous step"
+            raise RewardError(f"{said}{before}: fix the reward, which must return a number")
         log.warning("%s: another such step ends the run", said)

@@ -1,4 +1,4 @@
-"""What a reward process says of a response, or an environment of a turn."""
+"""Verdicts: results of a reward process for a response, or of an environment for a turn."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-LARGEST = 3.4e38  # of float32: with what is beyond, means and deviations overflow
+LARGEST = 3.4e38  # largest float32; means and standard deviations of larger rewards overflow
 
 
 class Verdict(NamedTuple):
     reward: float | None
     outcome: str = ""
-    """why there is no reward: timeout, error, not a number, does not apply, crash"""
+    """Reason why there is no reward: timeout, error, not a number, does not apply, crash"""
     detail: str = ""
-    """for a person: what was raised or returned"""
+    """Exception or value for the log"""
     scores: Mapping[str, float] = {}
-    """of each term, before its weight; none where there is no reward"""
+    """Score of each term before its weight; empty without a reward"""
     reply: str | None = None
-    """What an environment replies to a turn; None if the episode is over"""
+    """Reply of an environment to a turn; None if the episode is over"""
 
 
 DIED = Verdict(None, "crash", "its process ended")
@@ -36,16 +36,16 @@ def number(value: Any) -> tuple[float, Verdict | None]:
         return math.nan, failed(value)
     try:
         score = float(value)
-    except Exception:  # of a user's own class it may raise anything
+    except Exception:  # a user's class may raise any exception
         score = math.nan
     if abs(score) <= LARGEST:
         return score, None
     beyond = ", which float32 cannot hold" if math.isfinite(score) else ""
-    return score, Verdict(None, "not a number", f"it gave {_text(repr, value)[:200]}{beyond}")
+    return score, Verdict(None, "not a number", f"it returned {_text(repr, value)[:200]}{beyond}")
 
 
 def _text(form: Callable[[object], str], thing: object) -> str:
-    """Of a user's own class that may raise anything too."""
+    """Return str or repr of an object. A user's class may raise any exception here."""
     try:
         return form(thing)
     except Exception:

@@ -35,7 +35,7 @@ class Episode:
         found, index = load(prompt.data["environment"], prompt.data["arguments"]), prompt.data["index"]
         task = found.tasks(index + 1)[index]
         if task.key != prompt.data["key"]:
-            raise ValueError(f"task {index} of {prompt.data['environment']} is another each time it is loaded")
+            raise ValueError(f"task {index} of {prompt.data['environment']} differs each time it is loaded")
         self._seat = seat = Seat(await _tools(found, task.data))
         self._playing = asyncio.ensure_future(_play(found.env, task, seat))
 
@@ -69,7 +69,7 @@ async def _play(env: Any, task: Any, seat: Seat) -> Any:
 
 
 class Seat:
-    """The trained model, where an environment expects an agent of verifiers."""
+    """Adapter of the trained model with the interface of a verifiers agent."""
 
     def __init__(self, tools: dict[str, tuple[MCPServer, str, Any]]) -> None:
         self.turns: asyncio.Queue[str] = asyncio.Queue()

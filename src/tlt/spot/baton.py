@@ -1,5 +1,5 @@
-"""The baton, which decides which worker trains the drafter: one at a time. The next one continues from its trainer
-state.
+"""Baton, which decides which worker trains the drafter. One worker trains at a time, and the next one continues from
+its trainer state.
 
 One worker that trains twice as long gives a better drafter than the average of two that train at the same time (accept
 length 6.15 against 5.55).
@@ -18,9 +18,9 @@ class Baton(Generic[State]):
 
     def __init__(self) -> None:
         self.state: State | None = None
-        """trainer state that was fetched from a worker last; None: the one that the run began with"""
+        """Trainer state that was fetched from a worker last; None: the one that the run began with"""
         self.holder: int | None = None
-        """worker that has trained beyond `state`; only it may continue"""
+        """Worker that has trained beyond `state`. Only this worker may continue."""
         self._current = set[int]()  # workers whose trainer has `state`
 
     def is_free(self, worker: int) -> bool:

@@ -24,7 +24,7 @@ class Harvest(NamedTuple):
 
     target_version: int
     start: int
-    """position of the first entry"""
+    """Position of the first entry"""
     prompt_length: int
     tokens: Tensor
     """[n] the token that follows each entry"""
@@ -53,7 +53,7 @@ class Transcript(NamedTuple):
 
     prompt_length: int
     tokens: tuple[int, ...]
-    """the prompt's tokens, then the response's"""
+    """Tokens of the prompt, then of the response"""
 
 
 class HarvestBuffer:
@@ -63,7 +63,7 @@ class HarvestBuffer:
     def __init__(self, max_tokens: int, steps: int = 1) -> None:
         self.max_tokens, self.tokens = max_tokens, 0
         self.whole: deque[list[Harvest]] = deque(maxlen=steps + 1)
-        """items of each finished rollout, the oldest rollout first"""
+        """Items of each finished rollout, the oldest rollout first"""
         self.now: deque[Harvest] = deque()
 
     @property

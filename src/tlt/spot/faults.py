@@ -1,4 +1,4 @@
-"""The fault barrier: a fault of drafter training costs speed and does not end the run."""
+"""Fault barrier: a fault of drafter training reduces speed and does not end the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ D = TypeVar("D")
 
 
 class FaultBarrier:
-    """An object whose `contained` methods do nothing after one of them has raised."""
+    """Object whose `contained` methods do nothing after one of them has raised."""
 
     is_on = True
     passes_on: tuple[type[Exception], ...] = ()
-    """errors of the run itself, which are raised"""
+    """Errors of the run itself, which are raised"""
 
     def switch_off(self) -> None:
         self.is_on = False
@@ -39,7 +39,7 @@ def contained(default: D) -> Callable[[Callable[Concatenate[Owner, P], R]], Call
             except self.passes_on:
                 raise
             except Exception:
-                log.exception("training of the drafter failed; the run goes on without it")
+                log.exception("drafter training failed; the run continues without it")
                 self.switch_off()
                 return default
 

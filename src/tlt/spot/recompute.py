@@ -68,7 +68,7 @@ class Recompute:
         cuts them. Raises Interrupted."""
         tokens, size = torch.tensor(transcript.tokens), self.layout.window
         features = self.teacher.features(tokens[:-1], self.layout, stop).cpu()
-        if not features.isfinite().all():  # nothing to learn from
+        if not features.isfinite().all():  # cannot be trained on
             return []
         length = len(features)
         starts = [*range(0, length - size + 1, size)]

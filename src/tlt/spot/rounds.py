@@ -1,4 +1,4 @@
-"""The number of rounds in which a drafter would decode known tokens, which measures its value.
+"""Expected number of rounds in which a drafter would decode known tokens. It measures the drafter's value.
 
 The mean accept length over chains from all entries is higher than that of rounds. A round begins after a rejected draft
 token, where drafting is harder, and a well-drafted part takes few rounds however many entries it has.

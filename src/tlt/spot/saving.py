@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 _KEPT = 2
 MEAN = "mean."
-"""prefix of the weights to publish in a trainer state"""
+"""Prefix of the weights to publish in a trainer state"""
 TrainerState = dict[str, Tensor]
-"""copy of a drafter in training, in host memory, by parameter: `mean.*` the weights to publish, `weight.*` those in
-training, `exp_avg.*` and `exp_avg_sq.*` Adam's moments; and `steps`, `reach` and `whitening` of `DrafterTrainer`. Its
-tensors must not be changed."""
+"""Copy of a drafter in training, in host memory. By parameter it has `mean.*` (weights to publish), `weight.*` (weights
+in training), `exp_avg.*` and `exp_avg_sq.*` (Adam's moments). It also has `steps`, `reach` and `whitening` of
+`DrafterTrainer`. Its tensors must not be changed."""
 
 
 def weights_of(state: TrainerState) -> dict[str, Tensor]:
@@ -45,8 +45,8 @@ class Saved(NamedTuple):
 
 
 class DrafterSaver:
-    """Writer of drafters into `folder`. Its thread lives, and keeps the process alive, while there is something to
-    write. Only the newest two saves are kept."""
+    """Writer of drafters into `folder`. Its thread runs, and keeps the process alive, while saves are waiting. Only the
+    newest two saves are kept."""
 
     def __init__(self, folder: Path, options: EagleOptions) -> None:
         self.folder, self.options = folder, options
@@ -56,7 +56,7 @@ class DrafterSaver:
 
     def save(self, number: int, state: TrainerState, agreement: float | None = None) -> None:
         """Request a save, and return at once. If several saves wait, only the newest is written. A disk error is
-        logged, and costs only this save."""
+        logged, and only this save is lost."""
         with self._lock:
             self._waiting = (number, state, agreement)
             if self._thread is None:
@@ -78,7 +78,7 @@ class DrafterSaver:
             try:
                 write(self.folder, self.options, *job)
             except Exception as error:  # the thread must not end here, because none would replace it
-                log.warning("the drafter could not be saved in %s (%s); going on without", self.folder, error)
+                log.warning("the drafter could not be saved in %s (%s); continuing without it", self.folder, error)
 
 
 def write(folder: Path, options: EagleOptions, number: int, state: TrainerState, agreement: float | None) -> None:
@@ -87,7 +87,7 @@ def write(folder: Path, options: EagleOptions, number: int, state: TrainerState,
     for left_over in folder.glob(".drafter_*.partial"):
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
-    with torch.device("meta"):  # its tensors will be those of the state
+    with torch.device("meta"):  # its tensors come from the state
         layer = EagleLayer(options)
     layer.load_state_dict(weights_of(state), assign=True)
     layer.agreement = agreement
@@ -112,12 +112,12 @@ def load_latest(folder: Path, target: DecoderOptions) -> Saved | None:
             layer = load_drafter(path, target)
             rest = load_file(path / "training.safetensors")
         except (DrafterError, OSError, SafetensorError) as error:
-            log.warning("the drafter in %s is damaged, and passed over (%s)", path, error)
+            log.warning("skipping the damaged drafter in %s (%s)", path, error)
             continue
         tensors = {MEAN + name: tensor.detach() for name, tensor in layer.state_dict().items()}
         return Saved(int(path.name.removeprefix("drafter_")), layer, tensors | rest)
     if found:
-        log.warning("no drafter in %s is whole: the one that the run began with is left", folder)
+        log.warning("no drafter in %s is complete: using the one that the run started with", folder)
     return None
 
 

@@ -1,9 +1,9 @@
-"""The schedule, which decides when the learned drafter is trained, from the results of training alone.
+"""Schedule, which decides when the learned drafter is trained, from the results of training alone.
 
 Training proceeds in stretches of 16 micro-batches. After each stretch the trained weights, the candidate, are compared
 with the drafter in use on held-out data. The candidate is published if it decodes that data in 2 % fewer rounds.
 
-    burst   until 8 candidates in a row were not published, idle workers train whenever they can
+    burst   idle workers train whenever they can, until 8 candidates in a row were not published
     rest    then training may use at most 5 % of the rollouts' time, until a candidate is published or the task changes
 
 The task has changed if the acceptance rate of two rollouts in a row is below 0.8 of its running mean. Then older
@@ -22,25 +22,25 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Rule:
-    """The constants of the schedule."""
+    """Constants of the schedule."""
 
     stretch: int = 16
-    """micro-batches between two evaluations; an evaluation takes as long as three to five of them"""
+    """Micro-batches between two evaluations. An evaluation takes as long as three to five of them."""
     judged: int = 2
-    """micro-batches of held-out data that a candidate is evaluated on"""
+    """Micro-batches of held-out data that a candidate is evaluated on"""
     better: float = 1.02
-    """factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
+    """Factor by which a candidate must save rounds, because an evaluation errs by about 2 %"""
     burst: int = 8
-    """candidates in a row that may fail before training rests"""
+    """Number of candidates in a row that may fail before training rests"""
     rest_share: float = 0.05
-    """worker seconds of training at rest per second of rollout. Training slows a neighbour on the same CPU by 8 to
+    """Worker seconds of training at rest per second of rollout. Training slows another worker on the same CPU by 8 to
     17 %, so a rollout loses less than 1 %. With a device for each worker it loses nothing."""
     averaged: int = 8
-    """rollouts in the running mean of the acceptance rate"""
+    """Number of rollouts in the running mean of the acceptance rate"""
     fallen: float = 0.8
-    """fraction of the running mean of the acceptance rate below which a rollout counts as fallen"""
+    """A rollout counts as fallen if its acceptance rate is below this fraction of the running mean"""
     times: int = 2
-    """fallen rollouts in a row after which the task has changed"""
+    """Number of fallen rollouts in a row after which the task has changed"""
 
 
 RULE = Rule()
@@ -59,15 +59,15 @@ class Evaluation(NamedTuple):
     """Comparison of a candidate with the drafter in use, on the same held-out data."""
 
     entries: int = 0
-    """tokens that were compared"""
+    """Number of tokens that were compared"""
     in_use: float = 0.0
-    """expected rounds in which the drafter in use would decode them"""
+    """Expected rounds in which the drafter in use would decode them"""
     candidate: float = 0.0
-    """expected rounds of the candidate; NaN if its weights are not finite"""
+    """Expected rounds of the candidate; NaN if its weights are not finite"""
     first: float = 0.0
-    """expected number of the candidate's rounds whose first draft token is accepted"""
+    """Expected number of the candidate's rounds whose first draft token is accepted"""
     interrupted: bool = False
-    """whether the call ended before all held-out data were compared"""
+    """Whether the call ended before all held-out data were compared"""
     seconds: float = 0.0
 
     @property
@@ -89,19 +89,19 @@ class Schedule:
     def __init__(self, micro_batch_tokens: int, rule: Rule | None = None) -> None:
         self.rule = rule or RULE
         self.wanted = self.rule.judged * micro_batch_tokens
-        """tokens after which an interrupted evaluation is complete"""
+        """Number of tokens after which an interrupted evaluation is complete"""
         self.micro_batches = 0
-        """micro-batches of the present stretch"""
+        """Micro-batches of the present stretch"""
         self.evaluation = Evaluation()
-        """evaluation of the present candidate so far"""
+        """Evaluation of the present candidate so far"""
         self.in_vain = 0
-        """candidates since the last publication, or since the burst began"""
+        """Number of candidates since the last publication, or since the burst began"""
         self.credit = 0.0
-        """worker seconds that training may still use at rest; negative after a call that took longer"""
+        """Worker seconds that training may still use at rest; negative after a call that took longer"""
         self.acceptance: float | None = None
-        """running mean of the acceptance rate of rollouts"""
+        """Running mean of the acceptance rate of rollouts"""
         self.low = 0
-        """fallen rollouts in a row"""
+        """Number of fallen rollouts in a row"""
 
     @property
     def rests(self) -> bool:

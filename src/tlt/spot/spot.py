@@ -74,7 +74,7 @@ class SpotTrainer:
     def harvest(self, item: Harvest | Transcript) -> None:
         """Add an item. The engine calls this as its `on_harvest`."""
         if isinstance(item, Transcript):
-            assert self.recompute, "of an engine that keeps no features"
+            assert self.recompute, "responses without hidden states need `recompute`"
             self.recompute.add(item)
         else:
             self.buffer.add(item)
@@ -175,8 +175,8 @@ class SpotTrainer:
         return dict(self.trainer.layer.named_buffers()) | dict(zip(self.names, self.mean, strict=True))
 
     def _restart(self) -> None:
-        """Train the drafter in use, as if it had not been trained yet."""
-        log.warning("the drafter in training is not finite; it is trained again from the one in use")
+        """Restart training from the drafter in use."""
+        log.warning("the weights in training are not finite; training restarts from the drafter in use")
         trainer = DrafterTrainer(copy.deepcopy(self.in_use), self.target, self.config)
         weights = {MEAN + name: tensor for name, tensor in self.in_use.state_dict().items()}
         self.load_state(weights | trainer.state())

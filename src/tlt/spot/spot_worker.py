@@ -15,8 +15,10 @@ Stop = Callable[[], bool]
 
 
 class SpotWorker(FaultBarrier):
+    """Drafter training of one worker. `trainer` is None if no drafter is trained. `draft_with` replaces the engine's
+    drafter."""
+
     def __init__(self, trainer: SpotTrainer | None, draft_with: Callable[[EagleLayer], None]) -> None:
-        """`trainer`: None if no drafter is trained. `draft_with` replaces the engine's drafter."""
         self.trainer, self._draft_with, self.is_on = trainer, draft_with, trainer is not None
 
     def switch_off(self) -> None:
@@ -25,7 +27,7 @@ class SpotWorker(FaultBarrier):
 
     @property
     def _sound(self) -> SpotTrainer:
-        assert self.trainer, "it is on"
+        assert self.trainer, "drafter training is on"
         return self.trainer
 
     # -- training data -------------------------------------------------------------------------------------------------

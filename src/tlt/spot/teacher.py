@@ -1,4 +1,4 @@
-"""The model that a drafter learns from."""
+"""Model that a drafter learns from."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Teacher(Protocol):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, D], of the present version."""
+        """[V, D] embedding of the present version."""
         ...
 
     @property
     def head(self) -> Tensor:
-        """[V, D], of the present version. The returned tensor does not change with the model."""
+        """[V, D] head of the present version. The returned tensor does not change with the model."""
         ...
 
     def cis(self, positions: Tensor) -> Tensor:

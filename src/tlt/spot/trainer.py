@@ -35,7 +35,7 @@ _LATELY = 10  # steps in the running mean `reach`
 
 
 class Interrupted(Exception):
-    """A step, an evaluation or a computation of training data was asked to stop; it changed nothing."""
+    """Signal that a step, an evaluation or a computation of training data was stopped. It changed nothing."""
 
 
 class DrafterTrainer:

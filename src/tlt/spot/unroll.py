@@ -1,4 +1,4 @@
-"""The learned drafter's pass in training: packed hidden states, unrolled as at inference.
+"""Forward pass of the learned drafter in training: packed hidden states, unrolled as at inference.
 
 Training-time test (EAGLE-3, arXiv 2503.01840): column 0 reads the target's hidden states; column t reads the layer's
 own output of column t - 1 instead, and attends to the true entries up to its root and to its own chain of draft tokens.

@@ -20,10 +20,12 @@ _FLOOR = 0.1  # the same for the whitening, because other prompts have direction
 
 
 class Moments:
-    """Sums over the entries of a sample: inputs by inputs [I, I], and next hidden states by inputs [D, I]; float64."""
+    """Sums over the entries of a sample: inputs by inputs [I, I], and next hidden states by inputs [D, I]; float64.
+
+    `embedding` [V, D] has the dtype of the products.
+    """
 
     def __init__(self, layer: EagleLayer, embedding: Tensor, sample: Iterable[Harvest]) -> None:
-        """`embedding` [V, D] has the dtype of the products."""
         size, out = layer.fc.in_features, layer.fc.out_features
         self.inputs = torch.zeros(size, size, dtype=torch.float64, device=embedding.device)
         self.following = torch.zeros(out, size, dtype=torch.float64, device=embedding.device)

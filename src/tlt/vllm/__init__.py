@@ -1,1 +1,1 @@
-"""vLLM as the rollout engine: the same noise, so the same tokens. Nothing here but `plugin` is imported without it."""
+"""vLLM as the rollout engine. It uses the same noise and therefore draws the same tokens."""

@@ -1,7 +1,7 @@
-"""vLLM behind the surface of our own engine: a round is one step of vLLM's.
+"""vLLM with the interface of our own engine. A round is one vLLM step.
 
-Which token is drawn is decided by the noise (`noise.py`), so a response is what our own engine says, but for rounding.
-vLLM schedules, keeps pages and verifies drafts; here are requests, responses and what is decoded for coming steps.
+The noise (`noise.py`) determines each sampled token, so responses equal those of our own engine up to rounding.
+vLLM schedules, pages the KV cache and verifies drafts. This module handles requests, responses and look-ahead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from tlt.vllm.versions import VllmError
 
 
 class VllmEngine(Generates):
-    """`detokenize` is needed for stop strings. What is decoded for coming steps ends in `store`, and drafts a request
-    that is known there, where vLLM was started with our proposer. vLLM keeps no features of the target, so `on_harvest`
-    is given responses alone."""
+    """Engine that decodes with vLLM.
+
+    `detokenize` is needed for stop strings. Look-ahead tokens are saved in `store`. If vLLM was started with our
+    proposer, saved tokens serve as drafts for their request. `on_harvest` receives the tokens of each finished response
+    without hidden states, because vLLM does not keep them.
+    """
 
     def __init__(
         self,
@@ -48,17 +51,17 @@ class VllmEngine(Generates):
         self.stops = Stops(detokenize)
         self.waiting: deque[Row] = deque()
         self._ahead: deque[Row] = deque()
-        self._live: dict[str, Row] = {}  # by the name that vLLM knows them by
-        self._ended: set[str] = set()  # of these, those that vLLM has ended
-        self._accepted: dict[str, int] = {}  # drafted tokens of theirs that were right before they were given to vLLM
+        self._live: dict[str, Row] = {}  # by vLLM request id
+        self._ended: set[str] = set()  # ids of live rows that vLLM has finished
+        self._accepted: dict[str, int] = {}  # accepted draft tokens of each live row before it was added to vLLM
         self._forget()
 
     def plain_beside(self) -> VllmEngine:
-        """One that is never drafted by look-ahead; it shares vLLM with this one, so only one of them has rows."""
+        """Return an engine that never drafts from look-ahead. Both engines share one vLLM: only one may have rows."""
         return VllmEngine(self.target, self.config, self.detokenize)
 
     def _forget(self) -> None:
-        """A new rollout."""
+        """Abort all requests and reset the counters for a new rollout."""
         self._abort(list(self._live))
         self.waiting.clear()
         self._ahead.clear()
@@ -66,17 +69,18 @@ class VllmEngine(Generates):
         self.target.llm.collective_rpc("tlt_forget")
         self.version = self.target.version
 
-    # -- what is decoded -----------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def start(self, requests: Iterable[Request]) -> None:
-        """A new rollout: what was live or waiting is forgotten. Raises ValueError for a request that can never run."""
+        """Start a new rollout and drop all requests of the last one. Raises ValueError for a request that is too
+        long."""
         self.keep_ahead()
         self._forget()
         self.submit(requests)
 
     def submit(self, requests: Iterable[Request], resumed: Iterable[Row] = ()) -> None:
-        """More work for the rollout under way; those `resumed` were given up by another engine. Raises ValueError for
-        one that can never run."""
+        """Add requests to the current rollout. `resumed` rows were released by another engine. Raises ValueError for
+        a request that is too long."""
         rows = [*resumed, *(Row(request) for request in requests)]
         for row in rows:
             self._check(row.request)
@@ -87,7 +91,8 @@ class VllmEngine(Generates):
         refuse_impossible(request, self.target.longest, "vLLM was started for", remedy)
 
     def release_requests(self, seeds: Collection[int]) -> list[Row]:
-        """These requests leave, wherever they stand; whoever goes on with one ends it with the same tokens."""
+        """Remove waiting and live requests with these seeds and return their rows. An engine that continues a row
+        produces the same tokens."""
         left = [row for row in self.waiting if row.request.seed in seeds]
         self.waiting = deque(row for row in self.waiting if row.request.seed not in seeds)
         names = [name for name, row in self._live.items() if row.request.seed in seeds and not row.ahead]
@@ -95,8 +100,8 @@ class VllmEngine(Generates):
         return left + self._abort(names)
 
     def look_ahead(self, requests: Iterable[Request]) -> None:
-        """Requests of coming steps, in the place of those given before. Those that are live go on. Raises ValueError
-        for one that can never run."""
+        """Replace the requests of coming steps that are decoded when rows are free. Requests that are already live
+        continue. Raises ValueError for a request that is too long."""
         wanted = {request.seed: request for request in requests}
         for request in wanted.values():
             self._check(request)
@@ -106,7 +111,7 @@ class VllmEngine(Generates):
         self._ahead = deque(Row(request, ahead=True) for seed, request in wanted.items() if seed not in live)
 
     def keep_ahead(self) -> None:
-        """The store takes what the rows that are decoded ahead have so far."""
+        """Save the tokens of look-ahead rows in the store."""
         for row in self.rows:
             if row.ahead and row.tokens:
                 self.store.put([Ahead.of(row, self.version, rest=rest_of(self.store, row))])
@@ -117,34 +122,34 @@ class VllmEngine(Generates):
             self._ahead.appendleft(Row(row.request, ahead=True))
 
     def draft_with(self, layer: EagleLayer) -> None:
-        """Put this learned drafter in the place of the one in use."""
+        """Replace the learned drafter."""
         self.target.load_drafter(layer)
 
     def release(self) -> None:
-        """Give back the cache's memory, up to the next rollout, between two of them."""
+        """Free the KV cache until the next request, unless rows are live."""
         self.look_ahead(())
         if not self._live:
             self.target.release()
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to decode for this rollout."""
+        """Whether the current rollout has unfinished requests."""
         return bool(self.waiting) or not all(row.ahead for row in self.rows)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether there is something to decode for those to come."""
+        """Whether requests of coming steps are waiting or live."""
         return bool(self._ahead) or any(row.ahead for row in self.rows)
 
     @property
     def rows(self) -> Collection[Row]:
-        """The live rows."""
+        """Live rows."""
         return self._live.values()
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def round(self) -> list[Response]:
-        """One turn; returns what finished."""
+        """Run one vLLM step and return the finished responses. Raises VllmError if vLLM ends a request by itself."""
         assert self.target.version == self.version, "another target needs a new rollout: call start"
         assert self.busy or self.looks_ahead, "nothing to decode: call start, submit or look_ahead"
         began, start = time.time(), time.perf_counter()
@@ -159,7 +164,7 @@ class VllmEngine(Generates):
             if output.finished:
                 self._ended.add(name)
         for name in self._ended & self._live.keys() - finished.keys():
-            raise VllmError(f"vLLM ended request {name} of its own accord: see what it printed before this")
+            raise VllmError(f"vLLM ended request {name} unexpectedly: see its output above")
         if self.tracer:
             self.tracer.add("vllm", began, time.time(), rounds=1, tokens=tokens)
         self.stats.rounds += own
@@ -184,7 +189,7 @@ class VllmEngine(Generates):
             self.stats.prefill_tokens += len(prompt) + len(row.tokens)
 
     def _append(self, name: str, news: Sequence[int], finished: dict[str, str]) -> int:
-        """Tokens that a row got, up to a stop; how many."""
+        """Append new tokens to a row, up to a stop, and return their number."""
         row = self._live[name]
         had = len(row.tokens)
         for token in news:
@@ -198,7 +203,8 @@ class VllmEngine(Generates):
         else:
             self.stats.tokens += count
             for counts in (self.stats, row.decoded):
-                counts.count(drafted=0, accepted=count - 1, committed=count, ahead=False)  # drafts are asked for later
+                # `_take_logprobs` adds the number of drafted tokens
+                counts.count(drafted=0, accepted=count - 1, committed=count, ahead=False)
         return count
 
     def _end(self, finished: dict[str, str]) -> list[Response]:
@@ -217,7 +223,7 @@ class VllmEngine(Generates):
         return responses
 
     def _abort(self, names: list[str]) -> list[Row]:
-        """Those leave, whether vLLM knows that they have ended or not."""
+        """Remove live rows and return them. Requests that vLLM still runs are aborted."""
         if going := [name for name in names if name not in self._ended]:
             self.target.llm.abort_request(going)
         self._ended.difference_update(names)
@@ -226,7 +232,7 @@ class VllmEngine(Generates):
         return [self._live.pop(name) for name in names]
 
     def _take_logprobs(self, names: list[str]) -> None:
-        """Of the tokens that came since the row was given to vLLM."""
+        """Fetch the log-probs of the tokens sampled since each row was added to vLLM, and its draft counts."""
         if not names:
             return
         wanted = {int(name): (len((row := self._live[name]).logprobs), len(row.tokens)) for name in names}

@@ -1,6 +1,6 @@
-"""The noise put on rows of logits in one Triton kernel: no [rows, vocabulary] tensor of noise is ever written.
+"""Triton kernel that adds the noise to rows of logits without writing a [rows, vocabulary] noise tensor.
 
-The same function as `sampling.gumbel_noise`: Philox4x32-10 with key = seed and counter = (v div 4, 0, t, 0), and
+It computes `sampling.gumbel_noise`: Philox4x32-10 with key = seed and counter = (v div 4, 0, t, 0), and
 g = -log(-log(1 - u)) in float64, rounded once. Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
@@ -12,13 +12,13 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-_LANES = 256  # counters of a program: four tokens each
-# what fuses a product with a sum changes no bit here: each product is exact
+_LANES = 256  # Philox counters per program, each for four tokens
+# fused multiply-add changes no bit, because each product is exact
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
-    """`noise.write_scores`, in one pass over the rows."""
-    assert logits.stride(1) == log_p.stride(1) == 1, "a row is contiguous"
+    """Compute `noise.write_scores` in one pass over the rows."""
+    assert logits.stride(1) == log_p.stride(1) == 1, "rows must be contiguous"
     rows, vocab_size = logits.shape
     grid = rows, triton.cdiv(vocab_size, 4 * _LANES)
     strides = logits.stride(0), log_p.stride(0)
@@ -54,7 +54,7 @@ def _write_scores(
 @triton.jit
 def _write(into, of, tokens, words, share, vocab_size):
     inside = tokens < vocab_size
-    u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32, so that 1 - u has no rounding
+    u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32: 1 - u is exact
     noise = (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
     score = tl.load(of + tokens, inside, other=0.0) + share * noise
     tl.store(into + tokens, score.to(into.dtype.element_ty), inside)

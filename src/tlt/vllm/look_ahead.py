@@ -1,7 +1,7 @@
-"""Look-ahead in vLLM: what an older target said to a request, as the draft of a `custom_class` proposer.
+"""Look-ahead in vLLM: a `custom_class` proposer whose drafts are responses of an older target to the same request.
 
-The old responses travel with the request. vLLM gives a proposer rows of tokens and no requests, so our V1 wrapper hands
-it the runner. vLLM's runner V2 has no such proposers, and vLLM takes V1 where one is asked for.
+The old responses are sent with the request. vLLM gives a proposer rows of tokens but no requests, so our V1 wrapper
+gives it the runner. Model runner V2 does not support such proposers, so vLLM uses V1 when one is configured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from tlt.vllm.noise import CHAINS, KEY
 
 
 def chains_for(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
-    """What is known of a row's request and its siblings, its own first, int32; none unless its own is known."""
+    """Return the saved responses of a row's request and of its group, as int32 bytes, its own first.
+
+    The list is empty if the request itself has no saved response, or if a token is outside the vocabulary.
+    """
     group = store.group(row.request)
     known = bool(group) and group[0].seed == row.request.seed
     sound = known and all(ahead.tokens.min() >= 0 and ahead.tokens.max() < vocab_size for ahead in group)
@@ -25,7 +28,7 @@ def chains_for(store: AheadStore, row: Row, vocab_size: int) -> list[bytes]:
 
 
 def rest_of(store: AheadStore, row: Row) -> list[int]:
-    """Of the row's own old response, what is still to come."""
+    """Return the part of the row's own saved response that follows its current tokens."""
     group = store.group(row.request)
     known = bool(group) and group[0].seed == row.request.seed
     return Pointer([ahead.tokens for ahead in group], row.tokens).rest() if known else []
@@ -36,11 +39,11 @@ class LookAheadProposer:
         self.widest = vllm_config.speculative_config.num_speculative_tokens
         self.longest = vllm_config.model_config.max_model_len
         self.runner: Any = None
-        """of V1; our wrapper sets it"""
+        """V1 model runner, set by our wrapper"""
         self._rows: dict[str, _Followed] = {}
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """There is none."""
+        """Do nothing, because this proposer has no model."""
 
     def propose(
         self,
@@ -49,8 +52,8 @@ class LookAheadProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """For each row what comes next in its old response. `token_ids_cpu` [rows, longest] holds its prompt and its
-        response, `num_tokens_no_spec` [rows] tokens of them."""
+        """Return the next tokens of each row's saved response, empty without one. `token_ids_cpu` [rows, longest]
+        holds prompt and response, and `num_tokens_no_spec` [rows] their number of tokens."""
         requests, drafts = self.runner.requests, []
         for place, name in enumerate(self.runner.input_batch.req_ids[: len(sampled_token_ids)]):
             row = self._rows.get(name)
@@ -58,7 +61,7 @@ class LookAheadProposer:
                 row = self._rows[name] = _Followed(requests[name])
             end = int(num_tokens_no_spec[place])
             ready = bool(sampled_token_ids[place]) and row.pointer is not None
-            most = min(self.widest, self.longest - end, row.last - end - 1)  # the last token comes without a draft
+            most = min(self.widest, self.longest - end, row.last - end - 1)  # the last token needs no draft
             drafts.append(row.draft(token_ids_cpu[place], end, most) if ready else [])
         if len(self._rows) > 2 * len(drafts):
             self._rows = {name: row for name, row in self._rows.items() if name in requests}
@@ -66,7 +69,7 @@ class LookAheadProposer:
 
 
 class _Followed:
-    """A request, and where it stands in what was said before."""
+    """Request with its position in its saved responses."""
 
     def __init__(self, request: Any) -> None:
         ours = (request.sampling_params.extra_args or {}).get(KEY) or {}
@@ -76,7 +79,7 @@ class _Followed:
         self.last = len(request.prompt_token_ids) + request.sampling_params.max_tokens
 
     def draft(self, tokens: np.ndarray, end: int, most: int) -> list[int]:
-        assert self.pointer is not None, "it has nothing to follow"
+        assert self.pointer is not None, "the request has no saved response"
         self.pointer.advance(tokens[self.end : end].tolist())
         self.end = end
         return self.pointer.propose(max(0, min(self.pointer.left(), most)))

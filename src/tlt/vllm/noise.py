@@ -1,10 +1,11 @@
-"""Shared-noise sampling of another engine's logits: what makes its greedy decoding ours.
+"""Shared-noise sampling on the logits of another engine, so that its greedy decoding draws the tokens of our engine.
 
-An engine that decodes greedily takes the argmax of each row of logits. Here a row becomes log p + g, with p the
-request's law and g the noise of its seed and position, so the argmax is the sample that our own engine draws. Where a
-draft is verified every row has the noise of its own position, so greedy verification keeps what p would have drawn.
+An engine that decodes greedily takes the argmax of each row of logits. This module replaces a row by log p + g: p is
+the sampling distribution of the request, and g the noise for its seed and position. The argmax is the sample that our
+own engine draws. When a draft is verified, each row has the noise of its own position, so greedy verification accepts
+exactly the tokens that sampling from p would draw.
 
-No vLLM here: rows, slots and positions are all it takes. Shapes: R rows of logits, S slots, V vocabulary.
+This module does not import vLLM. Shapes: R rows of logits, S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,70 +21,71 @@ from torch import Tensor
 from tlt.sampling import Law, gumbel_noise, log_law
 
 KEY = "tlt"
-"""of our entry in vLLM's `SamplingParams.extra_args`"""
+"""Key of our entry in vLLM's `SamplingParams.extra_args`"""
 CHAINS = "chains"
-_LEAST_TOKENS = 256  # of a response, that there is room for from the start
+_LEAST_TOKENS = 256  # initial size of the log-prob buffer, in tokens of a response
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How a request's tokens are drawn, as it travels with the request."""
+    """Sampling parameters and seed that are sent with a request."""
 
     key: int | None
-    """what was drawn is asked for by it, another one each time that a request is given to the engine; None: nobody
-    asks, and nothing is kept"""
+    """Key under which the log-probs are fetched, a new one each time a request is added. If None, they are not kept."""
     seed: int
-    """64 bits"""
+    """Seed of 64 bits"""
     prompt_tokens: int
-    """tokens before the response begins; a request that goes on elsewhere brings part of its response in its prompt"""
+    """Tokens before the response. They are fewer than vLLM's prompt if a request continues elsewhere, because its
+    prompt then includes part of the response."""
     temperature: float
     top_k: int
     top_p: float
     show_law: bool = False
-    """keep the whole law of its last row, for a comparison of two models"""
+    """Keep the log-probs of the whole vocabulary for its last row, to compare two models"""
 
     def as_extra(self, chains: Sequence[bytes] = ()) -> dict[str, Any]:
-        """For `SamplingParams.extra_args`. `chains`: what is known of the response, see `look_ahead`."""
+        """Return the value for `SamplingParams.extra_args`. `chains` are saved responses, see `look_ahead`."""
         return {KEY: asdict(self) | {CHAINS: list(chains)}}
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> Draw | None:
-        """From what `as_extra` gave; None where there is nothing of ours. Raises ValueError."""
+        """Read `extra_args`. Return None if there is no tlt entry. Raises ValueError for an invalid entry."""
         given = {name: value for name, value in ((extra or {}).get(KEY) or {}).items() if name != CHAINS}
         if not given:
             return None
         try:
             draw = cls(**given)
         except TypeError as error:
-            raise ValueError(f"extra_args['{KEY}'] is not as tlt writes it: {error}") from None
+            raise ValueError(f"extra_args['{KEY}'] does not have the fields that tlt writes: {error}") from None
         if not 0 <= draw.seed < 2**64 or draw.prompt_tokens < 1 or draw.temperature < 0 or not 0 < draw.top_p <= 1:
             raise ValueError(f"extra_args['{KEY}'] is out of range: {draw}")
         return draw
 
     @classmethod
     def of_params(cls, params: Any) -> Draw | None:
-        """Of a request's whole `SamplingParams`. Raises ValueError."""
+        """Read a request's `SamplingParams`. Raises ValueError for an invalid entry or a temperature other than 0."""
         draw = cls.of(params.extra_args)
         if draw and params.temperature != 0:
             raise ValueError(
-                f"extra_args['{KEY}'] has the temperature ({draw.temperature}); that of SamplingParams must be 0, as "
-                "the noise is added to the logits and the greatest one is the sample"
+                f"SamplingParams.temperature must be 0: extra_args['{KEY}'] has the temperature ({draw.temperature}), "
+                "and the sample is the argmax of logits with noise"
             )
         return draw
 
 
 class Drawn(NamedTuple):
-    """What was drawn for a request."""
+    """Log-probs and draft counts of a request."""
 
     logprobs: list[list[float]]
-    """of each token that was asked for: under the law, under the softmax"""
+    """[tokens, 2] log-probs, under the sampling distribution and under the softmax of the logits"""
     drafted: int
-    """tokens that were proposed to it, and in how many passes; where that is counted"""
+    """Number of draft tokens; 0 if the runner does not count them"""
     drafts: int
+    """Number of passes with draft tokens"""
 
 
 class NoiseTable:
-    """The draws of the requests in an engine's slots, and both log-probs of every token that was drawn."""
+    """Sampling parameters of the requests in an engine's slots, and both log-probs of each sampled token."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.draws: dict[int, Draw] = {}
@@ -93,17 +95,20 @@ class NoiseTable:
         self._temperature = torch.ones(slots, dtype=torch.float64, device=device)
         self._top_k = torch.zeros(slots, dtype=torch.int64, device=device)
         self._top_p = torch.ones(slots, dtype=torch.float64, device=device)
-        # [S, T, 2]; what is drawn outside a response, behind its end or amid a prompt, goes to the last place
+        # [S, T, 2]; tokens sampled outside a response (inside its prompt or after its end) are written to index T - 1
         self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
         self._drafts: dict[int, list[int]] = {}  # by slot
-        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # by key, of requests that left their slot
+        self._left: dict[int, tuple[Tensor, list[int]]] = {}  # by key, for requests that left their slot
         self._law: Tensor | None = None
         self._write = score_writer(device)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, slot: int, draw: Draw | None, most_tokens: int) -> bool:
-        """A request takes a slot, whoever had it before; its response may have `most_tokens`. Whether it is ours."""
+        """Put a request into a slot, replacing any other, and return whether it has a tlt entry.
+
+        `most_tokens` is the maximum length of its response, in tokens.
+        """
         self.leave(slot)
         self._ours[slot] = draw is not None
         if draw is None:
@@ -119,12 +124,15 @@ class NoiseTable:
         if most_tokens + 1 > tokens:
             more = max(most_tokens + 1, 2 * tokens) - tokens
             self._logprobs = torch.cat([self._logprobs, self._logprobs.new_zeros(slots, more, 2)], dim=1)
-        self._logprobs[slot, : len(before)] = before  # it was preempted, and goes on
+        self._logprobs[slot, : len(before)] = before  # the request was preempted and continues
         return True
 
     def _take_over(self, key: int | None) -> tuple[Tensor, list[int]]:
-        """What was kept of a request that was preempted. Its old slot keeps the noise: should it live, it is another
-        request, with a key that is not its own, and its tokens must be right all the same."""
+        """Return the log-probs [T, 2] and draft counts kept for a preempted request.
+
+        Its old slot keeps the noise without the key. The slot may hold a live request that was submitted with the same
+        key, and its tokens must still be drawn correctly.
+        """
         nothing = self._logprobs.new_zeros(0, 2), [0, 0]
         if key is None:
             return nothing
@@ -134,7 +142,7 @@ class NoiseTable:
         return self._left.pop(key, nothing)
 
     def leave(self, slot: int) -> None:
-        """The slot is free; what was drawn in it can still be asked for."""
+        """Free a slot. The log-probs of its request can still be taken."""
         if draw := self.draws.pop(slot, None):
             drafts = self._drafts.pop(slot)
             if draw.key is not None:
@@ -142,38 +150,41 @@ class NoiseTable:
             self._ours[slot] = False
 
     def drafted(self, slot: int, tokens: int) -> None:
-        """A pass over the request was given so many."""
+        """Count the draft tokens of one pass over the request."""
         if tokens and slot in self._drafts:
             self._drafts[slot][0] += tokens
             self._drafts[slot][1] += 1
 
     def take(self, wanted: Mapping[int, tuple[int, int]]) -> dict[int, Drawn]:
-        """By key, of the tokens from .. to of its response. It is asked for once, as it leaves."""
+        """Return log-probs and draft counts by key, and free the slots. `wanted` has the half-open range of response
+        tokens for each key. Each request can be taken once."""
         slots = {draw.key: slot for slot, draw in self.draws.items()}
         found = {}
         for key, (first, end) in wanted.items():
             if key in slots:
                 self.leave(slots[key])
-            drawn, drafts = self._left.pop(key, (self._logprobs.new_zeros(0, 2), [0, 0]))  # none: it was never run
+            drawn, drafts = self._left.pop(key, (self._logprobs.new_zeros(0, 2), [0, 0]))  # empty if it never ran
             found[key] = Drawn(drawn[first:end].tolist(), *drafts)
         return found
 
     def forget(self) -> None:
-        """What was drawn for requests that left and that nobody asked about."""
+        """Drop the log-probs of requests that left their slot and were not taken."""
         self._left.clear()
 
     def take_law(self) -> Tensor:
-        """[V] log-probs, in float32 and host memory, of the request that was to show them."""
-        assert self._law is not None, "no request was to show its law"
+        """Return [V] float32 log-probs in host memory, from the request with `show_law`."""
+        assert self._law is not None, "no request had show_law set"
         law, self._law = self._law, None
         return law.cpu()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def apply(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Logits [R, V] become noisy scores, in place. Each row belongs to the request in its slot [R]; its input token
-        stands at its position [R] of the whole sequence, and the token that is drawn comes next. Rows of requests that
-        are not ours stay as they are."""
+        """Replace logits [R, V] by scores with noise, in place, and store the log-probs of each row's argmax.
+
+        `slots` [R] are the slots of the rows' requests. `positions` [R] are the positions of the input tokens in the
+        whole sequence. Rows of requests without a tlt entry are not changed.
+        """
         if not self.draws:
             return logits
         times = positions + 1 - self._starts[slots]
@@ -191,14 +202,15 @@ class NoiseTable:
         return logits
 
     def guess(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """As `apply`, of a drafter's logits in float32 or wider: it guesses what the target will draw there. Nothing is
-        kept of it."""
+        """Add the noise to a drafter's logits, in float32 or wider, as `apply` does for the target. No log-probs are
+        stored."""
         if self.draws:
             self._write_scores(logits, slots, positions + 1 - self._starts[slots])
         return logits
 
     def _write_scores(self, logits: Tensor, slots: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In place; log p and the log-softmax of the logits [R, V], and which rows have noise [R]."""
+        """Write scores into the logits. Return log p and the log-softmax of the logits, both [R, V], and a mask [R] of
+        the rows with noise."""
         draws = self.draws.values()
         law = Law(
             self._temperature[slots],
@@ -217,7 +229,7 @@ WriteScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def score_writer(device: torch.device) -> WriteScores:
-    """On a GPU one kernel, where Triton is there."""
+    """Return the Triton kernel on a GPU if Triton is installed, else the PyTorch function."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return write_scores
     from tlt.vllm import kernel
@@ -226,7 +238,9 @@ def score_writer(device: torch.device) -> WriteScores:
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
-    """`logits` [R, V] become log p + g(seed, time) in the rows that are `ours` [R], log p where those are not `noisy`
-    [R]; `log_p` [R, V]."""
+    """Write log p + g(seed, time) into `logits` [R, V], for the rows in the mask `ours` [R].
+
+    Rows outside the mask `noisy` [R] get log p alone. `log_p` is [R, V], `seeds` and `times` are [R].
+    """
     noise = gumbel_noise(seeds, times, logits.shape[-1]).masked_fill(~noisy[:, None], 0.0)
     logits.copy_(torch.where(ours[:, None], (log_p + noise).to(logits.dtype), logits))

@@ -1,4 +1,4 @@
-"""What vLLM loads by itself, in each of its processes, where tlt is installed (entry point `vllm.general_plugins`)."""
+"""Plugin that vLLM loads in each of its processes if tlt is installed (entry point `vllm.general_plugins`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from tlt.vllm.versions import is_tested, vllm_version
 
 
 def register() -> None:
-    """Have the model runner V1 draw with our noise for requests that ask for it in `extra_args`, and no others. The
-    runner V2 takes `--logits-processors tlt.vllm.processor:SharedNoise` instead. On both, a request that could not be
-    drawn so is refused. A vLLM that was not tested is left as it is."""
+    """Wrap model runner V1 to sample with our noise, only for requests with a tlt entry in `extra_args`.
+
+    Model runner V2 needs `--logits-processors tlt.vllm.processor:SharedNoise` instead. With both, a request is refused
+    if it asks for the noise and the runner does not have it. An untested vLLM is not changed.
+    """
     if not is_tested(vllm_version() or ""):
         return
     from vllm.v1.engine.input_processor import InputProcessor  # type: ignore[import-not-found]
@@ -25,7 +27,7 @@ def register() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Any) -> None:
-    """Once, however often vLLM loads its plugins in a process."""
+    """Wrap a method once, because vLLM may load its plugins several times in a process."""
     original = getattr(owner, name)
     if not hasattr(original, "original"):
         wrapped = wrapper(original)
@@ -34,7 +36,10 @@ def _wrap(owner: Any, name: str, wrapper: Any) -> None:
 
 
 def _refusing(original: Any) -> Any:
-    """As a request comes in, where a ValueError is an answer to who sent it; in the runner it would end vLLM."""
+    """Return a wrapper that validates the tlt entry when a request arrives.
+
+    A ValueError here is returned to the client. In the runner it would end vLLM.
+    """
 
     def _validate_params(processor: Any, params: Any, *others: Any) -> Any:
         from tlt.vllm.noise import KEY, Draw
@@ -52,11 +57,11 @@ def _refusing(original: Any) -> Any:
 
 
 def _draws(config: Any) -> bool:
-    """Whether the runner of this vLLM has the noise."""
+    """Return whether the runner of this vLLM has the noise."""
     if config.use_v2_model_runner:
         given = config.model_config.logits_processors or ()
         return any(p == PROCESSOR or getattr(p, "__module__", "") == PROCESSOR.partition(":")[0] for p in given)
-    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # which does so itself
+    return _wraps_v1() or config.parallel_config.worker_extension_cls == EXTENSION  # it adds the noise itself
 
 
 def _wraps_v1() -> bool:
@@ -69,6 +74,6 @@ def _with_noise(original: Any) -> Any:
     def _sample(runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         from tlt.vllm.runner_v1 import NoisySampling
 
-        return NoisySampling(runner)(logits, spec_decode_metadata)  # from the next time on it is called itself
+        return NoisySampling(runner)(logits, spec_decode_metadata)  # it replaces runner._sample, so this runs once
 
     return _sample

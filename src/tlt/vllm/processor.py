@@ -1,7 +1,7 @@
-"""The noise as vLLM's own logits processor, which its model runner V2 calls for every row, those of drafts too.
+"""Logits processor that adds the noise. vLLM's model runner V2 calls it for all rows, including rows of drafts.
 
-`--logits-processors tlt.vllm.processor:SharedNoise` has any vLLM draw as we do, for requests that say how in
-`extra_args`.
+With `--logits-processors tlt.vllm.processor:SharedNoise`, vLLM samples with our noise each request that has a tlt entry
+in `extra_args`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SharedNoise(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError."""
+        """Raise ValueError for an invalid tlt entry in `extra_args`."""
         Draw.of_params(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
@@ -37,5 +37,5 @@ class SharedNoise(LogitsProcessor):
 
 
 def _before(draw: Draw | None, req_states: Any, slot: int) -> int:
-    """Tokens of the response that its prompt brings."""
+    """Return the number of response tokens in the request's prompt."""
     return int(req_states.prompt_len.np[slot]) - draw.prompt_tokens if draw else 0

@@ -1,7 +1,9 @@
-"""The noise for vLLM's model runner V1 (CPUs, and GPUs where V2 lacks something), which refuses logits processors where
-it speculates (vllm#43672). One method of the runner is wrapped: `_sample`, which is given the logits of all rows. So
-that a learned drafter guesses with the noise too, so are two of it: the one that says where it begins, and the one that
-takes its likeliest tokens."""
+"""The noise in vLLM's model runner V1, which is used on CPUs and on GPUs when V2 lacks a feature.
+
+V1 refuses logits processors together with speculative decoding (vllm#43672). So this module wraps the runner's
+`_sample`, which receives the logits of all rows. A learned drafter samples with the noise too. For this, its methods
+`set_inputs_first_pass` and `_greedy_sample` are replaced.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from tlt.vllm.look_ahead import LookAheadProposer
 from tlt.vllm.noise import Draw, NoiseTable
 from tlt.vllm.versions import require_vllm
 
-_SLOTS = 2  # times the requests that run at once: one that was preempted keeps its own
+_SLOTS = 2  # slots per running request, because preempted requests keep theirs
 
 
 class NoisySampling:
-    """Puts the noise on the logits of a runner before it samples from them."""
+    """Wrapper of a runner's `_sample` that adds the noise to the logits before sampling."""
 
     def __init__(self, runner: Any) -> None:
-        """Raises VllmError for a version whose runner was not tested."""
+        """Replace the runner's `_sample` and connect its drafter. Raises VllmError if vLLM is not installed."""
         require_vllm()
-        before = getattr(type(runner)._sample, "original", None)  # where our plugin has been
+        before = getattr(type(runner)._sample, "original", None)  # set if our plugin wrapped it
         self.runner, self._sample = runner, MethodType(before, runner) if before else runner._sample
         slots = _SLOTS * runner.max_num_reqs
         self.table = NoiseTable(slots, runner.device)
@@ -44,7 +46,7 @@ class NoisySampling:
         return self._sample(logits, spec_decode_metadata)
 
     def _rows(self, drafts: Any) -> tuple[Tensor, Tensor]:
-        """Slot and input position of each row of logits: a request's last token, and each token of its draft."""
+        """Return the slot and input position of each row of logits: a request's last token and its draft tokens."""
         runner, device = self.runner, self.runner.device
         held = self._held()
         slots = torch.tensor(held, device=device)
@@ -56,7 +58,7 @@ class NoisySampling:
         return slots.repeat_interleave(counts), runner.positions[drafts.logits_indices.long()]
 
     def slots(self) -> Tensor:
-        """Of the requests of a pass, in its order."""
+        """Return the slots of a pass's requests [requests], in its order."""
         return torch.tensor(self._held(), device=self.runner.device)
 
     def _held(self) -> list[int]:
@@ -79,18 +81,22 @@ class NoisySampling:
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """In bfloat16 scores would be rounded, and the nearest of them tie."""
+    """Return logits in float32 or wider, because rounding to bfloat16 would make close scores equal."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _guesses_greedily(drafter: Any) -> bool:
-    """One of vLLM's learned ones that takes the argmax of logits over our vocabulary, a step after the other."""
+    """Return whether this is a learned drafter of vLLM that takes the argmax over our vocabulary, step by step."""
     others = ("use_local_argmax_reduction", "use_heterogeneous_vocab", "uses_mrope", "parallel_drafting")
     return hasattr(drafter, "_greedy_sample") and not any(getattr(drafter, name, False) for name in others)
 
 
 class NoisyGuesses:
-    """Puts the noise on a learned drafter's logits: with that of its position it guesses the target's very sample."""
+    """Wrapper that adds the noise to a learned drafter's logits.
+
+    It uses the target's noise for the same position. This raises the acceptance rate, because drafter and target then
+    draw the same token more often.
+    """
 
     def __init__(self, sampling: NoisySampling, drafter: Any) -> None:
         self.sampling, self.drafter = sampling, drafter
@@ -100,15 +106,18 @@ class NoisyGuesses:
         drafter._greedy_sample = self.guess
 
     def first_pass(self, *arguments: Any, **named: Any) -> Any:
-        """The last token that the target has been at stands there; the drafter was given the one behind it."""
+        """Prepare the first draft step and record the positions of the rows that are sampled.
+
+        They are one above the drafter's positions, because its inputs are shifted by one token.
+        """
         found = self._first_pass(*arguments, **named)
         self._positions = self.drafter.positions[found[1]] + 1
         return found
 
     def guess(self, hidden_states: Tensor) -> Tensor:
-        """[requests] its guesses of one step."""
+        """Return the draft tokens of one step [requests]."""
         logits, positions = self.drafter.model.compute_logits(hidden_states), self._positions
-        if positions is None or len(positions) != len(logits):  # vLLM tries it out at its start
+        if positions is None or len(positions) != len(logits):  # vLLM's dummy run at startup
             return logits.argmax(dim=-1)
         self._positions = positions + 1
         return self.sampling.table.guess(_widened(logits), self.sampling.slots(), positions).argmax(dim=-1)

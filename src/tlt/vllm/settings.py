@@ -1,4 +1,4 @@
-"""From a recipe to vLLM's own arguments."""
+"""Translation of a recipe into vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -16,55 +16,62 @@ PROCESSOR = "tlt.vllm.processor:SharedNoise"
 EXTENSION = "tlt.vllm.worker.WorkerExtension"
 PROPOSER = "tlt.vllm.look_ahead.LookAheadProposer"
 WIDEST = 16
-"""tokens of a look-ahead that are verified in one pass; vLLM keeps room for so many in every request"""
-_CACHE_MB = 1024  # where engine.kv_memory_mb is "auto": vLLM never gives the memory back
+"""Maximum number of look-ahead tokens verified in one pass. vLLM reserves this number of tokens for each request."""
+_CACHE_MB = 1024  # for engine.kv_memory_mb = "auto": vLLM reserves it from the start
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights are handed over as they lie in memory
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights are loaded without a copy
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker has its cores already
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a worker is already bound to its cores
 }
 
 
 def set_environment() -> None:
-    """Before vLLM is imported; what the user has set stays."""
-    # numba, which the n-gram lookup loads, takes all cores, and torch's kernels with it: ten times slower on busy ones
+    """Set vLLM's environment variables. Call it before vLLM is imported. Variables set by the user are kept."""
+    # numba, used by the n-gram lookup, takes all cores and makes torch's kernels do so: ten times slower on busy cores
     for name, value in (_ENVIRONMENT | {"NUMBA_NUM_THREADS": str(torch.get_num_threads())}).items():
         os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # what it says before it has read that
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for messages before vLLM reads the variable
 
 
 def engine_arguments(
     model: ModelConfig, engine: EngineConfig, speculative: dict[str, Any] | None, longest: int, sleeps: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`. `longest`: tokens of a prompt with its response. Raises VllmError."""
+    """Return keyword arguments for vLLM's `EngineArgs`.
+
+    `longest` is the maximum length of a prompt with its response, in tokens. Raises VllmError if `engine.vllm` sets an
+    argument that tlt sets.
+    """
     drafted = speculative["num_speculative_tokens"] if speculative else 0
     ours = {
         "model": model.path,
         "dtype": model.dtype,
         "max_model_len": longest,
         "max_num_seqs": engine.max_rows,
-        "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # all rows in each pass
+        "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # a pass holds all rows
         "kv_cache_memory_bytes": (_CACHE_MB if engine.kv_memory_mb == "auto" else engine.kv_memory_mb) * 2**20,
         "speculative_config": speculative,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
-        "enable_sleep_mode": sleeps,  # to give the cache's memory back for the update
+        "enable_sleep_mode": sleeps,  # to free the cache during the update
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
     }
     taken = ours.keys() & engine.vllm.keys()
     if taken:
-        raise VllmError(f"engine.vllm.{min(taken)} is set by tlt itself, from the recipe's other keys: leave it out")
+        raise VllmError(f"remove engine.vllm.{min(taken)}: tlt sets it from other keys of the recipe")
     return ours | engine.vllm
 
 
 def speculative_arguments(
     speculation: SpeculationConfig, export: Callable[[], tuple[str, str]]
 ) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for a drafter of ours; `export` writes the learned one for vLLM and gives its method
-    and folder. Raises VllmError where there is none."""
+    """Return vLLM's `speculative_config` for the recipe's drafter, or None without one.
+
+    `export` writes the learned drafter for vLLM and returns its method and folder. Raises VllmError if vLLM does not
+    support the drafter.
+    """
     if speculation.drafter == "off":
         return None
     if speculation.drafter == "suffix":
@@ -76,6 +83,6 @@ def speculative_arguments(
         method, folder = export()
         return {"method": method, "model": folder, "num_speculative_tokens": speculation.depth}
     raise VllmError(
-        f"speculation.drafter = {speculation.drafter!r} is not for engine.backend = 'vllm': take 'adaptive' "
-        "(look-ahead), 'eagle' (the learned one), 'suffix' (vLLM's n-gram lookup) or 'off'"
+        f"speculation.drafter = {speculation.drafter!r} does not work with engine.backend = 'vllm': use 'adaptive' "
+        "(look-ahead), 'eagle' (learned drafter), 'suffix' (vLLM's n-gram lookup) or 'off'"
     )

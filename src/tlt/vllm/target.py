@@ -1,4 +1,4 @@
-"""The target in vLLM: its weights, its version, and the one vLLM engine that all who decode with it share."""
+"""The target in vLLM: its weights, its version, and the vLLM engine that several engines of ours may share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tlt.vllm.noise import Draw
 from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment, speculative_arguments
 from tlt.vllm.versions import TESTED, VllmError, require_vllm, vllm_version
 
-_NEAR_TIE = 1e-3  # two noisy scores that rounding may swap
+_NEAR_TIE = 1e-3  # rounding may swap two scores that are this close
 
 
 class VllmTarget:
@@ -39,8 +39,11 @@ class VllmTarget:
         longest: int,
         sleeps: bool = False,
     ) -> None:
-        """`longest`: tokens that a prompt and its response may have together. With `sleeps` it can give memory back on
-        a GPU, which one vLLM in a process can. Raises VllmError."""
+        """Start vLLM.
+
+        `longest` is the maximum length of a prompt with its response, in tokens. With `sleeps`, memory can be released
+        on a GPU. Only one vLLM per process may set it. Raises VllmError if vLLM cannot start.
+        """
         require_vllm()
         set_environment()
         self.options, self.dtype, self.device = options, getattr(torch, model.dtype), device
@@ -50,7 +53,7 @@ class VllmTarget:
         self.parallel = engine.vllm.get("tensor_parallel_size", 1) != 1
         self._keys, self._config = itertools.count(), read_config(model.path)
         self._sleeps, self._asleep = sleeps and device.type == "cuda", False
-        self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # of the learned drafter, where there is one
+        self._folder = tempfile.TemporaryDirectory(prefix="tlt-drafter-")  # for the learned drafter
 
         def export() -> tuple[str, str]:
             layer = load_drafter(str(speculation.path), options)
@@ -60,29 +63,31 @@ class VllmTarget:
         speculative = speculative_arguments(speculation, export)
         arguments = engine_arguments(model, engine, speculative, self.longest, self._sleeps)
         with _threads_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what vLLM and torch have to say to each other
+            warnings.simplefilter("ignore")  # warnings between vLLM and torch
             self.llm: Any = _start(arguments)
         self.llm.collective_rpc("tlt_begin")
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take all weights by their Hugging Face names. What was kept of prompts is forgotten."""
+        """Load all weights by their Hugging Face names and clear the prefix cache."""
         given = dict(as_in_files(self._config, {name: tensor.detach() for name, tensor in weights.items()}))
-        if self.options.tied:  # files hold it once; on a CPU vLLM's head is a copy, which would stay the old one
+        if self.options.tied:  # files have the tensor once, but on a CPU vLLM's head is a copy that needs loading too
             given.setdefault("lm_head.weight", given["model.embed_tokens.weight"])
-        if self.parallel:  # they go to other processes
+        if self.parallel:  # weights are sent to other processes
             given = {name: tensor.cpu() for name, tensor in given.items()}
         self.llm.collective_rpc("tlt_load", args=(given,))
-        self.llm.reset_prefix_cache(reset_running_requests=True)  # else it is kept as long as there is a live row
+        self.llm.reset_prefix_cache(reset_running_requests=True)  # otherwise it is kept while a row is live
         self.version = version
 
     def load_drafter(self, layer: EagleLayer) -> None:
-        """The learned drafter takes these weights, amid a rollout if need be: no token depends on them. What it has
-        of live rows stays that of the one before."""
+        """Load weights into the learned drafter. This is allowed during a rollout, because no token depends on them.
+        The drafter's cache entries of live rows are not recomputed."""
         self.llm.collective_rpc("tlt_load_drafter", args=(checkpoint_tensors(layer),))
 
     def text_logits(self, tokens: Tensor) -> Tensor:
-        """[1, V] logits, up to a constant, of the token behind this text [n]; vLLM has no requests under way. Raises
-        VllmError if the token that vLLM draws there is not the one under the shared noise."""
+        """Return [1, V] logits, up to a constant, of the token after this text [n].
+
+        vLLM must have no running requests. Raises VllmError if vLLM's sample is not the one given by the shared noise.
+        """
         text, drawn = tokens.tolist(), list[int]()
         self.add(text, Draw(self.next_key(), 0, len(text), 1.0, 0, 1.0, show_law=True), most_tokens=1)
         while self.llm.has_unfinished_requests():
@@ -95,7 +100,7 @@ class VllmTarget:
         if len(drawn) != 1 or noisy.max() - noisy[0, drawn[0]] > _NEAR_TIE:
             raise VllmError(
                 f"vLLM {vllm_version()} does not draw tokens with tlt's noise ({drawn} instead of "
-                f"{noisy.argmax().item()}): install vLLM {' or '.join(TESTED)}, or leave engine.backend = 'tlt'"
+                f"{noisy.argmax().item()}): install vLLM {' or '.join(TESTED)}, or set engine.backend = 'tlt'"
             )
         return logits
 
@@ -112,8 +117,8 @@ class VllmTarget:
         stops: tuple[int, ...] = (),
         chains: Sequence[bytes] = (),
     ) -> str:
-        """A request that goes on behind these tokens; the name that its output bears. `chains`: what is known of it,
-        for our proposer."""
+        """Add a request that continues these tokens, and return its vLLM request id. `chains` are saved responses for
+        our proposer."""
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
@@ -134,10 +139,13 @@ class VllmTarget:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back the cache's memory, up to the next request, unless there are some under way: several engines may
-        share a vLLM. It can do so once its scheduler has heard of the end of all requests."""
+        """Free the KV cache until the next request.
+
+        Do nothing while requests are running, because several engines may share a vLLM. vLLM can free the cache only
+        after its scheduler has processed the end of all requests, so this runs two empty steps.
+        """
         if self._sleeps and not self._asleep and not self.llm.has_unfinished_requests():
-            for _ in range(2):  # one pass may be queued still
+            for _ in range(2):  # one pass may still be queued
                 self.llm.step()
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
@@ -150,26 +158,26 @@ class VllmTarget:
 
 
 def _start(arguments: dict[str, Any]) -> Any:
-    """Raises VllmError, whatever it is that vLLM cannot do."""
+    """Return vLLM's engine. Raises VllmError if it cannot start, for any reason."""
     try:
         from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
 
         given = EngineArgs(**arguments)
         if given.create_engine_config().use_v2_model_runner:
-            others = arguments.get("logits_processors") or ()  # ours comes last: what it is given is the law
+            others = arguments.get("logits_processors") or ()  # ours is last: it needs the final logits
             given = EngineArgs(**arguments | {"logits_processors": [*others, PROCESSOR]})
         return LLMEngine.from_engine_args(given)
     except Exception as error:
         if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             raise VllmError(
-                f"engine.vllm.{unknown[1]}: vLLM has no such engine argument, see its EngineArgs"
+                f"engine.vllm.{unknown[1]} is not an argument of vLLM's EngineArgs: correct or remove it"
             ) from error
         raise VllmError(f"vLLM cannot run {arguments['model']}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause's words."""
+    """Return the message of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     errors = getattr(error, "errors", None)  # pydantic's
@@ -180,7 +188,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """vLLM puts a function that does nothing in the place of torch.set_num_threads, for the whole process."""
+    """Restore torch.set_num_threads and its value, because vLLM replaces it by a function that does nothing."""
     before, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         yield

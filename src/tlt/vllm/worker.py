@@ -1,4 +1,4 @@
-"""What the engine asks of each of vLLM's workers, by `collective_rpc`: vLLM adds this class to its own worker's."""
+"""Methods that vLLM adds to its worker class (`worker_extension_cls`) and that are called by `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WorkerExtension:
     _tlt_table: NoiseTable
 
     def tlt_begin(self) -> None:
-        """Once, when the model is loaded: have the runner draw with our noise."""
+        """Make the runner sample with our noise. Call it once, after the model is loaded."""
         processors = getattr(getattr(self.model_runner, "sampler", None), "logits_processors", ())
         tables = [processor.table for processor in processors if hasattr(processor, "table")]
         self._tlt_table = tables[0] if tables else NoisySampling(self.model_runner).table
