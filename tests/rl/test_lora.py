@@ -136,7 +136,7 @@ def test_a_tied_head_without_an_adapter_stays_tied(folder: Path, tmp_path: Path)
 
 def test_adapters_that_the_recipe_does_not_ask_for_are_not_passed_over(folder: Path, tmp_path: Path) -> None:
     adapted(folder, folder, targets=["q_proj", "lm_head"]).save(tmp_path)
-    with pytest.raises(ModelError, match=r"train\.lora does not ask for \(lm_head\.lora_A"):
+    with pytest.raises(ModelError, match=r"train\.lora\.targets does not ask for \(lm_head\.lora_A"):
         adapted(tmp_path / "policy", folder, targets=["q_proj"])
 
 
@@ -155,7 +155,7 @@ def test_a_file_of_adapters_that_lacks_one_or_has_another_is_refused(folder: Pat
         ModelError, match=r"adapter_model\.safetensors does not fit adapter_config\.json .*: restore it"
     ):
         whole_model(tmp_path / "policy", torch.float32)
-    said = "lacks the adapter" if fault == "missing" else r"train\.lora does not ask for"
+    said = "lacks the adapter" if fault == "missing" else r"train\.lora\.targets does not ask for"
     with pytest.raises(ModelError, match=said):
         adapted(tmp_path / "policy", folder)
 
@@ -240,7 +240,7 @@ def test_who_asks_a_run_of_adapters_for_its_model_is_told_how_to_get_it(
 ) -> None:
     monkeypatch.setattr("tlt.commands.export.check_in_new_process", compare_here)
     run(tmp_path, "run", steps=1)
-    with pytest.raises(ModelError, match=r"holds adapters alone: merge them by tlt export .*policy FOLDER"):
+    with pytest.raises(ModelError, match=r"holds only adapters: run tlt export .*policy FOLDER to merge them"):
         read_config(policy_in(tmp_path / "run"))
     with pytest.raises(SystemExit) as end:
         main(["export", str(tmp_path / "run"), str(tmp_path / "whole"), "--dtype", "float32"])

@@ -268,5 +268,5 @@ def test_processes_meet_sum_and_gather() -> None:
 def test_one_who_waits_in_vain_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.rl.parallel._RENDEZVOUS", timedelta(seconds=1))
     rendezvous = Rendezvous("127.0.0.1")
-    with pytest.raises(GroupBroken, match="2 workers did not meet at 127"):
+    with pytest.raises(GroupBroken, match="2 workers did not connect at 127"):
         Processes(rendezvous.address, 0, 2, 2, CPU)

@@ -112,7 +112,7 @@ def test_another_head_is_refused_with_the_numbers(tmp_path: Path, dtype: torch.d
     message = str(caught.value)
     assert "\n" not in message
     assert str(dtype).removeprefix("torch.") in message
-    tokens, apart = (float(message.split(word)[1].split()[0]) for word in ("after", "one are"))
+    tokens, apart = (float(message.split(word)[1].split()[0]) for word in ("after", "differ by"))
     assert apart == pytest.approx(expected.max().item(), abs=0.02)
     assert tokens == int(expected.argmax()) + 1
 

@@ -269,7 +269,7 @@ def test_attention_that_cannot_be_computed_is_named_and_not_shared(
         monkeypatch.setattr(inner, "forward", before)
     with caplog.at_level(logging.WARNING):
         assert not share_prefixes(model)
-    assert f"Qwen3ForCausalLM cannot share it, because its attention uses {reason}" in caplog.text
+    assert f"Qwen3ForCausalLM cannot share prompts, because its attention uses {reason}" in caplog.text
     assert len(caplog.records) == 1
     assert model.config._attn_implementation == "sdpa"
 

@@ -1,7 +1,7 @@
-"""Packed micro-batches: sequences laid end to end in rows, with true borders, under a token budget.
+"""Packed micro-batches: sequences laid end to end in rows, with exact attention boundaries, under a token budget.
 
-Responses that share a prompt may share one copy of it (`shared_prefix`). What is packed together is a function of the
-sequences and their order alone, never of when they arrived.
+Responses to one prompt may share one copy of it (`shared_prefix`). The packing depends only on the sequences and their
+order, never on when they arrived.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from torch import Tensor
 
 from tlt.rl.shared_prefix import SharedRow, no_mask
 
-_BEGINNING = 256  # tokens that a pass could go through in the time it takes to begin one
-_ATTENTION = 2  # tokens that a pass could go through in the time of one more attention call in each layer
+_BEGINNING = 256  # fixed cost of one pass, in tokens that take as long
+_ATTENTION = 2  # cost of one more attention call in each layer, in tokens that take as long
 
 
 class Layout(NamedTuple):
-    """Rows of sequence numbers that make one micro-batch."""
+    """Plan of one micro-batch: rows of sequence numbers."""
 
     rows: list[list[int]]
     shared: bool = False
-    """The rows are groups of responses to one prompt, and are laid end to end in a single row."""
+    """Whether each row is a group of responses to one prompt. All groups are then laid end to end in one tensor row."""
 
 
 class MicroBatch(NamedTuple):
-    """R rows of L tokens. `sequences` lists, in order of place, the numbers of the sequences packed here."""
+    """Tensors of R rows of L tokens. `sequences` are the numbers of the packed sequences, in packing order."""
 
     sequences: list[int]
     input_ids: Tensor  # [R, L]
-    position_ids: Tensor  # [R, L] from 0 in each sequence
-    mask: Tensor | None  # [R, 1, L, L] bool: causal, within one sequence; None where a row is one: causal says it all
-    predicts: Tensor | None  # [R, L] bool: the next token is a response token of the same sequence; None if shared
-    targets: Tensor  # [T] those next tokens that the model sampled, in row-major order of `predicts`
-    shared: SharedRow | None = None  # prompts and responses of a single row, where responses share a prompt
-    sampled: Tensor | None = None  # which of the next tokens the model sampled; None: all
+    position_ids: Tensor  # [R, L], from 0 in each sequence
+    mask: Tensor | None  # [R, 1, L, L] bool: causal in each sequence; None if each row is one sequence
+    predicts: Tensor | None  # [R, L] bool: the next token is a response token; None if `shared` is given
+    targets: Tensor  # [T] response tokens that the model sampled, in packing order
+    shared: SharedRow | None = None  # layout of the single row if responses share a prompt
+    sampled: Tensor | None = None  # bool for each response token: whether the model sampled it; None: all
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Select the hidden states that predict the targets: [R, L, D] -> [T, D]."""
@@ -54,9 +54,10 @@ def by_prompt(members: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[
 
 
 def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
-    """Return the tokens to compute for a group: with one copy of its prompt if that is less work, else with one each.
+    """Return the number of tokens to compute for responses to one prompt.
 
-    Work counts the attended pairs as `plan` does, without the hidden size: sharing saves as many pairs or more."""
+    The prompt counts once if sharing it is less work, else once per response. Work is tokens plus the cost of attention
+    calls. Attended pairs are not counted, because sharing never adds any."""
     apart, together = sum(prompt + own for own in responses), prompt + sum(responses)
     return together if together + _ATTENTION * (1 + len(responses)) < apart else apart
 
@@ -64,9 +65,9 @@ def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
 def plan_shared(
     groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], most: int
 ) -> list[Layout]:
-    """Fill micro-batches of up to `most` tokens with groups, one copy of a prompt in each that holds its responses.
+    """Return micro-batches of up to `most` tokens. Each has one copy of every prompt whose responses it contains.
 
-    A response beyond the budget gets a micro-batch with its prompt alone."""
+    A response that exceeds the budget gets a micro-batch of its own, with its prompt."""
     layouts: list[Layout] = []
     room = 0
     for group in groups:
@@ -86,12 +87,14 @@ def plan_shared(
 
 
 def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
-    """Micro-batches of rows of sequence numbers, the longest first. The rows of one are as long as its longest
-    sequence, and hold one each or as many as fit, whichever is less work; it takes in shorter ones as long as that is
-    less work than to begin another. A sequence beyond the budget gets a row alone.
+    """Return micro-batches as [micro-batch][row] -> sequence numbers, the longest sequences first.
 
-    Work is in tokens: attention costs one L / (6 hidden_size) of what all else does, and half of that where a row is
-    one sequence, as attention that is causal and nothing else skips what it does not see.
+    Rows are as wide as the longest sequence of their micro-batch. A row holds one sequence or all that fit, whichever
+    is less work. Shorter sequences join a micro-batch as long as that is less work than to begin another one. A
+    sequence that exceeds `max_tokens` gets a micro-batch of its own.
+
+    Work is measured in tokens. In rows of width L, attention adds a share of L / (6 hidden_size). It adds half of that
+    if each row is one sequence, because plain causal attention skips the masked half.
     """
     left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches = []
@@ -103,7 +106,7 @@ def plan(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list
 
 
 def _least_work(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> list[list[int]]:
-    """The rows of the first micro-batch of these, the longest first."""
+    """Return the rows of the first micro-batch. `lengths` are in descending order."""
 
     def work(rows: int, width: int, attended: float) -> float:
         return rows * width * (1 + attended * width / (6 * hidden_size))
@@ -112,7 +115,7 @@ def _least_work(lengths: Sequence[int], max_tokens: int, hidden_size: int) -> li
     rest = [*accumulate((work(1, own, 0.5) for own in reversed(lengths)), initial=0.0)][::-1]
     rows: list[list[int]] = []  # first-fit
     room: list[int] = []
-    found: list[tuple[float, int, bool]] = []  # work of all, how many are in this micro-batch, one a row
+    found: list[tuple[float, int, bool]] = []  # total work, sequences in this micro-batch, whether each has its own row
     for k, own in enumerate(lengths):
         row = next((r for r, free in enumerate(room) if free >= own), len(room))
         if row == len(room):
@@ -139,11 +142,11 @@ def pack(
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Lay out one planned micro-batch; `rows` hold sequence numbers, a sequence is its prompt and its response."""
+    """Return the tensors of one planned micro-batch. `rows` are sequence numbers; a sequence is prompt and response."""
     width = max(sum(len(prompts[i]) + len(responses[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    position_ids = torch.arange(width).repeat(len(rows), 1)  # in gaps too: 0 would begin a sequence
-    # gaps: each its own segment, so no row of the mask is empty
+    position_ids = torch.arange(width).repeat(len(rows), 1)  # in padding too, because 0 would begin a sequence
+    # each padding token is its own segment, so that no row of the mask is empty
     segment = torch.arange(1, width + 1).neg().repeat(len(rows), 1)
     predicts = torch.zeros_like(input_ids, dtype=torch.bool)
     targets: list[int] = []
@@ -174,7 +177,7 @@ def pack_shared(
     responses: Sequence[Sequence[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """Lay out groups of one prompt each, end to end in one row: the prompt, then each of its responses."""
+    """Return the tensors of groups laid end to end in one row: each prompt, followed by its responses."""
     tokens: list[int] = []
     positions: list[int] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What is not finite ends a run, by its name: nothing that is learned from then on is worth keeping."""
+"""Checks that weights, losses and log-probs are finite. A run ends with an error if one is not."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from tlt.rl.parallel import ProcessGroup
 from tlt.types import Response
 
-_REMEDY = "go back to a checkpoint before it and lower train.learning_rate, or look at the rewards of that step"
+_REMEDY = "resume from an earlier checkpoint with a lower train.learning_rate, or check the rewards of that step"
 
 
 class NotFinite(ValueError):
-    """A weight, a loss or log-probs are NaN or infinite; the message names the step and the first such tensor."""
+    """Error for a NaN or infinite weight, loss or log-prob. The message names the step and the first such tensor."""
 
 
 def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, when: str, remedy: str = _REMEDY) -> None:
-    """All members of a group make this call, each with its own part of the same tensors, and raise together."""
+    """Raise NotFinite if any member of the group has a weight that is not finite.
+
+    All members make this call, each with its own part of the same tensors, and raise together."""
     names, tensors = zip(*named, strict=True)
     bad = _not_finite([tensor.detach() for tensor in tensors])
     group.sum_(bad)
@@ -29,9 +31,9 @@ def refuse_weights(named: Iterable[tuple[str, Tensor]], group: ProcessGroup, whe
 
 
 def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a float64 1 for each tensor that is not finite, else 0.
+    """Return [n] float64: 1 for each tensor that is not finite, else 0.
 
-    Each tensor is read once, by its sum. Finite numbers may have an infinite sum, so such a tensor is read again."""
+    The sum of each tensor is checked first. Finite numbers may have an infinite sum, so such a tensor is read again."""
     bad = torch.stack([tensor.sum().double() for tensor in tensors]).isfinite().logical_not().double()
     for k in bad.nonzero().flatten().tolist():
         bad[k] = not tensors[k].isfinite().all()
@@ -39,13 +41,13 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def refuse_loss(loss: float, first_wrong: str, step: int) -> None:
-    """Of the whole group, so that all its members raise; `first_wrong`, where it is this member's own."""
+    """Raise NotFinite if the group's loss is not finite. `first_wrong`: name of this member's first bad value."""
     if not math.isfinite(loss):
         raise NotFinite(f"{first_wrong or 'the loss'} is not finite in step {step + 1}: {_REMEDY}")
 
 
 def refuse_responses(responses: Iterable[Response], step: int) -> None:
-    """Of what the engine gives back, log-probs are as finite as its logits were."""
+    """Raise NotFinite if a log-prob from the engine is not finite, because its logits were not finite either."""
     for response in responses:
         if not math.isfinite(sum(response.full_logprobs)):
             at = next(i for i, value in enumerate(response.full_logprobs) if not math.isfinite(value))

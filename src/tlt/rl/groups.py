@@ -1,6 +1,6 @@
-"""From rewarded groups to the batch of a step: who is left out, which groups are used, and what they are worth.
+"""Training batch of a step, made from rewarded groups: usable groups, shaped rewards and advantages.
 
-Nothing here knows the order of arrival: groups come in the order of their prompts, responses by index.
+The order of arrival has no influence. Groups are in prompt order, responses in order of their index.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tlt.types import Group, Passes, Prompt, Reply, Request, Response, SamplingP
 
 
 def rewards_of(group: Group) -> list[float]:
-    """Of the responses that have one: the others are left out, never scored 0."""
+    """Return the rewards of a group. A response without a reward is left out, never scored 0."""
     return [response.reward for response in group.responses if response.reward is not None]
 
 
 def is_comparable(group: Group) -> bool:
-    """Whether two responses or more have a reward: one alone is compared with nothing."""
+    """Return whether at least two responses have a reward."""
     return len(rewards_of(group)) > 1
 
 
 def has_spread(group: Group) -> bool:
-    """Whether the rewards differ, the overlong penalty not counted (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Return whether the rewards differ, without the overlong penalty (DAPO, arXiv 2503.14476, section 3.2)."""
     return is_comparable(group) and min(rewards_of(group)) < max(rewards_of(group))
 
 
@@ -35,7 +35,7 @@ def usable(groups: Sequence[Group], config: Config) -> list[Group]:
 
 
 def make_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
-    """The responses of usable groups."""
+    """Return the batch of the rewarded responses of usable groups. Sets the `advantage` of each."""
     kept = [rewarded(group) for group in groups]
     rewards = [[_shaped(response, config) for response in responses] for responses in kept]
     batch = TrainBatch([], [], [], [], rewards=rewards)
@@ -65,14 +65,14 @@ def advantages_of(rewards: Rewards, train: TrainConfig) -> list[list[float]]:
 
 
 def _shaped(response: Response, config: Config) -> float:
-    assert response.reward is not None, "responses without a reward were left out"
+    assert response.reward is not None, "only rewarded responses are shaped"
     longest, window = config.rollout.max_new_tokens, config.rollout.overlong_tokens
     penalty = length_penalty(len(response.token_ids), longest - window, longest) if window else 0.0
     return response.reward + penalty
 
 
 def to_plain(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """As JSON holds it, for a checkpoint; of a prompt its row alone."""
+    """Return groups as JSON values for a checkpoint. A prompt is stored as its row number."""
     return [
         {"row": group.prompt.prompt_id, "responses": [_plain_response(response) for response in group.responses]}
         for group in groups
@@ -86,7 +86,7 @@ def _plain_response(response: Response) -> dict[str, Any]:
 
 
 def from_plain(plain: Sequence[dict[str, Any]], prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
-    """The groups again. `prompts` are those the rows were of."""
+    """Return the groups that `to_plain` stored. `prompts` are indexed by row."""
 
     def response(prompt: Prompt, fields: dict[str, Any]) -> Response:
         request = Request(prompt, **fields["request"], sampling=sampling)

@@ -1,7 +1,7 @@
-"""Log-probs and entropies of response tokens, the vocabulary's head applied chunk by chunk.
+"""Log-probs and entropies of response tokens. The LM head is applied in chunks.
 
-T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 a float32 [T, V] for 4,096 tokens is
-2.3 GiB, and the log-softmax, its gradient and the entropy want it several times over.
+Shapes: T response tokens of a micro-batch, D hidden size, V vocabulary. At V = 151,936 a float32 [T, V] of 4,096 tokens
+takes 2.3 GiB. The log-softmax, its gradient and the entropy would need several of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tlt.types import TrainBatch
 def token_logprobs(
     model: Any, micro: MicroBatch, temperature: float, logits_mb: int, autocast: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob under softmax(logits / temperature), and entropy (no gradient), of each response token [T]."""
+    """Return log-probs [T] of the targets under softmax(logits / temperature), and entropies [T] (no gradient)."""
     cast = _autocast(micro.input_ids.device, autocast)
     inputs = {"input_ids": micro.input_ids, "position_ids": micro.position_ids, "attention_mask": micro.mask}
     shared = {"shared_row": micro.shared} if micro.shared else {}
@@ -44,14 +44,14 @@ def token_logprobs(
 
 
 def sequence_logits(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
-    """Logits [N, V] at each token of one sequence [N], by the arithmetic of `token_logprobs`."""
+    """Return logits [N, V] at each token of one sequence [N], computed as in `token_logprobs`."""
     hidden = last_hidden(model, tokens, autocast)
     with _autocast(tokens.device, autocast):
         return model.get_output_embeddings()(hidden)
 
 
 def last_hidden(model: Any, tokens: Tensor, autocast: bool) -> Tensor:
-    """Hidden states [N, D] after the final norm, at each token of one sequence [N]."""
+    """Return hidden states [N, D] after the final norm, at each token of one sequence [N]."""
     positions = torch.arange(len(tokens), device=tokens.device)
     inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
     with _autocast(tokens.device, autocast):
@@ -64,15 +64,15 @@ def _autocast(device: torch.device, enabled: bool) -> torch.autocast:
 
 
 def chunk_tokens(model: Any, logits_mb: int) -> int:
-    """Tokens whose logits fill `logits_mb` MiB."""
+    """Return the number of tokens whose logits fit into `logits_mb` MiB, at least 1."""
     width = 8 if model.dtype == torch.float64 else 4
     return max(1, logits_mb * 2**20 // (model.config.vocab_size * width))
 
 
 def in_chunks(law: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """`law(hidden [n, D], targets [n])` -> two [n], over [T, D] and [T] in chunks of n = `tokens`.
+    """Apply `law(hidden [n, D], targets [n]) -> (logprobs [n], entropies [n])` in chunks of n = `tokens`.
 
-    Several chunks keep nothing for the gradient but their hidden states; each is computed anew when its turn comes.
+    If there are several chunks, only hidden states are saved for the backward pass, which recomputes each chunk.
     """
     if len(targets) <= tokens:
         return law(hidden, targets)
@@ -85,7 +85,7 @@ def in_chunks(law: Any, hidden: Tensor, targets: Tensor, tokens: int) -> tuple[T
 
 
 def old_logprobs(batch: TrainBatch, micro: MicroBatch, logprobs: Tensor, known: Mapping[int, Tensor]) -> Tensor:
-    """Those of the present policy where no others are known."""
+    """Return old log-probs [T]: the known ones, else those of the current policy, detached."""
     present = logprobs.detach().split([batch.num_sampled(i) for i in micro.sequences])
     return torch.cat([known.get(i, now) for i, now in zip(micro.sequences, present, strict=True)])
 

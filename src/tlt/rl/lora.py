@@ -1,4 +1,4 @@
-"""LoRA: a policy of which adapters are trained (PEFT), merged where its weights are asked for."""
+"""LoRA: a policy that trains adapters (PEFT), and their merge into the weights of the base model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from tlt.rl.policy import Policy
 from tlt_rl import install_hint
 
 FILE = "adapter_model.safetensors"
-_PEFT = "base_model.model."  # before each name in PEFT's files
+_PEFT = "base_model.model."  # prefix of each name in PEFT's files
 _ADAPTER = "default"
-_TOKENS = 16  # of the text on which the merged model is compared
-_ROUNDING = 1e-3  # in total variation, in float32
+_TOKENS = 16  # length of the text on which the merged model is compared
+_ROUNDING = 1e-3  # largest total variation that float32 rounding explains
 
 
 class AdaptedPolicy(Policy):
-    """A checkpoint holds the adapters alone, in PEFT's own format. Once merged it is the same model to rounding."""
+    """Policy that trains adapters alone. Its checkpoints hold only the adapters, in PEFT's own format.
+
+    The merged model equals the adapted one up to rounding."""
 
     def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
-        """`folder` holds adapters of the model in `self.base`, or is that model."""
+        """Return the model in `self.base` with the adapters in `folder`, or with new ones if there are none."""
         model = load_model(self.base, dtype, self._home())
         _adapt(model, self.config.lora)
         file = Path(folder) / FILE
@@ -41,7 +43,7 @@ class AdaptedPolicy(Policy):
                 raise ModelError(f"{file} has adapters of another rank: set train.lora.rank to theirs") from None
             if unknown := found.unexpected_keys:
                 raise ModelError(
-                    f"{file} has adapters that train.lora does not ask for ({unknown[0]}): set its targets"
+                    f"{file} has adapters that train.lora.targets does not ask for ({unknown[0]}): add them"
                 )
             if missing := [name for name in found.missing_keys if ".lora_" in name]:
                 raise ModelError(f"{file} lacks the adapter {missing[0]}: restore it, or set train.lora.targets")
@@ -66,22 +68,22 @@ class AdaptedPolicy(Policy):
 
 
 def merged_state(model: Any) -> dict[str, Tensor]:
-    """As of the model without adapters: these are merged, into copies of the weights they belong to."""
+    """Return the state dict of the model without adapters, which are merged into copies of their weights."""
     found = {n.replace(".base_layer.", "."): tensor for n, tensor in model.state_dict().items() if ".lora_" not in n}
     return found | {f"{name}.weight": _merged(layer) for name, layer in _adapted(model)}
 
 
 @torch.no_grad()
 def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
-    """Merge the adapters of a checkpoint into their base. Raises ModelError.
+    """Return the base model with the adapters of a checkpoint merged into it. Raises ModelError.
 
-    A head that is tied to the embedding gets weights of its own, because an adapter on one of them changes that one
-    alone."""
+    A head that is tied to the embedding is untied first, because an adapter may change one of the two alone. It is tied
+    again if both are equal after the merge."""
     peft = _peft()
     base = peft.PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
     if not Path(str(base), "config.json").is_file():
-        raise ModelError(f"{adapters} has adapters of the model in {base}, which is not there: put it back")
-    state = adapters.parent / "state.json"  # of the checkpoint, which knows the files of its base
+        raise ModelError(f"{adapters} has adapters of the model in {base}, which is missing: restore it")
+    state = adapters.parent / "state.json"  # the checkpoint's state has a digest of the base model's files
     trained_on = read_json(state).get("model") if state.is_file() else None
     if trained_on and trained_on != folder_sha256(str(base)):
         raise ModelError(
@@ -92,16 +94,18 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
         _set_head(model, model.get_input_embeddings().weight.clone(), tied=False)
     adapted = peft.PeftModel.from_pretrained(model, str(adapters)).eval()
     wanted = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    if odd := sorted(wanted ^ load_file(adapters / FILE).keys()):  # PEFT leaves out what does not fit
-        raise ModelError(f"{adapters / FILE} does not fit adapter_config.json beside it, see {odd[0]}: restore it")
+    if odd := sorted(wanted ^ load_file(adapters / FILE).keys()):  # PEFT skips adapters that do not fit
+        raise ModelError(
+            f"{adapters / FILE} does not fit adapter_config.json in the same folder, see {odd[0]}: restore it"
+        )
     tokens = torch.arange(min(_TOKENS, model.config.vocab_size))[None]
     trained = adapted(tokens).logits.softmax(-1)
     model = adapted.merge_and_unload()
     apart = 0.5 * (model(tokens).logits.softmax(-1) - trained).abs().sum(-1).max().item()
     if apart > _ROUNDING:
         raise ModelError(
-            f"the adapters in {adapters} cannot be merged: the next token's distribution would be {apart:.2g} apart "
-            "in total variation: serve them beside their base, or train other train.lora.targets"
+            f"the adapters in {adapters} cannot be merged: next-token distributions would change by {apart:.2g} in "
+            "total variation: serve them unmerged, or train other train.lora.targets"
         )
     embedding = model.get_input_embeddings().weight
     if tied and torch.equal(embedding, model.get_output_embeddings().weight):
@@ -115,7 +119,7 @@ def _set_head(model: Any, weight: Tensor, tied: bool) -> None:
 
 
 def _adapt(model: Any, config: LoraConfig) -> None:
-    """Adapters of the same random numbers wherever they are made; they add nothing at first."""
+    """Add adapters with a fixed seed, so that all processes get the same ones. They change no output at first."""
     if config.rank > (most := model.config.hidden_size):
         raise ModelError(f"train.lora.rank = {config.rank} is above the model's hidden_size of {most}: lower it")
     with torch.random.fork_rng(devices=[]):
@@ -147,7 +151,7 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _outer(name: str) -> str:
-    """An embedding's adapters are parameters, whose names end with the adapter's own; others have `.weight` behind."""
+    """Return the name in PEFT's files, which omit the adapter's name. In embeddings that is the last part of a name."""
     return _PEFT + name.replace(f".{_ADAPTER}.", ".").removesuffix(f".{_ADAPTER}")
 
 

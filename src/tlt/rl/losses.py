@@ -1,7 +1,7 @@
-"""Losses over the tokens of packed responses, by the name that `train.loss` gives.
+"""Losses over the tokens of packed responses, keyed by `train.loss`.
 
-A loss is a surrogate, a share of it for each token, and the clip its authors use. Each log-prob is named by who made
-it; T response tokens in all.
+A loss has a surrogate, a share for each token, and the clipping range of its authors. Each log-prob is named after the
+model that computed it. T is the total number of response tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FARTHEST = 20.0  # a log-ratio beyond this counts as this (as in verl): its exponential must stay finite
+_FARTHEST = 20.0  # log-ratios are clamped to this (as in verl), so that their exponential stays finite
 
 
 class Clip(NamedTuple):
-    """The ratio r = policy / old is clipped to [1 - low, 1 + high] where that makes the surrogate smaller. Where the
-    advantage is negative it counts as at most `dual` (dual clip, arXiv 1912.09729), which keeps the loss finite."""
+    """Clipping range. The ratio r = policy / old is clipped to [1 - low, 1 + high] if that makes the surrogate smaller.
+
+    If the advantage is negative, r is at most `dual` (dual clip, arXiv 1912.09729), which keeps the loss finite."""
 
     low: float
     high: float
@@ -29,15 +30,15 @@ class LossInputs(NamedTuple):
     policy_logprobs: Tensor
     """[T] of the policy being trained, with gradient"""
     old_logprobs: Tensor
-    """[T] of the policy that decoded the response, by the trainer"""
+    """[T] of the policy that decoded the response, computed by the trainer"""
     advantages: Tensor
-    """[T] its response's advantage"""
+    """[T] advantage of each token's response"""
     weights: Tensor
     """[T] share of each token in the loss"""
     lengths: Sequence[int]
-    """tokens of each response, in their order; they sum to T"""
+    """number of tokens of each response, in packing order; they sum to T"""
     importance: Tensor | float = 1.0
-    """[T] a further factor of each token's loss"""
+    """[T] extra factor on each token's loss"""
 
 
 class LossOutputs(NamedTuple):
@@ -52,16 +53,18 @@ class LossOutputs(NamedTuple):
 
 
 def clipped_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
-    """The clipped surrogate of PPO as GRPO uses it (arXiv 1707.06347, 2402.03300): -min(r A, clip(r, 1 - low, 1 +
-    high) A).
+    """Return PPO's clipped surrogate as in GRPO (arXiv 1707.06347, 2402.03300).
 
-    r = exp(policy - old). For A = 1, r = 1.5, high = 0.2 a token gives -1.2 and no gradient; for A = -1 it gives 1.5.
+    It is -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(policy - old). For A = 1, r = 1.5, high = 0.2 a token
+    gives -1.2 and no gradient; for A = -1 it gives 1.5.
     """
     return _clipped(inputs.policy_logprobs - inputs.old_logprobs, inputs, clip)
 
 
 def sequence_policy_loss(inputs: LossInputs, clip: Clip) -> LossOutputs:
-    """GSPO (arXiv 2507.18071): the same with one ratio a response, exp(mean over its tokens of policy - old)."""
+    """Return the GSPO loss (arXiv 2507.18071): the clipped surrogate with one ratio per response.
+
+    The ratio is exp(mean over the response's tokens of policy - old)."""
     apart = (inputs.policy_logprobs - inputs.old_logprobs).split(list(inputs.lengths))
     means = torch.stack([response.mean() for response in apart])
     repeats = torch.tensor(inputs.lengths, device=means.device)
@@ -77,16 +80,16 @@ def _clipped(log_ratio: Tensor, inputs: LossInputs, clip: Clip) -> LossOutputs:
 
 
 # -- shares ------------------------------------------------------------------------------------------------------------
-# A token's share in the loss is a weight over a total. The weight depends on its own response alone, so a gradient can
-# be computed before the other responses are known. The total is that of all responses of an optimizer step. A length of
-# 0 stands for a response that is masked: it counts as a response, and none of its tokens does.
+# A token's share of the loss is a weight divided by a total. The weight depends on the token's own response alone, so a
+# gradient can be computed before the other responses are known. The total is over all responses of an optimizer step.
+# A masked response has length 0. It counts as a response, but none of its tokens counts.
 
 
 class Share(NamedTuple):
     weight: Callable[[int, int], float]
-    """(tokens of the response, tokens of the longest that is allowed) -> weight of each of its tokens"""
+    """(tokens of the response, rollout.max_new_tokens) -> weight of each of its tokens"""
     total: Callable[[Sequence[int]], int]
-    """tokens of each response -> the number that divides the weights"""
+    """tokens of each response -> divisor of the weights"""
 
 
 def _count(lengths: Sequence[int]) -> int:
@@ -102,7 +105,7 @@ by_response = Share(lambda length, longest: 1 / max(1, length), _count)
 by_token = Share(lambda length, longest: 1.0, _tokens)
 """Every token counts the same: [2, 4] -> [1/6, 1/6]."""
 by_longest = Share(lambda length, longest: 1 / longest, _count)
-"""Every token counts the same, by a number that the lengths leave alone: [2, 4], longest 8 -> [1/16, 1/16]."""
+"""Every token counts the same, and the divisor does not depend on lengths: [2, 4], longest 8 -> [1/16, 1/16]."""
 
 
 class Loss(NamedTuple):
@@ -113,7 +116,7 @@ class Loss(NamedTuple):
 
 
 LOSSES = {
-    "ppo": Loss(clipped_policy_loss, by_token, 0.2, 0.2),  # as verl and, under the name of dapo, TRL have it
+    "ppo": Loss(clipped_policy_loss, by_token, 0.2, 0.2),  # as in verl, and in TRL under the name dapo
     "grpo": Loss(clipped_policy_loss, by_response, 0.2, 0.2),
     "dapo": Loss(clipped_policy_loss, by_token, 0.2, 0.28),  # arXiv 2503.14476
     "dr_grpo": Loss(clipped_policy_loss, by_longest, 0.2, 0.2),  # arXiv 2503.20783
@@ -121,29 +124,29 @@ LOSSES = {
 }
 
 
-# -- what may be added -------------------------------------------------------------------------------------------------
+# -- optional terms ----------------------------------------------------------------------------------------------------
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """[T] log-ratio policy / reference: its mean is KL(policy | reference), and the mean of its gradient is 0."""
+    """Return [T] the log-ratio policy / reference. Its mean is KL(policy | reference); its mean gradient is 0."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """[T] half the log-ratio's square: biased, but the mean of its gradient is that of the divergence."""
+    """Return [T] half the squared log-ratio. It is biased, but its mean gradient is that of the divergence."""
     return (policy_logprobs - reference_logprobs).square() / 2
 
 
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """[T] never negative, and of mean KL(policy | reference): d = reference - policy, exp(d) - d - 1."""
+    """Return [T] exp(d) - d - 1, d = reference - policy. It is never negative; its mean is KL(policy | reference)."""
     apart = reference_logprobs - policy_logprobs
     return torch.exp(apart.clamp(max=_FARTHEST)) - apart - 1
 
 
 KL = {"k1": k1, "k2": k2, "k3": k3}
-"""Schulman's estimates of KL(policy | reference) at drawn tokens: joschu.net/blog/kl-approx.html"""
+"""Schulman's estimators of KL(policy | reference) at sampled tokens: joschu.net/blog/kl-approx.html"""
 
 
 def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """[T] truncated importance weights min(exp(old - rollout), cap): they mend the gap between trainer and rollout."""
+    """Return [T] importance weights min(exp(old - rollout), cap). They correct the mismatch of trainer and rollout."""
     return torch.exp(old_logprobs - rollout_logprobs).clamp(max=cap)

@@ -1,4 +1,4 @@
-"""What a step's metrics say of its responses. Every name is explained in docs/metrics.md."""
+"""Metrics of a step's responses. docs/metrics.md explains every name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measure(
     fate: dict[str, float],
     seconds: dict[str, float],
 ) -> StepMetrics:
-    """Of the groups decoded in a step, in prompt order. `fate` and `faults_of` say what became of them."""
+    """Return the metrics of a step. `groups`: those decoded, in prompt order. `fate`: metrics of how they were used."""
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward for response in responses if response.reward is not None]
     lengths = sorted(len(response.token_ids) for response in responses)
@@ -59,8 +59,8 @@ def measure(
 
 
 def faults_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Responses without a reward; groups with fewer than two that have one; groups whose rewards are all equal, and
-    their share of those that can be compared."""
+    """Return the number of responses without a reward, of groups with fewer than two rewards, and of groups whose
+    rewards are all equal. The last one is also given as a share of the groups with at least two rewards."""
     unrewarded = sum(response.reward is None for group in groups for response in group.responses)
     comparable = [group for group in groups if is_comparable(group)]
     without_spread = sum(not has_spread(group) for group in comparable)
@@ -100,14 +100,14 @@ def episodes_of(responses: Sequence[Response]) -> dict[str, Any]:
 
 
 def tokens_of(groups: Sequence[Group]) -> int:
-    """Of all responses, and of their prompts, which count once for each."""
+    """Return the number of tokens of all prompts and responses. A prompt counts once per response."""
     return sum(
         len(group.prompt.token_ids) + len(response.token_ids) for group in groups for response in group.responses
     )
 
 
 def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Of each term of the reward, before its weight."""
+    """Return statistics of each reward term, before its weight."""
     found: dict[str, list[float]] = {}
     for group in groups:
         for response in group.responses:
@@ -117,7 +117,7 @@ def _by_term(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
 
 
 def _by_task(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Of the rewards of each kind of question, where the data names a few kinds."""
+    """Return statistics of the rewards by task, if the data names a few tasks."""
     found: dict[str, list[float]] = {}
     for group in groups:
         if group.prompt.task and group.prompt.counts_by_task:
@@ -134,5 +134,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """With n - 1, as torch.std has it; 0 of fewer than two."""
+    """Return the standard deviation with n - 1, like torch.std, or 0 for fewer than two values."""
     return stdev(values) if len(values) > 1 else 0.0

@@ -16,7 +16,7 @@ from tlt.types import TrainBatch
 
 
 class Objective:
-    """Sums over tokens, not yet divided by the `total` of an optimizer step."""
+    """Loss of a recipe, as a sum over tokens. The caller divides it by `total` of the optimizer step."""
 
     def __init__(self, config: TrainConfig, rollout: RolloutConfig) -> None:
         self.config, self.longest = config, rollout.max_new_tokens
@@ -34,8 +34,8 @@ class Objective:
         return self.loss.share.total([0 if i in batch.masked else batch.num_sampled(i) for i in members])
 
     def on(self, inputs: LossInputs, reference: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss with its gradient, and numbers to be summed along with it. `reference`: log-probs [T] of the
-        reference, if the KL divergence is in the loss."""
+        """Return the loss with its gradient, and metrics that are summed like it. `reference`: log-probs [T] of the
+        reference model if the loss has a KL term, else None."""
         loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
         found = {"clipped": clipped.item(), "weight": inputs.weights.sum().item(), "tokens": float(len(ratio))}
         if reference is not None:

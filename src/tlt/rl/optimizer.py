@@ -1,4 +1,4 @@
-"""AdamW: what of a model decays, and its moments by the names of parameters."""
+"""AdamW: its parameter groups, and its moments by parameter name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt.config import TrainConfig
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """`fused`: in one pass over each tensor."""
+    """Return AdamW over the trainable parameters. Norms and biases do not decay. `fused`: torch's option."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decays = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
     stays = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}  # norms and biases
@@ -24,7 +24,7 @@ def adamw(model: torch.nn.Module, config: TrainConfig, fused: bool) -> torch.opt
 
 
 def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
-    """name of the parameter + name of the moment -> tensor; empty before the first update."""
+    """Return "parameter/moment" -> tensor. It is empty before the first update."""
     names = {id(p): n for n, p in model.named_parameters()}
     return {
         f"{names[id(p)]}/{key}": value.detach().contiguous()
@@ -36,7 +36,7 @@ def moments_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
 def load_moments(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: Mapping[str, Tensor], steps: torch.device
 ) -> None:
-    """`steps`: where the count of steps lies; the moments lie beside their parameters."""
+    """Replace the moments by copies on their parameters' devices. `steps`: device of the step counts."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Cuts a batch into the shards of a group's members, and a shard into micro-batches."""
+"""Packing of a batch into shards for the members of a group, and of a shard into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from tlt.types import TrainBatch
 
 @dataclass
 class Packer:
-    """All results are functions of the batch and these settings, never of timing or of the members that are alive."""
+    """Packing of batches. Shards and micro-batches never depend on timing or on which members are alive."""
 
     max_tokens: int
-    """Tokens of a micro-batch"""
+    """Token budget of a micro-batch"""
     hidden_size: int
     device: torch.device
     shares: bool
     """Whether responses to one prompt may share a copy of it"""
 
     def shards(self, batch: TrainBatch, members: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-        """Return this member's shards of these responses. Responses to one prompt stay together if that is less work
-        for the shard that has most."""
+        """Return this member's shards of these responses. Responses to one prompt stay together if that reduces the
+        work of the largest shard."""
         return own_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), group)
 
     def all_shards(self, batch: TrainBatch, members: Sequence[int], count: int) -> list[list[int]]:
-        """Return the shards of all members, cut in the same way."""
+        """Return the shards of all members; `shards` selects from them."""
         return all_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), count)
 
     def work(self, batch: TrainBatch, members: Sequence[int]) -> int:
-        """Tokens to compute for these responses."""
+        """Return the number of tokens to compute for these responses."""
         return sum(self._tokens(batch, part) for part in self._groups(batch, members))
 
     def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
-        """Cut these responses into micro-batches. Groups share their prompt where that is less work."""
+        """Return the micro-batches of these responses. Groups share their prompt if that is less work."""
         groups = self._groups(batch, members)
         shared = [group for group in groups if self._tokens(batch, group) < sum(batch.lengths(group))]
         sharing = {i for group in shared for i in group}
@@ -60,5 +60,5 @@ class Packer:
         return by_prompt(members, batch.prompt_ids) if self.shares else [[i] for i in members]
 
     def _tokens(self, batch: TrainBatch, group: Sequence[int]) -> int:
-        """Tokens to compute for responses to one prompt."""
+        """Return the number of tokens to compute for responses to one prompt."""
         return shared_tokens(len(batch.prompt_ids[group[0]]), [len(batch.response_ids[i]) for i in group])

@@ -1,7 +1,7 @@
-"""Data-parallel updates: who takes which responses, and sums over the group of those who do.
+"""Data-parallel updates: the shards of a batch, their owners, and sums over a group of processes.
 
-A batch is cut into as many shards as the recipe has workers, and gradients are summed in the order of shards: so the
-bits depend neither on who was fast nor on how many members there are to compute them.
+A batch is cut into one shard per worker of the recipe, and gradients are summed in the order of shards. So the result
+is bitwise the same whatever the timing and the number of members.
 """
 
 from __future__ import annotations
@@ -28,49 +28,50 @@ from torch.distributed import (  # documented, not exported
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-_BUCKET = 1 << 24  # numbers that are summed at once
-_PATIENCE = timedelta(minutes=60)  # with a member that is slow; the connections of one that is lost end
-_RENDEZVOUS = timedelta(seconds=10)
-SILENT = 30  # seconds without a sign of life from the machine at the other end, after which a connection ends
+_BUCKET = 1 << 24  # most numbers in one collective
+_PATIENCE = timedelta(minutes=60)  # timeout for a slow member; the connections of a lost one close earlier
+_RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
+SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
 
 
 class GroupBroken(RuntimeError):
-    """Another member is gone, so a sum has no result: what was under way must be done again."""
+    """Loss of another member during a collective, which has no result. The work in progress must be repeated."""
 
 
 class Broken(NamedTuple):
-    """What a member's part of joint work came to as another member was gone."""
+    """Result of a member's part of an update during which another member was lost."""
 
     reason: str
 
 
 Owners = Sequence[Sequence[int]]
-"""[member] -> numbers of its shards; each shard of an update has one owner"""
+"""Shard numbers of each member, as [member][shard]. Each shard of an update has one owner."""
 
 
 class ProcessGroup(Protocol):
-    """Those who update together. Calls are made by all members, in the same order."""
+    """Members of a data-parallel update. All members make the same calls in the same order."""
 
     rank: int
     size: int
     shards: int
-    """that a batch is cut into; a member has one, or several where there are fewer members than shards"""
+    """Number of shards of a batch. A member has one, or several if there are fewer members than shards."""
 
     def sum_(self, tensor: Tensor) -> None:
-        """In place; all members get the same bits."""
+        """Sum the tensor over all members, in place. All members get the same bits."""
         ...
 
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        """[own shards, n] of every member -> [n], summed in the order of shards: on all members the same bits, and for
-        any number of members. `owners` says which shards `own` has, in this order."""
+        """Return [n], the sum of all members' `own` [own shards, n] in the order of shards.
+
+        The bits are the same on all members, and for any number of members. `owners` gives the shard of each row."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[n] of every member, n its own -> all of them, in order of rank."""
+        """Return the tensors [n] of all members, concatenated by rank. n may differ between members."""
         ...
 
     def leave(self) -> None:
-        """No other member waits for this one any more."""
+        """Leave the group, so that no other member waits for this one."""
         ...
 
 
@@ -89,14 +90,14 @@ class Alone:
 
 
 def numbers_of(rank: int, size: int, shards: int) -> range:
-    """The shards of a member: they lie beside each other, and differ by one in number between members."""
+    """Return the shards of a member, a contiguous range. Members differ by at most one shard."""
     return range(rank * shards // size, (rank + 1) * shards // size)
 
 
 def own_shards(
     groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], group: ProcessGroup
 ) -> list[list[int]]:
-    """Return this rank's part of `all_shards`."""
+    """Return this member's part of `all_shards`."""
     shards = all_shards(groups, work, group.shards)
     return [shards[number] for number in numbers_of(group.rank, group.size, group.shards)]
 
@@ -104,8 +105,8 @@ def own_shards(
 def all_shards(groups: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int) -> list[list[int]]:
     """Return `count` shards of an optimizer step's responses, each in prompt order; some may be empty.
 
-    `groups` are responses to one prompt each, and `work` is that of responses which stay together. Groups stay whole,
-    or all of them are cut into 2, 4, .. parts, whichever leaves least work to the shard that has most."""
+    Each of `groups` has the responses to one prompt. `work` returns the work of responses that stay together. Groups
+    stay whole, or all are cut into 2, 4, ... parts, whichever minimizes the work of the largest shard."""
     longest = max(map(len, groups), default=1)
     cuts = [1 << k for k in range(longest.bit_length())] + [longest]
     dealt = (_deal([own for whole in groups for own in _cut(whole, parts)], work, count) for parts in cuts)
@@ -120,9 +121,9 @@ def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
 def _deal(
     units: Sequence[Sequence[int]], work: Callable[[Sequence[int]], int], count: int
 ) -> tuple[int, list[list[int]]]:
-    """Deal out units to `count` shards: the most work that one has, and the shards.
+    """Assign units to `count` shards. Return the work of the largest shard, and the shards.
 
-    The largest is dealt out first, each to the shard that has least work (LPT: Graham, 1969)."""
+    Units are assigned in descending order of work, each to the shard with the least (LPT: Graham, 1969)."""
     shards: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     sizes = [work(unit) for unit in units]
@@ -134,7 +135,7 @@ def _deal(
 
 
 def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """The gradients of a shard that is done, in host memory; the next one begins with none."""
+    """Return a finished shard's gradients in host memory, and clear those of the parameters for the next shard."""
     taken = [torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu() for p in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -144,8 +145,9 @@ def take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
 def sum_gradients(
     gradients: Sequence[Tensor], group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners
 ) -> None:
-    """Write the sum over all shards into `gradients`. `shards` are the gradients of this member's own, in the order of
-    `owners`; `gradients` may be among them."""
+    """Write the sum over all shards into `gradients`.
+
+    `shards`: gradients of this member's own shards, in the order of `owners`. `gradients` may be one of them."""
     if group.shards == 1:
         return
     for bucket in _buckets(gradients):
@@ -157,7 +159,7 @@ def sum_gradients(
 
 
 def in_order(shards: Tensor, owners: Owners) -> Tensor:
-    """[shards, n], those of each member together -> [n], the sum in the order of shards."""
+    """Return the sum [n] of `shards` [shards, n] in the order of shards. Their rows are grouped by member."""
     numbers = [number for own in owners for number in own]
     first, *rest = (shards[row] for row in sorted(range(len(numbers)), key=numbers.__getitem__))
     if not rest:
@@ -169,7 +171,7 @@ def in_order(shards: Tensor, owners: Owners) -> Tensor:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Places of tensors of about `_BUCKET` numbers together and of one dtype."""
+    """Yield indices of consecutive tensors of one dtype, with at most `_BUCKET` numbers if there are several."""
     held: list[int] = []
     for place, gradient in enumerate(gradients):
         count = sum(gradients[k].numel() for k in held)
@@ -185,11 +187,12 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 class Rendezvous:
-    """Where the members of a group find each other; it belongs to the process of one of them, and ends with it. Nobody
-    finds it who was not told its name."""
+    """Meeting point of a group's members. It belongs to the process of one member, and ends with it.
+
+    Its name is random, so that other processes cannot find it."""
 
     def __init__(self, place: str | Path) -> None:
-        """In a folder of this machine, through no open port; or at this machine's address."""
+        """Create it in a folder of this machine (a Path, no open port), or at this machine's address (a string)."""
         name = secrets.token_hex(16)
         if isinstance(place, Path):
             self.address = str(place / f"rendezvous_{name}")
@@ -212,10 +215,10 @@ class Processes:
     """A group of processes, over gloo on CPUs and NCCL on GPUs."""
 
     def __init__(self, address: str, rank: int, size: int, shards: int, device: torch.device) -> None:
-        """Waits for the others for at most 10 s. Raises GroupBroken if they do not come."""
+        """Connect to the other members within 10 s. Raises GroupBroken if one is missing."""
         self.rank, self.size, self.shards = rank, size, shards
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM's in this process, which has no use for it
+        if dist.is_initialized() and dist.get_world_size() == 1:  # vLLM's, which it does not use
             dist.destroy_process_group()
         try:
             store = _store_at(address, size)
@@ -225,13 +228,13 @@ class Processes:
             _end_silent_connections()
         except RuntimeError as error:  # torch raises subclasses of it
             self.leave()
-            raise GroupBroken(f"{size} workers did not meet at {address}: {_first_line(error)}") from None
+            raise GroupBroken(f"{size} workers did not connect at {address}: {_first_line(error)}") from None
 
     def sum_(self, tensor: Tensor) -> None:
         self._call(dist.all_reduce, tensor)
 
     def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        """Each member sums a part of all shards, and gives it to the others: as many bytes as an all-reduce moves."""
+        """Sum one part of all shards on each member, and gather the parts. An all-reduce moves as many bytes."""
         count, n = own.shape
         width = -(-n // self.size)
         whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # a copy takes as long as the sum
@@ -262,15 +265,17 @@ class Processes:
             raise GroupBroken(_first_line(error)) from None
 
     def leave(self) -> None:
-        """Closes the connections: those who wait for this one notice."""
+        """Close the connections, so that members that wait for this one get an error."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _end_silent_connections() -> None:
-    """Of this process, gloo's and NCCL's among them. A machine that is cut off closes nothing, and the system waits for
-    it for hours; the machine of a process that is slow, or stopped, still answers."""
-    for number in (path.name for path in Path("/proc/self/fd").glob("*")):  # elsewhere than on Linux: of none
+    """Make all TCP connections of this process, gloo's and NCCL's included, close after `SILENT` seconds of silence.
+
+    A machine that is cut off closes nothing, and the system would wait for hours. A slow or stopped process is not
+    affected, because its machine still answers."""
+    for number in (path.name for path in Path("/proc/self/fd").glob("*")):  # finds nothing outside Linux
         with suppress(OSError):  # closed by now
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
@@ -283,8 +288,9 @@ def _end_silent_connections() -> None:
 
 
 def broken(error: RuntimeError) -> GroupBroken | None:
-    """What was raised amid a collective that torch itself began, if it was that. Of gloo's errors only the text tells,
-    which begins with a path of its sources."""
+    """Return GroupBroken if `error` comes from a collective that torch itself started, else None.
+
+    gloo's errors are recognized by their text, which begins with a path of its sources."""
     if isinstance(error, GroupBroken):
         return error
     return GroupBroken(_first_line(error)) if isinstance(error, dist.DistError) or "gloo" in str(error) else None

@@ -1,5 +1,7 @@
-"""The engine's target and the policy are two programs for one model. Their distributions are compared whenever the
-target takes weights, because nothing else would show that a run trains one model and decodes with another."""
+"""Parity check of the engine's target and the policy, which are two implementations of one model.
+
+Their next-token distributions are compared whenever the target loads weights. Nothing else would show that a run trains
+one model and decodes with another."""
 
 from __future__ import annotations
 
@@ -20,30 +22,31 @@ from tlt.vllm.target import VllmTarget
 
 
 class Weighed(Protocol):
-    """A policy, whoever trains it."""
+    """Policy, trained by us or by another trainer."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[N, V] at each token of one sequence [N]."""
+        """Return logits [N, V] at each token of one sequence [N]."""
         ...
 
 
 ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.4}
-"""total variation that rounding may explain; transformers takes norms and angles in float32 even under float64"""
+"""Largest total variation that rounding explains. Under float64, transformers has norms and angles in float32."""
 _TOKENS = 16
-_DRAFT = 4  # tokens of the text in a pass that verifies a tree
+_DRAFT = 4  # text tokens in each verification pass
 
 
 def take_weights(target: Target, policy: Weighed, version: int) -> None:
-    """The target takes the policy's weights. Raises ModelError if the two are not one model then."""
+    """Load the policy's weights into the target. Raises ModelError if the two then fail `check_parity`."""
     target.load(policy.state_dict(), version)
     check_parity(target, policy)
 
 
 def check_parity(target: Target, policy: Weighed) -> None:
-    """Compare the laws of the next token at each token of a short text, of vLLM that behind the last one. Raises
-    ModelError if they differ by more than rounding does. For a policy in shards all members make this call."""
+    """Compare next-token distributions at each token of a short text, for vLLM at its last token only.
+
+    Raises ModelError if they differ by more than rounding explains. All members of a sharded policy make this call."""
     count = min(_TOKENS, target.longest - 1 if isinstance(target, VllmTarget) else target.options.max_positions)
     tokens = torch.linspace(0, target.options.vocab_size - 1, count).long()
     decoded = _logits(target, tokens)
@@ -53,28 +56,30 @@ def check_parity(target: Target, policy: Weighed) -> None:
     apart = 0.5 * apart.abs().sum(-1)
     worst, allowed = apart.max().item(), ALLOWED[target.dtype]
     if worst > allowed:
-        remedy = "see that config.json fits the model's weights, or save the model again with transformers"
+        remedy = "check that config.json fits the model's weights, or save the model again with transformers"
         if target.version > 0:
-            remedy += "; or, where updates have made its weights too large, lower train.learning_rate and weight_decay"
+            remedy += "; or, if updates made its weights too large, lower train.learning_rate and train.weight_decay"
         dtype = str(target.dtype).removeprefix("torch.")
         raise ModelError(
             f"the engine and the policy are not one model at version {target.version}: after "
-            f"{before + int(apart.argmax()) + 1} tokens their laws of the next one are {worst:.2g} apart in total "
-            f"variation, where rounding in {dtype} explains at most {allowed:g}: {remedy}"
+            f"{before + int(apart.argmax()) + 1} tokens their next-token distributions differ by {worst:.2g} in total "
+            f"variation, and rounding in {dtype} explains at most {allowed:g}: {remedy}"
         )
 
 
 def _logits(target: Target, tokens: Tensor) -> Tensor:
-    """Behind each of the last tokens of a text."""
+    """Return logits [n, V] at the last n tokens of a text [N]."""
     if isinstance(target, VllmTarget):
         return target.text_logits(tokens)
-    assert isinstance(target, Decoder), "a target that nobody knows how to ask"
+    assert isinstance(target, Decoder), "targets are decoders or vLLM"
     return speculative_logits(target, tokens.to(target.device))
 
 
 def speculative_logits(target: Decoder, tokens: Tensor) -> Tensor:
-    """Decode a text [N] as the engine does, and return the logits at each token [N, V]. The first half is prefilled.
-    Each further pass verifies a tree of the next tokens, with a wrong draft token beside each right one."""
+    """Decode a text [N] as the engine does, and return the logits at each token [N, V].
+
+    The first half is prefilled. Each further pass verifies a tree of the next tokens, in which each right draft token
+    has a wrong sibling."""
     device, text = target.device, tokens.tolist()
     store = attention_for(HeadShape.of(target.options, target.dtype, device))
     store.resize(1, 2 * len(text))
@@ -102,11 +107,11 @@ def _with_wrong_tokens(right: Sequence[int], vocab_size: int) -> DraftTree:
 
 
 def _law(logits: Tensor, whose: str, version: int) -> Tensor:
-    """In float64 and in host memory."""
+    """Return the distributions in float64 in host memory. Raises ModelError for logits that are not finite."""
     wide = logits.to("cpu", torch.float64)
     if not wide.isfinite().all():
         raise ModelError(
-            f"the {whose}'s logits are not finite at version {version}: see that the model's weights are finite, or go "
-            "back to an earlier checkpoint and lower train.learning_rate"
+            f"the {whose}'s logits are not finite at version {version}: check that the model's weights are finite, or "
+            "resume from an earlier checkpoint with a lower train.learning_rate"
         )
     return wide.softmax(-1)

@@ -38,10 +38,10 @@ _ONE_IN = 8  # of the responses that have no gradient, one in so many is measure
 
 
 class Policy:
-    """Masters are float32 (float64 if asked); dtype bfloat16 means autocast over them.
+    """Trained model with its optimizer. Masters are float32 (float64 if asked); bfloat16 means autocast over them.
 
-    In memory, for each parameter: its master, its gradient and Adam's two moments, 4 x 4 bytes in float32; and, where
-    `kl_weight` is on, the frozen `reference` that training started from, 4 bytes more.
+    Memory per parameter: master weight, gradient and Adam's two moments, 4 x 4 bytes in float32. If `kl_weight` is set,
+    the frozen `reference`, the model that training started from, adds 4 bytes.
     """
 
     fused = True  # AdamW in one pass over each tensor
@@ -74,16 +74,16 @@ class Policy:
         self.early = self.sums if has_early_gradients(config) else self.logprob_sums
         self._skipped = 0  # updates in a row that were left out as a whole
         self.version: int | None = 0
-        """steps that it was updated in; None amid an update, once a weight has changed"""
+        """number of steps of training; None during an update once a weight has changed"""
         self.updated, self._token_share = 0.0, 0.0
-        """share of the update under way that is done, which others may read at any time, 0 before and after; and a
-        token's part of it"""
+        """share of the current update that is done, which other threads may read (0 before and after it); and the
+        share of one token's forward pass"""
 
     def _load(self, folder: str | Path, dtype: torch.dtype) -> Any:
         return load_model(folder, dtype, self._home())
 
     def _home(self) -> torch.device:
-        """Where models are loaded to."""
+        """Return the device that models are loaded to."""
         return self.device
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -98,15 +98,15 @@ class Policy:
         group: ProcessGroup | None = None,
         held: Held = (),
     ) -> dict[str, float]:
-        """One rollout's optimizer steps. Micro-batches are formed from the order of prompts; returns scalar metrics.
+        """Do the optimizer steps of one rollout and return scalar metrics. Micro-batches depend on prompt order alone.
 
-        The members of a `group` hold the same policy and give the same whole batch; each takes its shards of every
-        optimizer step, and all end with the same bits. `held` has the early shards that each member has begun, with the
-        share that is done. Responses that have no gradient (an advantage of 0, as where all rewards of a group are
-        alike, and no KL term) teach nothing: one in eight of them goes through the model once, for `entropy` and the
-        mismatch, which are over all tokens of the batch. A batch without responses changes nothing, and its metrics are
-        0. `skipped` is the share of optimizer steps that were left out because their gradient was not finite. `early`
-        is the share of the tokens whose gradient, or else log-probs, were computed before the update.
+        All members of a `group` have the same policy and pass the same whole batch. Each computes its shards of every
+        optimizer step, and all end with the same bits. `held`: early shards that each member has begun, with the share
+        that is done. A response without a gradient has an advantage of 0 and no KL term, for example if all rewards of
+        its group are equal. One in eight of these goes through the model once, for `entropy` and the mismatch over all
+        tokens of the batch. A batch without responses changes nothing, and its metrics are 0. `skipped`: share of
+        optimizer steps that were left out because their gradient was not finite. `early`: share of the tokens whose
+        gradient, or else log-probs, were computed before the update. Raises NotFinite, GroupBroken.
         """
         group = group or Alone()
         rate = learning_rate(self.config, step)
@@ -145,8 +145,8 @@ class Policy:
 
     @torch.no_grad()
     def _fixed(self, batch: TrainBatch, group: ProcessGroup, held: Held) -> tuple[Fixed, float]:
-        """Compute the log-probs that stay, each member those of its shards. Return all, and the share of tokens whose
-        log-probs were computed early."""
+        """Compute the log-probs that stay fixed during the update, each member those of its shards. Return all of them,
+        and the share of tokens whose log-probs were computed early."""
         models, plan = self._fixed_models, self.planner.of_logprobs(batch, group, held)
         self._expect([plan], len(models), len(models) / (len(models) + _BACK * self.config.epochs))
         found = self.logprob_sums.over(plan, lambda shard: self._begin_logprobs(shard, group))
@@ -213,7 +213,7 @@ class Policy:
         return {name: models[name] for name in fixed_logprobs(self.config)}
 
     def _backward(self, to: ShardSum, micro: MicroBatch) -> None:
-        """Add one micro-batch's part of the gradients, of the totals and of the tokens."""
+        """Add one micro-batch to the gradients, the totals and the token metrics."""
         batch = to.shard.batch
         logprobs, entropy = self._logprobs(self.model, micro)
         inputs = self.objective.inputs(batch, micro, logprobs, to.fixed.old)
@@ -247,7 +247,7 @@ class Policy:
     def _step(
         self, group: ProcessGroup, shards: Sequence[list[Tensor] | None], owners: Owners, total: int
     ) -> tuple[float, bool]:
-        """With the gradients of all shards, over `total`: their norm, and whether the step was left out."""
+        """Apply the sum of all shards' gradients, divided by `total`. Return its norm, and whether it was skipped."""
         parameters = self._trained
         for parameter in parameters:
             if parameter.grad is None:  # of a shard without responses; and Adam's moments fade in a step without any
@@ -262,11 +262,11 @@ class Policy:
         return float(norm), skipped
 
     def _own_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """This member's part of each."""
+        """Return this member's part of each weight, by name."""
         return self.model.named_parameters()
 
     def _refuse_to_stand_still(self, skipped: bool, step: int) -> None:
-        """One update without a finite gradient may pass, and is told."""
+        """Log a warning for one update without a finite gradient, and raise NotFinite for two in a row."""
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped == 1:
             log.warning("no gradient of step %d is finite: it changed nothing, and a second one ends the run", step + 1)
@@ -281,7 +281,7 @@ class Policy:
         owners: Owners,
         total: int,
     ) -> Tensor:
-        """Sum the shards' gradients, divide them by `total`, and clip them; their norm before that."""
+        """Sum the shards' gradients, divide them by `total` and clip them. Return their norm before clipping."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         sum_gradients(gradients, group, shards, owners)
         for gradient in gradients:
@@ -290,7 +290,7 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
-        """Of each response's tokens, under the present policy."""
+        """Return the log-probs of each response's tokens, under the current policy."""
         members, found = range(len(batch.response_ids)), dict[int, list[float]]()
         for micro in self._micro_batches([self.model], batch, members, group or Alone()):
             logprobs, _ = self._logprobs(self.model, micro)
@@ -300,8 +300,9 @@ class Policy:
 
     @torch.no_grad()
     def _look_at_untaught(self, batch: TrainBatch, tokens: TokenMetrics, group: ProcessGroup) -> None:
-        """Else a step in which most groups are solved would say little about the policy, and one without a gradient
-        nothing. A sample, as to compute all of them would make the update longer by up to a third."""
+        """Add a sample of the responses without a gradient to `tokens`, so that its metrics cover the whole batch.
+
+        To compute all of them would make the update longer by up to a third."""
         untaught = [i for i in range(len(batch.response_ids)) if not has_gradient(batch, i, self.config)]
         sample = untaught[::_ONE_IN]
         count, drawn = (sum(map(batch.num_sampled, some)) for some in (untaught, sample))
@@ -316,14 +317,14 @@ class Policy:
     def _micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """Those of this member, each for a pass through all `models`."""
+        """Yield this member's micro-batches, each for a pass through all `models`."""
         for layout in self.packer.plan(batch, members):
             yield self.packer.pack(batch, layout)
             done = sum(batch.lengths([i for row in layout.rows for i in row]))
             self.updated += done * self._token_share * (_BACK if torch.is_grad_enabled() else len(models))
 
     def _expect(self, plans: Sequence[Plan], passes: int, end: float) -> None:
-        """Let `updated` grow to `end` with the shards of these plans. `passes`: through the model, for each token."""
+        """Let `updated` grow to `end` with the shards of these plans. `passes`: forward passes of each token."""
         left = [shard for plan in plans for shard in plan.own if shard.number not in self.early.early]
         tokens = passes * sum(sum(shard.batch.lengths(shard.members)) for shard in left)
         self._token_share = (end - self.updated) / max(1, tokens)
@@ -333,7 +334,7 @@ class Policy:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """[N, V] at each token of one sequence [N]."""
+        """Return logits [N, V] at each token of one sequence [N]."""
         return sequence_logits(self.model, tokens.to(self.model.device), self.autocast)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -342,14 +343,14 @@ class Policy:
         return self.model.state_dict()
 
     def trained_state(self) -> Mapping[str, Tensor]:
-        """What `load_state_dict` takes: all that training changes."""
+        """Return the tensors that training changes, for `load_state_dict`."""
         return self.state_dict()
 
     def sha256(self) -> str:
         return weights.sha256(self.state_dict())
 
     def save(self, folder: Path) -> None:
-        """`policy/`, which transformers can load, and the optimizer's state as safetensors."""
+        """Write `policy/`, which transformers can load, and the optimizer's state as safetensors."""
         self._save_model(folder / "policy")
         save_file(dict(self.optimizer_state()), folder / "optimizer.safetensors")
 
@@ -357,7 +358,7 @@ class Policy:
         save_model(self.model, folder)
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
-        """name of the parameter + name of the moment -> tensor; empty before the first update."""
+        """Return "parameter/moment" -> tensor. It is empty before the first update."""
         return moments_of(self.optimizer, self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The gradients or log-probs of an update's shards, as far as they are computed, and what is summed along with them."""
+"""Gradients or log-probs of an update's shards, complete or in progress, and the sums of their metrics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tlt.rl.token_metrics import TokenMetrics
 from tlt.types import TrainBatch
 
 TOTALS = ("loss", "clipped", "kl", "weight", "tokens", "early")
-"""sums over the tokens of an optimizer step; the first four are weighted, the last one counts tokens of early
-gradients"""
+"""Sums over the tokens of an optimizer step. The first four are weighted. "early" counts tokens computed
+before the update."""
 
 
 class Shard(NamedTuple):
@@ -26,7 +26,7 @@ class Shard(NamedTuple):
     number: int
     batch: TrainBatch
     members: list[int]
-    """those that are computed"""
+    """responses to compute"""
 
 
 class Plan(NamedTuple):
@@ -34,28 +34,28 @@ class Plan(NamedTuple):
 
     owners: Owners
     own: Sequence[Shard]
-    """this member's, in the order that `owners` has them in"""
+    """this member's shards, in the order of `owners`"""
     early: Sequence[Sequence[int]]
-    """responses of each early shard. These shards come first, and have batches of their own"""
+    """responses of each early shard; these shards come first, and each has a batch of its own"""
 
     def in_batch(self, shard: Shard, i: int) -> int:
-        """Return the number in the whole batch of a shard's response."""
+        """Return the number that response `i` of a shard has in the whole batch."""
         return self.early[shard.number][i] if shard.number < len(self.early) else i
 
 
 @dataclass
 class ShardSum:
-    """The sum over a shard. While gradients are computed, the parameters hold that of the shard."""
+    """Sum over a shard. While gradients are computed, the parameters hold that of the shard."""
 
     shard: Shard
     fixed: Fixed
-    """log-probs that the gradient needs, or that are computed"""
+    """log-probs that the gradient needs, or that this sum computes"""
     micro_batches: Iterator[MicroBatch]
-    """those that are left"""
+    """micro-batches that are not computed yet"""
     tokens: TokenMetrics
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
     wrong: str = ""
-    """what is not finite"""
+    """name of the first value that is not finite, or empty"""
     is_complete: bool = False
     gradients: list[Tensor] | None = None
     """in host memory; None if the parameters hold them"""
@@ -67,13 +67,16 @@ class ShardSum:
         return self.totals["tokens"] / whole if whole else 1.0
 
     def count_as_early(self) -> None:
-        """Count what was computed so far as computed before the update."""
+        """Count all tokens so far as computed before the update."""
         self.totals["early"] = self.totals["tokens"]
 
 
 class ShardSums:
-    """The sums of one member. The parameters hold the gradient of one shard at a time: in a rollout, that of the early
-    shard that is unfinished, if there is one."""
+    """Shard sums of one member. The parameters hold the gradient of one shard at a time. During a rollout, this is the
+    early shard that is unfinished, if there is one.
+
+    `trained` returns the parameters, or [] if no gradients are computed. `begin` returns an empty sum. `add` adds a
+    micro-batch to a sum, and its gradient to the parameters."""
 
     def __init__(
         self,
@@ -81,14 +84,12 @@ class ShardSums:
         begin: Callable[[Shard], ShardSum],
         add: Callable[[ShardSum, MicroBatch], None],
     ) -> None:
-        """`trained` returns the parameters, or none of them if no gradients are computed. `begin` returns an empty sum.
-        `add` adds a micro-batch to a sum, and its gradient to the parameters."""
         self.trained, self.begin, self.add = trained, begin, add
         self.early: dict[int, ShardSum] = {}
 
     def go_on(self, shard: Shard, stop: Callable[[], bool]) -> float:
         """Compute an early shard, or continue with it, until `stop` returns True after a micro-batch. Return the
-        share that is done. If another shard is unfinished, what was done of it is lost."""
+        share that is done. If another shard is unfinished, its gradient is lost."""
         known = self._known(shard)
         if known is None:
             self._empty_parameters()
@@ -101,7 +102,7 @@ class ShardSums:
 
     def over(self, plan: Plan, begin: Callable[[Shard], ShardSum]) -> list[ShardSum]:
         """Compute the sums of this member's shards, except those that were computed early. At the end the parameters
-        hold the gradient of one of them at most. No early result is used twice, because all are forgotten."""
+        hold the gradient of at most one of them. All early results are dropped, so that none is used twice."""
         found: dict[int, ShardSum] = {}
         for shard in plan.own:
             known = self._known(shard) if shard.number < len(plan.early) else None
@@ -120,7 +121,7 @@ class ShardSums:
         return list(found.values())
 
     def forget(self) -> None:
-        """Drop all early results, because they are of other weights now."""
+        """Drop all early results. They are invalid once the weights have changed."""
         self.early = {}
         self._empty_parameters()
 

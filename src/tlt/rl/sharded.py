@@ -1,4 +1,4 @@
-"""A policy in shards, by FSDP2: for models whose masters, gradients and moments do not fit one device."""
+"""Policy sharded by FSDP2, for models whose master weights, gradients and moments do not fit one device."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from tlt.types import TrainBatch
 
 
 class ShardedPolicy(Policy):
-    """After `shard_over` each member holds its part of every tensor of the decoder layers, of their gradients and
-    moments, and of the reference's layers; embedding, last norm and head, which are used outside the layers' order, are
-    on all.
+    """Policy whose decoder layers are sharded. After `shard_over` each member holds its part of every tensor of the
+    decoder layers, of their gradients and moments, and of the reference's layers. All members hold embedding, final
+    norm and head, because these are used outside the layers' order.
 
-    Every call that reads or changes the policy is then made by all members, in the same order. What a lost member held
-    is in checkpoints alone. With autocast the layers' bfloat16 copies stay from the forward pass to the backward pass,
-    2 bytes a parameter, unless `gradient_checkpointing` is on.
+    Every call that reads or changes the policy is then made by all members, in the same order. The shards of a lost
+    member exist only in checkpoints. With autocast the layers' bfloat16 copies stay from the forward to the backward
+    pass, 2 bytes per parameter, unless `gradient_checkpointing` is on.
     """
 
-    fused = False  # which cannot be where some tensors are in shards and some are not
-    group: ProcessGroup = Alone()  # until `shard_over`: the policy is whole
+    fused = False  # fused AdamW cannot mix sharded and whole tensors
+    group: ProcessGroup = Alone()  # until `shard_over` the policy is whole
 
     def _home(self) -> torch.device:
-        """Host memory, as the whole need not fit the device."""
+        """Return host memory, because the whole model may not fit the device."""
         return torch.device("cpu")
 
     def shard_over(self, group: ProcessGroup) -> None:
-        """Keep this member's shards alone. `group` is made of all processes of torch.distributed's own."""
+        """Keep only this member's shards. `group` has all processes of torch.distributed's default group."""
         self.group = group
         assert dist.group.WORLD, "a group of processes"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
@@ -62,14 +62,14 @@ class ShardedPolicy(Policy):
         group: ProcessGroup | None = None,
         held: Held = (),
     ) -> dict[str, float]:
-        """As that of a policy on every member, to the rounding of a sum. Raises GroupBroken."""
+        """Update like an unsharded policy, up to the rounding of sums. Raises GroupBroken."""
         try:
             return super().update(batch, step, self.group)
         except RuntimeError as error:
             raise broken(error) or error from None
 
     def logprobs(self, batch: TrainBatch, group: ProcessGroup | None = None) -> list[list[float]]:
-        """The same on every member. Raises GroupBroken."""
+        """Return the same log-probs on every member. Raises GroupBroken."""
         try:
             return super().logprobs(batch, self.group)
         except RuntimeError as error:
@@ -78,7 +78,9 @@ class ShardedPolicy(Policy):
     def _micro_batches(
         self, models: Sequence[Any], batch: TrainBatch, members: Sequence[int], group: ProcessGroup
     ) -> Iterator[MicroBatch]:
-        """As each pass through a layer is one of all members, those who have fewer join in with passes of nothing."""
+        """Yield this member's micro-batches, then do empty passes until all members have done as many.
+
+        All members take part in each pass through a sharded layer."""
         own = torch.tensor([len(self.packer.plan(batch, members))], device=self.device)
         missing = int(group.gather(own).max() - own)
         yield from super()._micro_batches(models, batch, members, group)
@@ -87,7 +89,7 @@ class ShardedPolicy(Policy):
                 self._pass_nothing(model)
 
     def _pass_nothing(self, model: Any) -> None:
-        """A token that predicts nothing goes through the layers as a micro-batch does; its gradient is 0."""
+        """Do a pass, and its backward pass if gradients are on, of a token that predicts nothing. Its gradient is 0."""
         token, no = (torch.zeros(1, 1, dtype=kind, device=self.device) for kind in (torch.long, torch.bool))
         nothing = MicroBatch([], token, token, ~no[None, None], no, token[0, :0])
         logprobs, _ = self._logprobs(model, nothing)
@@ -105,7 +107,9 @@ class ShardedPolicy(Policy):
         owners: Owners,
         total: int,
     ) -> Tensor:
-        """The layers' gradients are summed by now, and each member has the squares of its own shards."""
+        """Divide and clip the gradients, and return their norm before clipping.
+
+        FSDP has summed the layers' gradients. The squared norms of their shards are summed over the members."""
         assert len(shards) == 1, "as many members as shards"
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         whole = [p.grad for p in rest if p.grad is not None]
@@ -120,7 +124,7 @@ class ShardedPolicy(Policy):
         return norm
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The same on every member. Raises GroupBroken."""
+        """Return the same logits on every member. Raises GroupBroken."""
         try:
             return super().logits(tokens)
         except RuntimeError as error:
@@ -129,18 +133,18 @@ class ShardedPolicy(Policy):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole tensors, each gathered as it is read: by all members in the same order."""
+        """Return whole tensors. Each is gathered when it is read, by all members in the same order."""
         return Gathered(self.model.state_dict(), partial(_whole, group=self.group))
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
-        """As `state_dict`."""
+        """Return the moments, gathered like `state_dict`."""
         return Gathered(super().optimizer_state(), partial(_whole, group=self.group))
 
     def sha256(self) -> str:
         return weights.sha256(self._in_host_memory(self.model.state_dict()))
 
     def save(self, folder: Path) -> None:
-        """The first member writes what a policy that is not in shards does."""
+        """Write the same files as an unsharded policy. Only the first member writes."""
         policy = self._in_host_memory(self.model.state_dict(), first_alone=True)
         moments = self._in_host_memory(super().optimizer_state(), first_alone=True)
         if self.group.rank == 0:
@@ -148,7 +152,9 @@ class ShardedPolicy(Policy):
             save_file(moments, folder / "optimizer.safetensors")
 
     def _in_host_memory(self, state: Mapping[str, Tensor], first_alone: bool = False) -> dict[str, Tensor]:
-        """Whole tensors; those that are on every member stay where they are, as some share memory."""
+        """Return whole tensors, gathered in host memory; with `first_alone` on the first member only.
+
+        Tensors that are on every member are not copied, because some share memory."""
         found = {}
         for name, tensor in state.items():
             whole = _whole(tensor, self.group).cpu() if isinstance(tensor, DTensor) else tensor
@@ -162,7 +168,7 @@ class ShardedPolicy(Policy):
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Makes a tensor `whole` when it is read, so that there is one at a time."""
+    """Mapping that applies `whole` to a tensor when it is read, so that one whole tensor exists at a time."""
 
     def __init__(self, state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
         self._state, self._whole = state, whole
@@ -184,15 +190,15 @@ def _shard_layers(model: Any, mesh: DeviceMesh) -> None:
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-        layer.set_gradient_divide_factor(1.0)  # of all members the sum, not the mean
-        layer.set_force_sum_reduction_for_comms(True)  # a sum by 1.0 is NCCL's alone
+        layer.set_gradient_divide_factor(1.0)  # the sum over members, not the mean
+        layer.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     own = {p for layer in layers for p in layer.parameters()}
-    # the root shards nothing itself: it is where a layer's gather overlaps with the work of the one before
+    # the root has no shards, but FSDP needs it to overlap a layer's gather with the work of the layer before
     fully_shard(model.base_model, mesh=mesh, ignored_params={p for p in model.base_model.parameters() if p not in own})
 
 
 def _whole(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Shards are cut along the first dimension: laid end to end they are the whole."""
+    """Return the whole tensor. Shards are cut along the first dimension, so they are concatenated."""
     if not isinstance(tensor, DTensor):
         return tensor
     return group.gather(_local(tensor).reshape(-1)).view(tensor.shape)
@@ -203,7 +209,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_like(parameter: Tensor, moment: Tensor) -> Tensor:
-    """This member's part of a moment, where it has one of the parameter; Adam's count of steps has no parts."""
+    """Return this member's part of a moment if the parameter is sharded. Adam's step count has no parts."""
     if not isinstance(parameter, DTensor) or moment.dim() == 0:
         return moment
     place, cut = parameter.device_mesh, parameter.placements

@@ -1,7 +1,7 @@
 """Attention over shared prompts: one row holds a prompt once, followed by all responses to it.
 
-Each response attends to the prompt and to itself. Its positions are those that it has alone behind the prompt. The
-function is registered with transformers, so it serves every model whose attention layers use that registry.
+Each response attends to the prompt and to itself. Its positions continue those of the prompt. The function is
+registered with transformers, so it serves every model whose attention layers use that registry.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ROUNDING = 1e-4  # relative to the largest hidden state
 
 
 class CannotShare(RuntimeError):
-    """The model's attention needs something that this function does not compute."""
+    """Error for a model whose attention needs something that `attend` does not compute."""
 
 
 @dataclass
 class SharedRow:
-    """Layout of one row of groups: (tokens of the prompt, tokens of each response) of each group, in order."""
+    """Layout of a row: (tokens of the prompt, tokens of each response) of each group, in order."""
 
     groups: Sequence[tuple[int, Sequence[int]]]
     device: torch.device
@@ -47,7 +47,7 @@ class SharedRow:
         return list(chain.from_iterable((prompt, *responses) for prompt, responses in self.groups))
 
     def mask(self, before: int, own: int, window: int | None) -> Tensor:
-        """[own, before + own] bool: tokens that each of `own` tokens attends to, `before` tokens precede them.
+        """Return a bool mask [own, before + own] for `own` tokens that follow `before` others.
 
         Masks are computed once for all layers."""
         window = window if window and window < before + own else None
@@ -79,7 +79,7 @@ def attend(
     shared_row: SharedRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention [1, H, N, D] -> [1, N, H, D] within each group, or that of sdpa if there is no `shared_row`.
+    """Return attention [1, N, H, D] of query [1, H, N, D] within each group. Without `shared_row`, use sdpa.
 
     Raises CannotShare."""
     if shared_row is None:
@@ -111,7 +111,7 @@ def _refuse(settings: dict[str, Any]) -> None:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Without a mask, attention is causal."""
+    """Return attention with this mask, or causal attention if it is None."""
     share = query.shape[1] // key.shape[1]
     grouped = share > 1 and (mask is None or query.device.type == "cpu")  # CUDA has no fast kernel for both
     if share > 1 and not grouped:
@@ -126,14 +126,14 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def share_prefixes(model: Any) -> bool:
-    """Make `model` accept `shared_row`. If it computes something else than for each sequence alone, return False."""
+    """Make `model` accept `shared_row`. Return False if the result then differs from each sequence alone."""
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME
     try:
         _compare(model)
     except (TypeError, ValueError, RuntimeError) as error:  # a model may reject the layout in any way
         log.warning(
-            "the update computes a prompt again for each response, which takes longer: %s cannot share it, because %s",
+            "%s cannot share prompts, because %s: the update is slower, because it computes a prompt once per response",
             type(model).__name__,
             error,
         )
@@ -144,7 +144,7 @@ def share_prefixes(model: Any) -> bool:
 
 @torch.no_grad()
 def _compare(model: Any) -> None:
-    """Compare a small group in one row with each of its sequences alone. Raises CannotShare."""
+    """Raise CannotShare if a small group in one row differs from each of its sequences alone."""
     device, size = model.get_input_embeddings().weight.device, model.config.vocab_size
     types: list[str] = list(getattr(model.config, "layer_types", None) or ())
     if unknown := set(types) - _LAYERS:
@@ -170,5 +170,5 @@ def _compare(model: Any) -> None:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Return a 4D mask, which transformers hands on as it is. Without one it would build [N, N] from positions."""
+    """Return a 4D mask, which transformers passes on. Without one it would build [N, N] from the positions."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

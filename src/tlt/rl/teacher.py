@@ -1,4 +1,4 @@
-"""The policy as what a drafter learns from, where the rollout's engine does not tell what it computed, as vLLM."""
+"""Policy as the drafter's teacher, for engines that do not return hidden states (vLLM)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tlt.spot.trainer import Interrupted
 
 
 def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Config, worker: int = 0) -> SpotTrainer:
-    """It learns from the target where that is our own decoder, else from the policy."""
+    """Return the drafter's trainer. It learns from the target if that is our own decoder, else from the policy."""
     training, seed = config.speculation.training, config.run.seed + worker
     if isinstance(target, Decoder):
         return SpotTrainer(layer, target, training, seed)
@@ -32,8 +32,9 @@ def spot_trainer(layer: EagleLayer, target: Target, policy: Policy, config: Conf
 
 
 class PolicyTeacher:
-    """Between two updates, when the policy is what the target decodes with. A policy in shards cannot be one: its
-    members go through a pass together."""
+    """Teacher that computes hidden states with the policy. Use it between updates, when target and policy are equal.
+
+    A sharded policy cannot be a teacher, because all its members must take part in each pass."""
 
     def __init__(self, policy: Policy, target: Target) -> None:
         self.policy, self.target = policy, target
@@ -51,7 +52,7 @@ class PolicyTeacher:
 
     @property
     def head(self) -> Tensor:
-        """A copy, as the next update changes the policy in place."""
+        """Copy of the head's weight, because the next update changes the policy in place."""
         if self._head is None or self._head[0] != self.version:
             weight = self.policy.model.get_output_embeddings().weight.detach()
             self._head = self.version, weight.to(self.dtype, copy=True)
@@ -62,7 +63,7 @@ class PolicyTeacher:
 
     @torch.no_grad()
     def features(self, tokens: Tensor, layout: FeatureLayout, stop: Callable[[], bool]) -> Tensor:
-        """[N, F] at each token of a sequence [N]. Raises Interrupted before the next layer where `stop` says so."""
+        """Return features [N, F] of a sequence [N]. If `stop` returns True, raise Interrupted before the next layer."""
         model, entered = self.policy.model, dict[int, Tensor]()
 
         def look(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ _TAIL = 0.999
 
 
 class TokenMetrics:
-    """Collects tokens as they go through the model. A token counts as often as its `weight` says, so that a sample can
-    stand for all responses that it was drawn from."""
+    """Accumulator over tokens. A token counts by its weight, so that a sample stands for the responses it was drawn
+    from."""
 
     def __init__(self, device: torch.device) -> None:
         self._entropy = torch.zeros(2, dtype=torch.float64, device=device)  # weighted sum, sum of weights
@@ -20,19 +20,19 @@ class TokenMetrics:
         self._weights = [torch.zeros(0, device=device)]
 
     def add(self, old_logprobs: Tensor, rollout_logprobs: Tensor, entropy: Tensor, weight: float = 1.0) -> None:
-        """[T] each, of response tokens; the old log-probs are those of the policy that decoded them."""
+        """Add response tokens, [T] each. Old log-probs are those of the policy that decoded them."""
         self._entropy += weight * torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))]).double()
         self._gaps.append((old_logprobs - rollout_logprobs).abs().float())
         self._weights.append(torch.full_like(self._gaps[-1], weight))
 
     def add_all(self, other: TokenMetrics) -> None:
-        """Add the tokens that another one has collected."""
+        """Add the tokens of `other`."""
         self._entropy += other._entropy
         self._gaps += other._gaps
         self._weights += other._weights
 
     def over(self, group: ProcessGroup) -> dict[str, float]:
-        """Of the tokens of all members; 0 where there are none."""
+        """Return metrics over the tokens of all members, or 0 if there are none."""
         group.sum_(self._entropy)
         total, count = self._entropy.tolist()
         gaps, weights = (group.gather(torch.cat(parts)) for parts in (self._gaps, self._weights))
@@ -44,7 +44,7 @@ class TokenMetrics:
 
 
 def _quantile(values: Tensor, weights: Tensor, share: float) -> float:
-    """The smallest value that at least this share of the weight does not exceed."""
+    """Return the smallest value that at least this share of the weight does not exceed."""
     values, order = values.sort()
     below = weights[order].double().cumsum(0)
     place = int((below < share * below[-1] * (1 - 1e-12)).sum())
