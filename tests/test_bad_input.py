@@ -285,7 +285,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a field of the wrong type": (
         lambda c: c.edit_json(c.model / "config.json", hidden_size="thirty-two"),
-        r"config\.json does not make a model .*hidden_size",
+        r"config\.json does not describe a valid model .*hidden_size",
     ),
     "a size of nothing": (
         lambda c: c.edit_json(c.model / "config.json", num_key_value_heads=0),
@@ -301,7 +301,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "layers that contradict their types": (
         lambda c: c.edit_json(c.model / "config.json", num_hidden_layers=3),
-        r"config\.json does not make a model .*layer",
+        r"config\.json does not describe a valid model .*layer",
     ),
     "no chat template": (lambda c: c.set("data", chat=True), r"no chat template: set data\.chat = false"),
     # -- data

@@ -45,7 +45,7 @@ def test_tokens_are_those_of_transformers_plain_and_drafted_before_and_after_an_
         ("minimax", "layers of type 'linear_attention'|keep other state"),
         ("stablelm", "do not pass the arguments"),
         ("doge", "a mask of its own"),
-        ("phimoe", "does not say that it has a window"),
+        ("phimoe", "does not pass on its sliding window"),
         ("deepseek_v3", "does not decode models of type deepseek_v3"),
         ("mamba", "only state is keys and values"),
     ],

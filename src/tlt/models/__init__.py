@@ -1,2 +1,1 @@
-"""The rollout decoder: one Llama/Qwen-family decoder, its options read from a Hugging Face config, its weights taken
-by name."""
+"""Models: decoders of the engine, their options from a Hugging Face config, and their weights by name."""

@@ -1,4 +1,4 @@
-"""The decoder over whole rows by plain causal attention, without engine and cache: a reference for both."""
+"""Reference for engine and cache: the decoder with plain causal attention over whole rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt.models.decoder import Decoder
 
 
 def causal_hidden(target: Decoder, tokens: Tensor) -> Tensor:
-    """tokens [R, W] -> hidden states after the final norm [R, W, D]. A row may be padded on its right."""
+    """Return hidden states [R, W, D] after the final norm, for tokens [R, W]. Rows may be padded on the right."""
     options, (rows, width) = target.options, tokens.shape
     share = options.num_heads // options.num_kv_heads
 

@@ -1,4 +1,4 @@
-"""Which decoder a model gets."""
+"""Factory of a model's decoder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tlt.models.weights import read_safetensors
 
 
 def decoder_for(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """An empty decoder; `load` gives it weights. Raises ModelError."""
+    """Return a decoder without weights; `load` sets them. Raises ModelError."""
     options = decoder_options(config)
     return Decoder(options, dtype, device) if is_fused(config) else GenericDecoder(options, dtype, device, config)
 
 
 def folder_weights(folder: str | Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """Return a folder's tensors by the names that they have in the model of transformers. Raises ModelError.
+    """Return a folder's tensors by their names in transformers' model. Raises ModelError.
 
-    Some families have other names in their files, which transformers translates as it loads them."""
+    The files of some families have other names, which transformers translates during loading."""
     if is_fused(read_config(folder)):
         return read_safetensors(folder)
     return load_model(folder, dtype, torch.device("cpu")).state_dict()

@@ -1,6 +1,6 @@
 """The rollout decoder: Llama, Mistral, Qwen2 and Qwen3 in one forward pass, written for many small decode steps.
 
-It owns weights and arithmetic, and nothing else: keys and values live behind `attend`, batching in the engine.
+It owns only weights and arithmetic. `attend` stores keys and values, and the engine forms batches.
 Shapes: B rows, N new tokens a row, D hidden, H query heads, K key-value heads, E head size, V vocabulary, F
 feed-forward.
 """
@@ -23,16 +23,17 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 class Attend(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
-        """Keep key and value [B * N, K, E] of the new tokens; attend query [B * N, H, E] over all kept, or the last
-        `window` of them, scaled by E ** -0.5 -> [B * N, H * E]."""
+        """Store key and value [B * N, K, E] of the new tokens. Return attention [B * N, H * E] of query [B * N, H, E].
+
+        A query attends to all stored tokens of its row, or to the last `window`. Scores are scaled by E ** -0.5."""
         ...
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 or wider.
+    """RMS norm x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 or wider.
 
-    Written as x / hypot(|x|, sqrt(size * eps)) it is four operations, not seven, and a decode step on a CPU spends
-    most of its time on starting operations.
+    The form x / hypot(|x|, sqrt(size * eps)) takes four operations, not seven. A decode step on a CPU spends most of
+    its time on starting operations.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -46,7 +47,7 @@ class RMSNorm:
         return scaled.to(x.dtype) if x.dtype == torch.bfloat16 else scaled
 
     def unit(self, x: Tensor) -> Tensor:
-        """Without its `weight` [size], for one who has that in the next matrix."""
+        """Return x / hypot(...), without the factor `self.weight` [size], for a caller that folds it into a matrix."""
         return self._unit(x).to(x.dtype)
 
     def _unit(self, x: Tensor) -> Tensor:
@@ -66,7 +67,9 @@ class Layer:
 
 
 class Decoder:
-    """The target in the engine, at `version`. Built empty; `load` takes the weights, and again after every update."""
+    """Target model of the engine. It has no weights until `load`, which is called again after every update.
+
+    `version` is that of the loaded weights, or -1."""
 
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> None:
         self.options = options
@@ -77,13 +80,12 @@ class Decoder:
         self._cis = rotary_table(options, dtype, device)
 
     def empty(self) -> Decoder:
-        """Return another target of the same shape, without weights."""
+        """Return another target with the same options, without weights."""
         return Decoder(self.options, self.dtype, self.device)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take all weights by their Hugging Face names (fused and re-ordered copies). Raises ModelError, then keeps
-        the old ones."""
+        """Copy all weights by their Hugging Face names, fused and re-ordered. On ModelError the old ones are kept."""
         loader = _Loader(state, self.options, self.dtype, self.device)
         layers = [loader.layer(i) for i in range(self.options.num_layers)]
         embedding = loader.own(_EMBEDDING, (self.options.vocab_size, self.options.hidden_size))
@@ -96,13 +98,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
-        """tokens, positions [B, N] -> hidden states after the final norm [B, N, D].
+        """Return hidden states [B, N, D] after the final norm, for tokens and positions [B, N].
 
-        `taps` is filled: its keys are layers, its values become the states [B * N, D] that enter them.
+        The keys of `taps` are layer numbers. Each value is set to the hidden states [B * N, D] that enter the layer.
         """
         o = self.options
         heads, split = o.num_heads + o.num_kv_heads, (o.num_heads + o.num_kv_heads) * o.head_dim
-        x = F.embedding(tokens.reshape(-1), self.embedding)  # [B * N, D] all the way: few and flat operations
+        x = F.embedding(tokens.reshape(-1), self.embedding)  # [B * N, D] throughout: few and flat operations
         cis = self.cis(positions.reshape(-1))
         for index, layer in enumerate(self.layers):
             if taps is not None and index in taps:
@@ -122,24 +124,24 @@ class Decoder:
         return self.norm(x).view(*tokens.shape, -1)
 
     def cis(self, positions: Tensor) -> Tensor:
-        """cos + i sin [M, 1, E/2] at positions [M], for `rotate`."""
+        """Return cos + i sin [M, 1, E/2] at positions [M], for `rotate`."""
         return self._cis[positions]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V] in the model's dtype."""
+        """Return logits [..., V] for hidden states [..., D], in the model's dtype."""
         return self.to_logits(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], len(self.head))
 
 
 def rotary_table(options: DecoderOptions, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """cos + i sin of every position [max_positions, 1, E/2], in the precision the family computes it in, or wider."""
+    """Return cos + i sin [max_positions, 1, E/2] of all positions. Angles are in float32, or float64 for that dtype."""
     angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(torch.arange(options.max_positions, dtype=angle_dtype), options.inv_freq.to(angle_dtype))
     return (torch.polar(torch.ones_like(angles), angles) * options.attention_scaling).unsqueeze(1).to(device)
 
 
 def rotate(x: Tensor, cis: Tensor) -> Tensor:
-    """Rotary embedding of interleaved pairs, one complex product; bfloat16 is widened, having no complex type."""
+    """Rotate interleaved pairs by one complex product. bfloat16 is widened, because it has no complex type."""
     narrow = x.dtype == torch.bfloat16
     wide = x.float() if narrow else x
     pairs = torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2))
@@ -148,7 +150,7 @@ def rotate(x: Tensor, cis: Tensor) -> Tensor:
 
 
 def rotate_(x: Tensor, cis: Tensor) -> None:
-    """`rotate` in place."""
+    """Apply `rotate` in place."""
     if x.dtype == torch.bfloat16:
         x.copy_(rotate(x, cis))
     else:
@@ -156,7 +158,7 @@ def rotate_(x: Tensor, cis: Tensor) -> None:
 
 
 class _Loader:
-    """Takes tensors by name, checks shapes, and remembers what it took."""
+    """Reader of tensors by name, which checks shapes and records the names that were read."""
 
     def __init__(
         self, state: Mapping[str, Tensor], options: DecoderOptions, dtype: torch.dtype, device: torch.device
@@ -165,11 +167,11 @@ class _Loader:
         self.taken: set[str] = set()
 
     def own(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a private copy, so that the policy's next update does not reach the engine before the next `load`."""
+        """Return a copy, so that the policy's next update does not change the engine before the next `load`."""
         return self.take(name, shape).clone(memory_format=torch.contiguous_format)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor that may be the policy's own, for a caller that copies it."""
+        """Return a tensor that may share memory with the policy, for a caller that copies it."""
         if name not in self.state:
             raise ModelError(f"the weights lack {name}: the checkpoint does not fit its config.json")
         tensor = self.state[name]
@@ -182,11 +184,12 @@ class _Loader:
         return RMSNorm(self.take(name, (self.options.hidden_size,)), self.options.rms_norm_eps)
 
     def head(self, embedding: Tensor) -> Tensor:
-        """A head among the weights counts even where config.json says that it is tied, as in transformers; one that
-        equals the embedding is not kept twice."""
+        """Return the head. As in transformers, a head among the weights is used even if config.json says it is tied.
+
+        A head that equals the embedding is stored once."""
         tied = self.options.tied
         both = [self.state[name] for name in (_HEAD, _EMBEDDING) if name in self.state] if tied else []
-        if tied and both[0].data_ptr() == both[-1].data_ptr():  # both held: what is let go makes room at its place
+        if tied and both[0].data_ptr() == both[-1].data_ptr():  # alive in `both`: freed memory may be reused
             self.taken.add(_HEAD)
             return embedding
         head = self.own(_HEAD, tuple(embedding.shape))
@@ -235,7 +238,8 @@ class _Loader:
 
 
 def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Heads of queries or keys, [heads * E, ...], from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1), which
-    `rotate` wants. Both are re-ordered alike, so their products, and all that leaves the layer, stay the same."""
+    """Re-order query or key heads [heads * E, ...] from Hugging Face's halves (i, i + E/2) to pairs (2i, 2i + 1).
+
+    `rotate` needs pairs. Queries and keys are re-ordered alike, so their products do not change."""
     halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape).contiguous()

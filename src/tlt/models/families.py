@@ -1,7 +1,7 @@
-"""Hugging Face config -> decoder options.
+"""Decoder options, read from a Hugging Face config.
 
-The fused decoder (decoder.py) knows the families of FAMILIES. Every other causal language model of transformers is
-decoded by its own code (generic.py), if all its state is keys and values.
+The fused decoder (decoder.py) supports the families in FAMILIES. Every other causal language model of transformers is
+decoded by its own code (generic.py), if its only state is keys and values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 class ModelError(ValueError):
-    """A model folder that cannot be used; the message names the thing and the remedy."""
+    """Error for a model that cannot be used. The message names the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class DecoderOptions:
     out_bias: bool
     mlp_bias: bool
     tied: bool
-    """the embedding is the head, unless the weights hold another one"""
+    """whether the embedding is the head, unless the weights hold another one"""
     max_positions: int
-    """positions the weights and the rotary embedding are good for; longer sequences are refused"""
+    """longest sequence that weights and rotary embedding support; longer ones are refused"""
     inv_freq: Tensor
-    """[head_dim / 2] float32, rope scaling applied"""
+    """[head_dim / 2] float32, with rope scaling applied"""
     attention_scaling: float
     """factor on cos and sin (yarn, longrope)"""
     limited_by: str = "max_position_embeddings"
@@ -57,19 +57,19 @@ class DecoderOptions:
 
 
 def model_folder(folder: str | Path) -> Path:
-    """A folder that holds a model's config.json. Raises ModelError."""
+    """Return the path of a folder that holds a model's config.json. Raises ModelError."""
     path = Path(folder)
     if (path / "config.json").is_file():
         return path
     if (path / "adapter_config.json").is_file():
-        raise ModelError(f"{path} holds adapters alone: merge them by tlt export {path} FOLDER, and give that")
+        raise ModelError(f"{path} holds only adapters: run tlt export {path} FOLDER to merge them, and give FOLDER")
     if path.exists():
         raise ModelError(f"{path} has no config.json: give the folder of a Hugging Face checkpoint")
     raise ModelError(f"there is no folder {path}: give the folder of a Hugging Face checkpoint")
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The checked Hugging Face config of a local model folder. Raises ModelError."""
+    """Return the checked Hugging Face config of a local model folder. Raises ModelError."""
     path = model_folder(folder)
     with telling(ModelError, f"{path} cannot be read"):
         refuse_byte_order_marks(path)
@@ -80,15 +80,15 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise ModelError(
             f"{path}: config.json asks for remote code (auto_map), which tlt never runs: remove that entry"
         )
-    with telling(ModelError, f"{path / 'config.json'} does not make a model"):
+    with telling(ModelError, f"{path / 'config.json'} does not describe a valid model"):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_family(path, config.model_type)  # a mistral with layer_types becomes a ministral
+    _check_family(path, config.model_type)  # transformers makes a ministral of a mistral with layer_types
     _refuse_padding(path, config)
     return config
 
 
 def refuse_byte_order_marks(folder: Path) -> None:
-    """Raise ModelError for a file that transformers would refuse to read, or blame another file for."""
+    """Raise ModelError for a byte-order mark. transformers would fail, and may blame another file."""
     for file in sorted(folder.glob("*.json")):
         with file.open("rb") as content:
             if content.read(3).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -96,14 +96,14 @@ def refuse_byte_order_marks(folder: Path) -> None:
 
 
 def _refuse_run(path: Path, raw: dict[str, Any]) -> None:
-    """A run's config.json is its recipe."""
+    """Raise ModelError for a run's folder, whose config.json is a recipe."""
     saved = sorted((path / "checkpoints").glob("step_*"))
     if "model_type" not in raw and saved:
-        raise ModelError(f"{path} is the folder of a run: give {saved[-1] / 'policy'}, or what tlt export makes of it")
+        raise ModelError(f"{path} is the folder of a run: give {saved[-1] / 'policy'}, or a folder from tlt export")
 
 
 def _refuse_padding(path: Path, config: Any) -> None:
-    """transformers would stop at it by an assertion."""
+    """Raise ModelError for a padding token outside the vocabulary, because transformers would fail an assertion."""
     pad, size = config.pad_token_id, getattr(config, "vocab_size", None)
     if pad is not None and isinstance(size, int) and not -size <= pad < size:
         raise ModelError(
@@ -114,32 +114,33 @@ def _refuse_padding(path: Path, config: Any) -> None:
 def _check_family(path: Path, kind: Any) -> None:
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
-            f"{path}: model_type {kind!r} is no causal language model of the installed transformers: give another "
-            "model, or install a version that has it"
+            f"{path}: model_type {kind!r} is not a causal language model of the installed transformers: use another "
+            "model, or install a version that supports it"
         )
 
 
 def base_of(rope: Mapping[str, Any]) -> float:
-    """Return the base of a learned drafter's rotary embedding for a target that the fused decoder does not know, from
-    the target's rope_parameters. Some of these have one for each type of layer."""
+    """Return rope_theta, or 1e4 if there is none, for example because each type of layer has its own.
+
+    It is used for the learned drafter of a target that the fused decoder does not support."""
     return rope.get("rope_theta", 1e4)
 
 
 def is_fused(config: PreTrainedConfig) -> bool:
-    """Return whether the fused decoder knows the family."""
+    """Return whether the fused decoder supports the family."""
     return config.model_type in FAMILIES
 
 
 def decoder_options(config: PreTrainedConfig) -> DecoderOptions:
-    """Return the sizes of a model and what its decoder needs. Raises ModelError for a variant that it does not do."""
-    with telling(ModelError, "config.json does not make a model", "see the types and sizes of its fields"):
+    """Return the options of a model's decoder. Raises ModelError for an unsupported variant."""
+    with telling(ModelError, "config.json does not describe a valid model", "check the types and sizes of its fields"):
         options = _fused_options(config) if is_fused(config) else _generic_options(config)
         _refuse_sizes(options)
     return options
 
 
 def _refuse_sizes(options: DecoderOptions) -> None:
-    """What transformers takes as it is and no decoder can be made of."""
+    """Raise ModelError for sizes that transformers accepts but no decoder can have."""
     for name in _SIZES:
         value, least = getattr(options, name), 1
         if name == "max_positions":
@@ -148,11 +149,11 @@ def _refuse_sizes(options: DecoderOptions) -> None:
             raise ModelError(f"config.json has {value!r} for {name}: give a whole number of at least {least}")
     if options.num_heads % options.num_kv_heads:
         raise ModelError(
-            f"config.json has {options.num_heads} heads, which its {options.num_kv_heads} key-value heads do not divide"
+            f"config.json has {options.num_heads} heads, not a multiple of its {options.num_kv_heads} key-value heads"
         )
 
 
-_LEAST_POSITIONS = 3  # of a token of a prompt and the two tokens that the start-up profile decodes
+_LEAST_POSITIONS = 3  # one token of a prompt, and the two that the start-up profile decodes
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("intermediate_size", "max_positions"),
@@ -188,8 +189,9 @@ def _generic_options(config: PreTrainedConfig) -> DecoderOptions:
 
 
 def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
-    """The fields that only the fused decoder's layers read describe the learned drafter's layer, as do the defaults of
-    fields that a family does not have."""
+    """Return options that all families have, with `limit` as `max_positions` and `limited_by`.
+
+    Fields that only the fused decoder's layers read, and defaults of missing fields, describe the learned drafter."""
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = base_of(getattr(c, "rope_parameters", None) or {})
     return DecoderOptions(
@@ -214,24 +216,24 @@ def _sizes(c: Any, limit: tuple[int, str]) -> DecoderOptions:
 
 
 def _refuse_unknown(c: Any) -> None:
-    """What transformers, and with it the policy, would do and the decoder would not."""
+    """Raise ModelError for options that transformers, and thus the policy, supports but the fused decoder does not."""
     if c.hidden_act != "silu":
-        raise ModelError(f"hidden_act {c.hidden_act!r} is not known to the rollout decoder; known is silu")
+        raise ModelError(f"hidden_act {c.hidden_act!r} is not supported by the rollout decoder, only silu is")
     _refuse_untrainable(c)
     window = getattr(c, "sliding_window", None)
     if window is not None and window < 1:
-        raise ModelError(f"config.json has sliding_window = {window}: give the tokens that it spans, or null for all")
+        raise ModelError(f"config.json has sliding_window = {window}: give a number of tokens, or null for no window")
     known = {"full_attention"} | ({"sliding_attention"} if window else set())
     if c.model_type in ("qwen2", "qwen3") and (unknown := set(c.layer_types) - known):
         raise ModelError(
-            f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, and the rollout decoder "
-            f"knows only {', '.join(sorted(known))} there"
+            f"config.json has {min(unknown)!r} in layer_types with sliding_window = {window}, but the rollout decoder "
+            f"supports only {', '.join(sorted(known))} there"
         )
 
 
 def _refuse_untrainable(c: Any) -> None:
     if not getattr(c, "is_causal", True):
-        raise ModelError("config.json has is_causal = false, but tokens are decoded one after the other: remove it")
+        raise ModelError("config.json has is_causal = false, but tlt needs causal attention: remove it")
     if getattr(c, "quantization_config", None) is not None:
         raise ModelError("config.json has a quantization_config, and such weights cannot be trained: dequantize them")
     if getattr(c, "transformers_weights", None):
@@ -239,10 +241,10 @@ def _refuse_untrainable(c: Any) -> None:
 
 
 def _rotary_embedding(config: Any, head_dim: int) -> Any:
-    """The family's own module from transformers, so that every kind of rope scaling is its own arithmetic."""
+    """Return the family's rotary module of transformers, because it implements every kind of rope scaling."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind not in ROPES:
-        raise ModelError(f"rope type {kind!r} is not known to the rollout decoder; known are {', '.join(ROPES)}")
+        raise ModelError(f"rope type {kind!r} is not supported by the rollout decoder; supported: {', '.join(ROPES)}")
     module = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     try:
         rotary = getattr(module, f"{FAMILIES[config.model_type]}RotaryEmbedding")(config)
@@ -251,8 +253,8 @@ def _rotary_embedding(config: Any, head_dim: int) -> Any:
     turned = 2 * len(rotary.inv_freq)
     if turned != head_dim:
         raise ModelError(
-            f"the rope of config.json turns {turned} of a head's {head_dim} dimensions, and the rollout decoder turns "
-            "all: remove partial_rotary_factor"
+            f"the rope of config.json rotates {turned} of a head's {head_dim} dimensions, but the rollout decoder "
+            "rotates all: remove partial_rotary_factor"
         )
     return rotary
 
@@ -262,10 +264,11 @@ def _last_line(error: Exception) -> str:
 
 
 def _max_positions(config: Any) -> tuple[int, str]:
-    """The longest sequence whose cached keys stay valid, and the field that says so: past it these ropes change
-    frequency, and a window cuts the context."""
+    """Return the longest sequence whose cached keys stay valid, and the config field that limits it.
+
+    Beyond it, some ropes change their frequencies, and a sliding window cuts the context."""
     limits = [_trained_positions(config)]
-    typed = config.model_type in ("qwen2", "qwen3")  # others have the window in every layer
+    typed = config.model_type in ("qwen2", "qwen3")  # other families have the window in every layer
     if getattr(config, "sliding_window", None) and (not typed or "sliding_attention" in config.layer_types):
         limits.append((config.sliding_window, "sliding_window"))
     return min(limits, key=lambda limit: limit[0])

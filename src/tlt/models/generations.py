@@ -1,7 +1,7 @@
-"""config.json for both generations of transformers.
+"""Model config.json that both transformers 4 and transformers 5 can read.
 
-Version 5 moved or renamed fields, and version 4 takes its defaults for those that it does not find, without a word.
-Engines pin either of the two.
+Version 5 moved or renamed fields. Version 4 silently uses defaults for the fields that it does not find. Inference
+engines pin either version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A target of any family: transformers' own model, with the engine's attention.
+"""Target of any family: transformers' own model with the engine's attention.
 
 The attention function is registered with transformers, so it serves every model whose layers use that registry. Norms,
 rotary embeddings, experts and the scalings of embeddings and logits are the family's own code. Products with a weight
@@ -41,18 +41,18 @@ def attend(
     sliding_window: int | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Give the engine query [B, H, N, E], key and value [B, K, N, E] of the new tokens -> [B, N, H, E].
+    """Return the engine's attention [B, N, H, E] for query [B, H, N, E], key and value [B, K, N, E] of new tokens.
 
-    Raises ValueError for an argument that the engine does not honour."""
+    Raises ValueError for an argument that the engine does not support."""
     if engine_attends is None:
         raise ValueError("its layers do not pass the arguments of a forward pass to their attention")
-    if attention_mask is not None:  # transformers' own masks are left out, as the engine has its own
+    if attention_mask is not None:  # transformers makes none here, because the engine has its own
         raise ValueError("it computes a mask of its own")
     if names := [name for name in _UNSUPPORTED if settings.get(name) is not None]:
         raise ValueError(f"its attention uses {names[0]}")
     rows, heads, new, size = query.shape
     if sliding_window is not None and sliding_window <= MOST_GUESSES:
-        raise ValueError(f"its window of {sliding_window} tokens is narrower than a draft may be deep")
+        raise ValueError(f"its window of {sliding_window} tokens must exceed the {MOST_GUESSES} of a draft")
     if value.shape[-1] != size:
         raise ValueError(f"its values have {value.shape[-1]} dimensions a head, and its queries {size}")
     if scaling is not None and scaling != size**-0.5:
@@ -77,7 +77,7 @@ AttentionMaskInterface.register(_NAME, lambda *arguments, **settings: None)
 
 
 class GenericDecoder(Decoder):
-    """The target in the engine for a family that the fused decoder does not know."""
+    """Target model of the engine, for a family that the fused decoder does not support."""
 
     def __init__(self, options: DecoderOptions, dtype: torch.dtype, device: torch.device, config: Any) -> None:
         super().__init__(options, dtype, device)
@@ -108,13 +108,13 @@ class GenericDecoder(Decoder):
         self.version = version
 
     def _check_layers(self) -> None:
-        """Raise ValueError for a model that keeps anything but keys and values of the sizes that config.json says."""
+        """Raise ValueError for a model with other state than keys and values of the sizes in config.json."""
         o, layers, windows = self.options, list[int](), 0
 
         def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
             sizes = [list(x.shape[1:]) for x in (query, key)]
             if sizes != [[o.num_heads, o.head_dim], [o.num_kv_heads, o.head_dim]]:
-                raise ValueError(f"it has queries and keys of {sizes[0]} and {sizes[1]} heads and dimensions")
+                raise ValueError(f"its queries and keys have other [heads, dimensions] than config.json: {sizes}")
             nonlocal windows
             layers.append(layer)
             windows += window is not None
@@ -129,7 +129,7 @@ class GenericDecoder(Decoder):
         width = getattr(self.config, "sliding_window", None)
         sliding = (getattr(self.config, "layer_types", None) or ["sliding_attention"]).count("sliding_attention")
         if width and width < o.max_positions and windows < sliding:
-            raise ValueError("its attention does not say that it has a window")
+            raise ValueError("its attention does not pass on its sliding window")
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: dict[int, Any] | None = None) -> Tensor:
@@ -144,9 +144,9 @@ class GenericDecoder(Decoder):
         return self.own_logits(hidden.reshape(1, -1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
 
     def _logit_scale(self, head: Tensor) -> float:
-        """Return the factor between the model's logits and its head's product, which a drafter multiplies with alone.
+        """Return the factor between the model's logits and hidden @ head.T, because a drafter uses only the head.
 
-        It is 1 where the two are not proportional, as with a soft cap. Then drafts of a learned drafter are worse."""
+        It is 1 if the two are not proportional, for example with a soft cap. Learned drafts are then worse."""
         hidden = torch.linspace(-1, 1, head.shape[1], dtype=self.dtype, device=self.device)[None]
         plain, own = (hidden @ head.t()).double(), self.logits(hidden).double()
         scale = round(float((plain * own).sum() / plain.square().sum()), 5)
@@ -154,14 +154,14 @@ class GenericDecoder(Decoder):
 
 
 class _Given(nn.Module):
-    """Stands for all layers, where the hidden states after them are known."""
+    """Stand-in for all layers, which returns known hidden states."""
 
     def forward(self, input_ids: None = None, *, inputs_embeds: Tensor, **_: Any) -> _Output:
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """What a base model returns, without all that the head does not read."""
+    """Output of a base model with only the hidden states, which are all that the head reads."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -174,14 +174,14 @@ class _Output:
 
 
 class _HeadAlone:
-    """A causal language model's own way from hidden states after the final norm to logits."""
+    """Head of a causal language model: the model's own path from hidden states after the final norm to logits."""
 
     def __init__(self, model: Any) -> None:
         self.model = copy.copy(model)
         self.model._modules = model._modules | {model.base_model_prefix: _Given()}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, V]"""
+        """Return logits [B, N, V] for hidden states [B, N, D]."""
         return self.model(inputs_embeds=hidden, use_cache=False).logits
 
 
@@ -192,7 +192,7 @@ class _PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], which the routers of some families read."""
+        """Weight [outputs, inputs], which the routers of some families read."""
         return self.product.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _PackedLinear(nn.Module):
 
 
 def _pack(model: nn.Module) -> None:
-    """Replace linear layers, whose weights change only at a sync."""
+    """Replace linear layers by `Product`. Their weights change only at a weight sync."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

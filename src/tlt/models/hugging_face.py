@@ -1,4 +1,4 @@
-"""Models of transformers: loaded, saved, and trained with activation checkpoints."""
+"""Models of transformers: loading, saving and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GENERATION = "generation_config.json"
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load the model of a folder. Raises ModelError."""
+    """Return the model of a folder, without dropout. Raises ModelError."""
     if (file := Path(folder) / _GENERATION).is_file():
         refuse_byte_order_marks(file.parent)
         with telling(ModelError, f"{file} cannot be used by transformers", "correct it, or remove it"):
@@ -42,7 +42,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
         model, loaded = found
     odd = [f"another shape of {name}" for name, *_ in loaded["mismatched_keys"]]
     for what, names in (("have", odd), ("lack", loaded["missing_keys"]), ("hold", loaded["unexpected_keys"])):
-        if names:  # transformers would draw the former at random, and leave out the latter
+        if names:  # transformers would initialize the first two at random and ignore the last
             raise ModelError(
                 f"the weights in {folder} {what} {min(names)}, and do not fit its config.json: fetch or save it again"
             )
@@ -52,16 +52,16 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def experts_in(dtype: torch.dtype) -> dict[str, str]:
-    """Return the settings of a mixture of experts. The grouped product of torch has no float64."""
+    """Return transformers' settings for mixtures of experts. torch's grouped product has no float64."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write config.json, the weights and generation_config.json. `weights` take the place of the model's own.
+    """Write config.json, the weights and generation_config.json. `weights` replace the model's own.
 
     transformers refuses to write some generation configs that it has read, such as a temperature without do_sample.
-    They are written as they are. In a process group, transformers writes on rank 0 alone and does nothing on other
-    ranks. Any worker may be the one that saves."""
+    They are written unchanged. In a process group transformers would write on rank 0 alone, but here any rank may save.
+    """
     generation, model.generation_config = model.generation_config, GenerationConfig()
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
@@ -75,9 +75,9 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 
 
 def as_in_files(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a model's tensors with the names and shapes that they have in checkpoints.
+    """Return a model's tensors with the names and shapes of checkpoints.
 
-    transformers 5 has others for some families. It holds the experts of a layer in one tensor, for example."""
+    transformers 5 uses others in memory for some families, for example one tensor for all experts of a layer."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return revert_weight_conversion(model, dict(weights))
@@ -89,9 +89,9 @@ def is_tied(model: Any) -> bool:
 
 
 def checkpoint_layers(model: Any) -> None:
-    newer = getattr(model, "activation_checkpointing_enable", None)  # the other name warns that it is going
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name is deprecated
     enable = newer or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, "preserve_rng_state": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True  # transformers checkpoints in training alone; the parts within stay without dropout
+            layer.training = True  # transformers checkpoints only in training mode; submodules stay without dropout

@@ -1,7 +1,7 @@
-"""Products with a weight that changes only at a sync, in the layout that this machine multiplies fastest.
+"""Matrix products with weights that change only at a weight sync, in the fastest layout on this machine.
 
-MKL re-packs a weight in each product of two or more rows, so that verifying four tokens costs two plain passes. oneDNN
-packs it once. The products of a pass of SmolLM2-135M, one thread with AVX-512, in ms of CPU time:
+MKL re-packs a weight in each product of two or more rows, so a pass over four tokens takes almost twice as long as
+over one. oneDNN packs it once. CPU time in ms of all products in a pass of SmolLM2-135M, on one thread with AVX-512:
 
     rows                1    2    4    8   16   32   64
     float32 plain      31   45   52   71   85   94  127
@@ -19,21 +19,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_ROWS = 4  # of the products that are timed: a short draft
-_REPEATS = 7  # the least of them counts, so that other processes matter little
-_TIMED_BYTES, _COPIES = 1 << 25, 16  # a pass finds no weight in a core's cache, so the timed products must not either
+_ROWS = 4  # rows of the timed products: a short draft
+_REPEATS = 7  # the minimum counts, so that other processes matter little
+_TIMED_BYTES, _COPIES = 1 << 25, 16  # a pass finds no weight in a cache
 NEVER = 1 << 62
 
 
 class Product:
-    """x @ weight.T + bias for a weight [N, K] in the layout of Hugging Face.
+    """Product x @ weight.T + bias for a weight [N, K] in Hugging Face's layout.
 
-    Products of at least `packed_from` rows use a packed weight. Most CPUs multiply one row faster with a plain float32
+    Products of at least `packed_from` rows use a packed weight. On most CPUs one row is faster with a plain float32
     weight, so both are kept.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, shared: bool = False) -> None:
-        """With `shared`, `weight` is kept as it is, because the caller needs it too and never changes it."""
+        """Prepare the layouts. With `shared`, `weight` is not copied. The caller must not change it."""
         self.bias = bias
         cpu = weight.device.type == "cpu"
         key = (*weight.shape, weight.dtype, shared, torch.get_num_threads())
@@ -42,7 +42,7 @@ class Product:
         self.weight = weight.t() if shared else weight.t().clone(memory_format=torch.contiguous_format)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [M, K], residual [M, N] -> x @ weight.T + bias + residual [M, N]."""
+        """Return x @ weight.T + bias + residual [M, N], for x [M, K] and residual [M, N]."""
         if len(x) < self.packed_from:
             added = [term for term in (residual, self.bias) if term is not None]
             return torch.addmm(sum(added[1:], added[0]), x, self.weight) if added else torch.mm(x, self.weight)
@@ -53,13 +53,13 @@ class Product:
 
 @cache
 def packed_from(outputs: int, inputs: int, dtype: torch.dtype, shared: bool, threads: int) -> int:
-    """Return the least number of rows for which a packed weight is faster than a plain one, timed at 1 and 4 rows.
+    """Return the smallest number of rows for which a packed weight is faster than a plain one, timed at 1 and 4 rows.
 
-    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster plain, because a call of oneDNN takes 20
-    us to begin."""
+    oneDNN packs float32, and bfloat16 on some CPUs. Small weights are faster plain, because a oneDNN call has 20 us of
+    overhead."""
     if not _can_pack(dtype):
         return NEVER
-    outputs = min(outputs, max(1, _TIMED_BYTES // (inputs * dtype.itemsize)))  # some of a large head are as good as all
+    outputs = min(outputs, max(1, _TIMED_BYTES // (inputs * dtype.itemsize)))  # part of a large head is enough
     copies = min(_COPIES, -(-_TIMED_BYTES // (outputs * inputs * dtype.itemsize)))
     weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(copies)]
     plain = [weight.t() if shared else weight.t().contiguous() for weight in weights]

@@ -1,5 +1,4 @@
-"""Weights by name, under the names Hugging Face gives them: safetensors files in, a policy's state dict in, one
-digest."""
+"""Weights by their Hugging Face names: safetensors files, and digests."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ _SINGLE = "model.safetensors"
 
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder, sharded if there is no single file, as transformers reads it. Raises
-    ModelError; pickle files are never read."""
+    """Return all tensors of a checkpoint folder. As in transformers, shards are read if there is no single file.
+
+    Pickle files are never read. Raises ModelError."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         with _opened(file) as shard:
@@ -64,7 +64,7 @@ _OF_A_MODEL = {".safetensors", ".json", ".jinja", ".txt", ".model"}
 
 
 def folder_sha256(folder: str | Path) -> str:
-    """Digest over the files of a model folder, by name and content: weights, configurations, tokenizer."""
+    """Return the sha256 of a model folder's files, by name and content: weights, configurations, tokenizer."""
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _OF_A_MODEL and path.is_file()):
         with path.open("rb") as file:
@@ -73,9 +73,9 @@ def folder_sha256(folder: str | Path) -> str:
 
 
 def sha256(state: Mapping[str, Tensor]) -> str:
-    """Digest over name, dtype, shape and little-endian bytes, sorted by name; tensors that share memory count once."""
+    """Return the sha256 of tensors by name, dtype, shape and little-endian bytes. Shared memory counts once."""
     digest = hashlib.sha256()
-    seen: dict[tuple[Any, ...], Tensor] = {}  # held, as what is let go makes room at its place
+    seen: dict[tuple[Any, ...], Tensor] = {}  # kept alive, because freed memory may be reused
     for name in sorted(state):
         tensor = state[name].detach()
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
