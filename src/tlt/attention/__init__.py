@@ -1,1 +1,1 @@
-"""Keys and values of live rows, and attention over them: one protocol for the target and the learned drafter."""
+"""Attention over cached keys and values: one protocol for the target and the learned drafter."""

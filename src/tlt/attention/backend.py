@@ -1,4 +1,4 @@
-"""The attention protocol. A new backend (pages, another kernel) is one file with these methods.
+"""Attention protocol. A new backend (paged, another kernel) is one file with these methods.
 
 Shapes: R slots, B rows of a pass, N new nodes a row, H query heads, K key-value heads, E head size.
 """
@@ -15,9 +15,11 @@ from torch import Tensor
 
 
 class TreeBatch(NamedTuple):
-    """The new tokens of a pass: a tree for each of B rows, padded to N nodes. A node stands `depths` positions behind
-    the committed tokens of its row. `visible` [B, N, N] says that node n sees node m, its ancestor or itself (None for
-    chains, where a node sees those before it and itself)."""
+    """New tokens of a pass: a tree for each of B rows, padded to N nodes.
+
+    A node's position is the number of committed tokens of its row plus its depth. `visible` [B, N, N] says whether node
+    n attends to node m, which is itself or an ancestor. None means chains: a node attends to itself and all before it.
+    """
 
     tokens: Tensor
     """[B, N]"""
@@ -28,7 +30,7 @@ class TreeBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What the keys and values of a model look like."""
+    """Shape, dtype and device of a model's keys and values."""
 
     num_layers: int
     num_heads: int
@@ -49,75 +51,82 @@ class HeadShape:
 
 
 class Entries(NamedTuple):
-    """Keys and values that a pass writes, in the order in which it gets them: rows [M] of the pass and positions [M],
-    int64 on the host."""
+    """Keys and values that a pass writes, in this order: rows [M] of the pass and positions [M], int64 on the host."""
 
     rows: np.ndarray
     positions: np.ndarray
 
 
 class AttentionBackend(Protocol):
-    """Keys and values of R slots, and attention over them. One slot is one sequence; position p of it may lie wherever
-    the backend likes."""
+    """Keys and values of R slots, and attention over them. One slot has one sequence.
+
+    The backend chooses where position p of a slot is stored."""
 
     @property
     def slots(self) -> int:
-        """R"""
+        """Number of slots R."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Positions that every slot can hold at once."""
+        """Number of positions that each slot can hold at once."""
         ...
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Have so many slots of so many tokens; what fits in both sizes is kept, the rest reads as zeros."""
+        """Set the number of slots, and of tokens per slot. Data that fits both sizes is kept; the rest is zeros."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Slot `target` holds the first `length` positions of slot `source`."""
+        """Copy the first `length` positions of slot `source` to slot `target`."""
         ...
 
     def read(self, slot: int, length: int) -> Tensor:
-        """A copy in host memory of the first `length` positions of a slot, for `write`."""
+        """Return a copy of the first `length` positions of a slot in host memory, for `write`."""
         ...
 
     def write(self, slot: int, values: Tensor) -> None:
-        """A slot begins with what `read` gave, of this or another slot."""
+        """Write values that `read` returned, for this or another slot, to the first positions of a slot."""
         ...
 
     def move(self, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Position `sources[i]` of slot `slots[i]` goes to `targets[i]`; all are read before any is written."""
+        """Move position `sources[i]` of slot `slots[i]` to `targets[i]`. All are read before any is written."""
         ...
 
     def wipe(self, slot: int, start: int) -> None:
-        """Positions from `start` on read as zeros: what is not finite must not stay behind a mask, as 0 * NaN is
+        """Zero the positions from `start` on. A mask does not hide a value that is not finite, because 0 * NaN is
         NaN."""
         ...
 
     def plan(
         self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
     ) -> Any:
-        """A pass of the target, for `attend`, over slots first .. first + B: each row adds `new` nodes behind its
-        `lengths` committed positions, `depths` [B, N] positions behind them (None: one after the other). A node sees
-        all of these, and of the nodes those that `visible` [B, N, N] says (None: those before it and itself)."""
+        """Return the plan, for `attend`, of a pass of the target over slots [first, first + B).
+
+        Each row adds `new` nodes to its `lengths` committed positions. A node's position is the committed length plus
+        its depth in `depths` [B, N] (None: 0, 1, 2, ...). A node attends to all committed positions, and to the nodes
+        in `visible` [B, N, N] (None: itself and all before it)."""
         ...
 
     def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> Any:
-        """The first pass of a draft, over slots 0 .. B: the last of each row's `lengths` committed entries attends to
-        those from `starts` on. `written` lists the keys and values that the pass writes (None: of that last entry
-        alone)."""
+        """Return the plan of the first pass of a draft, over slots [0, B).
+
+        The last of each row's `lengths` committed entries attends to those from `starts` on. `written` lists the keys
+        and values that the pass writes (None: only those of the last entry)."""
         ...
 
     def deeper(self, plan: Any, new: int, parents: Tensor | None = None) -> Any:
-        """The next level of a draft: `new` nodes of each row behind those of `plan`, which may no longer be used. A
-        node sees itself and what its parent sees, `parents` [B, new] among the nodes of `plan` (None: of one node a
-        row, the only one)."""
+        """Return the plan of a draft's next level: `new` nodes per row after those of `plan`.
+
+        `plan` may not be used any more. A node attends to itself and to all that its parent attends to. `parents` [B,
+        new] are indices of nodes in `plan` (None: it has one node per row)."""
         ...
 
     def attend(
         self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
     ) -> Tensor:
-        """Write key and value [B * N, K, E] (or those of `written`); attend query [B * N, H, E] scaled by E ** -0.5
-        -> [B * N, H * E]. Softmax in float32 or wider. A `window` limits a node to so many tokens, itself included."""
+        """Write key and value [B * N, K, E] (or [M, K, E] for the `written` entries of the plan), and return attention
+        [B * N, H * E] of query [B * N, H, E].
+
+        Scores are scaled by E ** -0.5. Softmax is in float32 or wider. A node attends to the last `window` tokens,
+        itself included (None: all)."""
         ...

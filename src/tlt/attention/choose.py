@@ -1,4 +1,4 @@
-"""Which backend keeps keys and values of a shape. A new one is chosen here, for the target and for the drafter."""
+"""Factory of the attention backend, for the target and the drafter. Add a new backend here."""
 
 from __future__ import annotations
 

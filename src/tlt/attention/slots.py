@@ -1,9 +1,9 @@
-"""Attention over contiguous slots: position p of a sequence lies at index p of its slot, modulo the slot's size.
+"""Attention over contiguous slots: position p of a sequence is at index p of its slot, modulo the slot's size.
 
-The target's slots are as long as its longest row, so that nothing wraps. The learned drafter attends to a window, and
-its slots are rings a little longer than that. Which of a pass's nodes see each other is the tree's business. Rows of
-very different lengths are attended in several spans, each padded to its own longest row, because on a CPU the time goes
-into reading keys and values.
+The target's slots are as long as its longest row, so nothing wraps. The learned drafter attends to a window, and its
+slots are ring buffers slightly longer than that. Rows of very different lengths are attended in several spans, each
+padded to its own longest row, because a CPU spends most of the time on reading keys and values.
+
 Shapes: R slots, B rows of a pass, N new nodes a row, T tokens, H query heads, K key-value heads, E head size.
 """
 
@@ -31,41 +31,41 @@ class Span(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """Where the keys and values of a pass go, and what its nodes see; built once a pass, used by every layer."""
+    """Plan of a pass: where its keys and values go, and what its nodes attend to. Every layer uses the same plan."""
 
     first: int
     old: int
-    """nodes of each row that the levels before left behind the committed positions"""
+    """number of nodes per row from earlier levels of the draft, after the committed positions"""
     nodes: int
     """N"""
     places: Tensor
-    """of each key and then of each value to write, its index among all (key or value, slot, head, index)"""
+    """flat indices among all (key or value, slot, head, index) of the keys to write, then of the values"""
     spans: list[Span]
     biases: list[Tensor | None]
-    """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None: all is visible"""
+    """for each span [rows * K, 1 or H/K * N, T]: 0 where visible, -inf elsewhere; None if all is visible"""
     ahead: _Ahead | None
-    """of a draft's plan"""
+    """state for the next level of a draft; None in a target's plan"""
     positions: Tensor | None = None
-    """[B, N] of the nodes of a target's pass"""
+    """[B, N] positions of the nodes, in a target's plan"""
     windowed: dict[int, list[Tensor | None]] | None = None
-    """biases of layers that attend to so many tokens alone, by their window"""
+    """biases of layers with an attention window, by window in tokens"""
 
 
 class _Ahead(NamedTuple):
-    """What the next level of a draft is planned from."""
+    """State from which the next level of a draft is planned."""
 
     ends: np.ndarray
     """[B] position of each row's last committed entry, the first node"""
     starts: np.ndarray
-    """[B] position of the first entry that is seen"""
+    """[B] position of the first visible entry"""
     wraps: bool
-    """whether some row may come to the end of its ring"""
+    """whether some row may reach the end of its ring buffer"""
     seen: Tensor | None
-    """[B * K, N, T] the bias of the last level's nodes; None while there are chains that see everything"""
+    """[B * K, N, T] bias of the last level's nodes; None while all rows are chains that attend to everything"""
 
 
 class SlotAttention:
-    """Keys and values of R slots of T tokens, per layer [2, R, K, T, E]."""
+    """Attention backend with R slots of T tokens. Keys and values of a layer are [2, R, K, T, E]."""
 
     def __init__(self, shape: HeadShape) -> None:
         self.shape = shape
@@ -88,7 +88,7 @@ class SlotAttention:
         return self.layers[0].shape[3]
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Re-allocates layer by layer, so that the peak is one of them above the sum."""
+        """Re-allocate layer by layer, so that only one layer exists twice at a time."""
         r, t = min(slots, self.slots), min(tokens, self.tokens)
         for layer, old in enumerate(self.layers):
             self.layers[layer] = self._empty(slots, tokens)
@@ -119,7 +119,7 @@ class SlotAttention:
         self, first: int, lengths: Sequence[int], new: int, visible: Tensor | None, depths: Tensor | None = None
     ) -> SlotPlan:
         longest = max(lengths)
-        assert longest + new <= self.tokens, "the cache makes room before a pass"
+        assert longest + new <= self.tokens, "the cache must resize before a pass"
         places = self._heads(first, len(lengths)) + self._indices(np.array(lengths), 0, new)[..., None]
         committed = torch.tensor(lengths, device=self.shape.device)
         beyond = torch.arange(longest + new, device=committed.device) - committed[:, None]
@@ -157,10 +157,10 @@ class SlotAttention:
             places = plan.places + 1
         else:
             places = self._both(self._heads(0, len(ahead.ends)) + self._indices(ahead.ends, old, new)[..., None])
-        if chain and seen is not None:  # the pass before is over: its bias becomes this one's
+        if chain and seen is not None:  # the pass before is over, so its bias is changed in place
             seen.view(-1).index_fill_(0, places[: len(seen)], 0.0)
         elif not chain:
-            assert parents is not None, "where there are branches, each has a parent"
+            assert parents is not None, "branches need parents"
             if seen is None:
                 seen = self._bias(self._beyond(ahead) - (old - 1), None, 1)
             of_parent = parents.repeat_interleave(heads, dim=0)[..., None].expand(-1, -1, self.tokens)
@@ -169,20 +169,20 @@ class SlotAttention:
         bias = None if seen is None else self._by_query(seen[..., : span.tokens])
         return SlotPlan(0, old, new, places, [span], [bias], ahead._replace(seen=seen))
 
-    # Where things lie is worked out in NumPy: the lengths are known on the host, and a CPU takes longer to start an
-    # operation of torch than for all of its work here.
+    # Indices are computed in NumPy, because the lengths are known on the host, and starting an operation of torch takes
+    # longer than all of its work here.
 
     def _heads(self, first: int, rows: int) -> np.ndarray:
-        """[rows, 1, K] where each slot's heads begin, among all (slot, head, index)."""
+        """Return [rows, 1, K] flat indices, among all (slot, head, index), at which the heads of each slot begin."""
         heads = self.shape.num_kv_heads
         return (np.arange(first * heads, (first + rows) * heads) * self.tokens).reshape(rows, 1, heads)
 
     def _indices(self, committed: np.ndarray, old: int, new: int) -> np.ndarray:
-        """[B, N] of new nodes in their slots."""
+        """Return [B, N] indices of the new nodes in their slots."""
         return (committed[:, None] + np.arange(old, old + new)) % self.tokens
 
     def _both(self, places: np.ndarray) -> Tensor:
-        """Of keys, and then of their values."""
+        """Return the flat indices of keys, followed by those of their values."""
         values = self.slots * self.shape.num_kv_heads * self.tokens
         return self._tensor(np.add.outer((0, values), places.ravel()).ravel())
 
@@ -190,14 +190,14 @@ class SlotAttention:
         return torch.from_numpy(array).to(self.shape.device)
 
     def _beyond(self, ahead: _Ahead) -> Tensor:
-        """[B, T] how far each index of a slot is behind the row's last committed entry: negative before it."""
+        """Return [B, T]: the position at each index of a slot minus that of the row's last committed entry."""
         ends, start = (self._tensor(x)[:, None] for x in (ahead.ends, ahead.starts))
-        # the first position seen lies at its index, the others from there around the ring
+        # the first visible position is at its index, the others follow around the ring
         around = torch.arange(self.tokens, device=ends.device) - start % self.tokens
         return around + self.tokens * (around < 0) + (start - ends)
 
     def _bias(self, beyond: Tensor, visible: Tensor | None, new: int) -> Tensor:
-        """[rows * K, N, T], of nodes that stand right behind the committed positions; a tensor of its own."""
+        """Return [rows * K, N, T], a new tensor, for nodes directly after the committed positions."""
         if visible is None:
             hidden = beyond[:, None] > torch.arange(new, device=beyond.device)[:, None]
         else:
@@ -206,7 +206,7 @@ class SlotAttention:
         return torch.where(hidden, self._hidden, self._seen).repeat_interleave(self.shape.num_kv_heads, dim=0)
 
     def _by_query(self, bias: Tensor) -> Tensor:
-        """[rows * K, N, T] -> a row for each query that shares the key-value head; one for all of them if N is 1."""
+        """Return [rows * K, H/K * N, T], one row per query, for `bias` [rows * K, N, T]; `bias` itself if N is 1."""
         rows, N, T = bias.shape
         if N == 1 or self.queries_per_kv == 1:
             return bias
@@ -215,8 +215,10 @@ class SlotAttention:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _biases(self, plan: SlotPlan, window: int | None) -> list[Tensor | None]:
-        """A node's index is its position in a chain. In a tree it is larger, and no window is narrower than a tree is
-        deep, so that the nodes of a tree are never outside it."""
+        """Return the biases of a layer with this window in tokens (None: no window).
+
+        The window is applied to slot indices. A committed token's index is its position, but a tree node's index may be
+        larger. Tree nodes are never outside the window, because no window is smaller than the depth of a tree."""
         if window is None or plan.positions is None or plan.windowed is None:
             return plan.biases
         if window not in plan.windowed:
@@ -238,7 +240,7 @@ class SlotAttention:
     ) -> Tensor:
         both, size = self.layers[layer], self.shape.head_dim
         both.view(-1, size).index_copy_(0, plan.places, torch.cat([key, value]).view(-1, size))
-        # the queries that share a key-value head become the rows of one matmul: keys are never repeated
+        # queries that share a key-value head become rows of one matmul, so that keys are never repeated
         if plan.nodes > 1:
             query = query.view(-1, plan.nodes, self.shape.num_kv_heads, self.queries_per_kv, size)
             query = query.permute(0, 2, 3, 1, 4)
@@ -254,7 +256,7 @@ class SlotAttention:
         return mixed.reshape(-1, self.shape.num_heads * size)
 
     def _attend_span(self, query: Tensor, both: Tensor, first: int, span: Span, bias: Tensor | None) -> Tensor:
-        """query [B * K, H/K * N, E] -> the span's rows of the same."""
+        """Return attention for the span's rows of `query` [B * K, H/K * N, E], in the same layout."""
         heads, rows = self.shape.num_kv_heads, span.high - span.low
         if rows * heads < len(query):
             query = query.narrow(0, span.low * heads, rows * heads)
@@ -266,7 +268,7 @@ class SlotAttention:
 
 
 def _spans(lengths: Sequence[int], new: int) -> list[Span]:
-    """Cut the rows, in their order, where padding each part to its own longest row saves more than a span costs."""
+    """Cut the rows, in order, where padding each part to its own longest row saves more than a span costs."""
 
     def cut(low: int, high: int) -> list[Span]:
         whole = max(lengths[low:high])
