@@ -1,1 +1,1 @@
-"""`tlt verify`: the ways to speculate, held against plain decoding."""
+"""Comparison of all kinds of speculative decoding with plain decoding: `tlt verify`."""

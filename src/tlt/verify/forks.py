@@ -1,4 +1,4 @@
-"""Where two runs of one request part, and whether rounding explains it."""
+"""Forks: the first token where two runs of one request differ, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt.sampling import gumbel_noise, log_law
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.oracle import last_logits
 
-# noisy scores this close may turn when passes of different shapes round differently
+# two noisy scores (log-prob + Gumbel noise) closer than this may swap their order by rounding
 EXPLAINED_GAP = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.25}
 
 
@@ -32,15 +32,16 @@ class Fork:
 
 
 def float64_target(config: Config, weights: Mapping[str, Tensor]) -> Decoder:
-    """The engine's own weights, as rounded to its dtype, with every step of the arithmetic in float64."""
+    """Return a target that computes in float64, with weights rounded to the engine's dtype."""
     target = make_target(config.model.model_copy(update={"dtype": "float64", "device": "cpu"}))
     target.load({name: tensor.to(torch_dtype(config.model)) for name, tensor in weights.items()}, version=0)
     return target
 
 
 def fork_of(mode: str, step: int, plain: Response, other: Response, reference: Decoder) -> Fork:
-    """The first differing token, and how close the two tokens' noisy scores are when the row is recomputed in
-    float64."""
+    """Return the first differing token, and the gap between the two tokens' noisy scores recomputed in float64.
+
+    The gap is infinite if one response is a prefix of the other."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
     shorter = min(len(plain.token_ids), len(other.token_ids))
     position, tokens = next(((t, pair) for t, pair in pairs if pair[0] != pair[1]), (shorter, None))
@@ -62,7 +63,7 @@ def _gap(reference: Decoder, request: Request, prefix: Sequence[int], a: int, b:
 
 
 def _distance_to_cut(full: Tensor, params: SamplingParams, token: int) -> float:
-    """How little would move a token across the top-k cut (in log-probability) or the top-p cut (in mass)."""
+    """Return the smallest change that moves a token across the top-k cut (in log-prob) or top-p cut (in mass)."""
     ordered, ids = torch.sort(full, descending=True, stable=True)
     place = int((ids == token).nonzero())
     distances = [math.inf]

@@ -1,4 +1,4 @@
-"""Look-ahead as `tlt verify` tries it: what an older target says to a step's own requests, as it is and spoiled."""
+"""Look-ahead in `tlt verify`: an older target decodes a step's own requests, and its tokens may be corrupted."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from tlt.rewards.turns import Turns
 from tlt.rl.early import EarlyGroups
 from tlt.types import Request, Response, RolloutStats
 
-MOST_TOKENS = 2**22  # of a store: more than a step decodes
-_MOVED = 0.02  # of itself, in the mean, that each weight is off by before the first update
+MOST_TOKENS = 2**22  # capacity of a store: more than a step decodes
+_MOVED = 0.02  # standard deviation of the relative noise on weights before the first update
 
 
 class OlderTarget:
-    """It has the weights of the step before; in the first step this step's own, moved a little. What it says to a
-    request is decoded once a step, for all modes."""
+    """Target with the weights of the previous step. In the first step it has this step's weights plus a little noise.
+
+    It decodes a request once per step, for all modes."""
 
     def __init__(self, target: Decoder, config: EngineConfig, detokenize: Detokenizer) -> None:
         self.target = target.empty()
         self.config, self.detokenize = config, detokenize
         self.store = AheadStore(MOST_TOKENS)
         self._weights: dict[int, Mapping[str, Tensor]] = {}
-        self._version = self._decoded = -1  # whose requests are asked for, and whose the store has
+        self._version = self._decoded = -1  # versions of the policy now, and as the store was filled
 
     def sync(self, policy: Trainable, version: int) -> None:
-        """The policy is of this version now. Every mode goes through a step's two versions."""
+        """Save a copy of the policy's weights of this version. Every mode of a step syncs the same two versions."""
         self._version = version
         if version not in self._weights:
             self._weights[version] = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
             self._weights.pop(version - 2, None)
 
     def said(self, requests: Sequence[Request]) -> list[Ahead]:
+        """Return the older target's tokens for these requests. Only requests without saved tokens are decoded."""
         if self._version != self._decoded:
             older = self._weights.get(self._version - 1) or _moved(self._weights[self._version])
             self.target.load(older, self._version - 1)
@@ -56,7 +58,7 @@ class OlderTarget:
 
 
 def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that are tied stay so, as those of one shape are moved alike."""
+    """Return the weights with noise. Tied tensors stay equal, because the noise depends on the shape alone."""
     moved = {}
     for name, tensor in weights.items():
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
@@ -65,7 +67,7 @@ def _moved(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class LookAheadRollout(LocalRollout):
-    """Before it decodes, its store takes what the older target said; `spoil` puts something else in its place."""
+    """Rollout whose store is filled with the older target's tokens before it decodes. `spoil` may corrupt them."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class LookAheadRollout(LocalRollout):
 
 
 def spoiled(entries: Sequence[Ahead], vocab_size: int, rng: random.Random) -> list[Ahead]:
-    """Each in a way of its own, and all said to be of a newer target than they are."""
+    """Return the entries, each corrupted in a random way, with a newer version than is true."""
     return [
         entry._replace(tokens=_another(entry, entries, vocab_size, rng), version=entry.version + 1) for entry in entries
     ]
@@ -104,7 +106,7 @@ def _another(entry: Ahead, entries: Sequence[Ahead], vocab_size: int, rng: rando
     siblings = [other.tokens for other in entries if other.prompt == entry.prompt and other.seed != entry.seed]
     strangers = [other.tokens for other in entries if other.prompt != entry.prompt]
     ways = [
-        tokens,  # of an older target than is said
+        tokens,  # only the version is wrong
         tokens[:at],
         tokens[:0],
         np.delete(tokens, at),

@@ -1,4 +1,4 @@
-"""Every way to speculate that `tlt verify` holds against plain decoding."""
+"""Modes of `tlt verify`: all kinds of speculative decoding, and plain decoding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _AHEAD = 16
 
 
 def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """Name -> a rollout by engines on the same target. The recipe's own drafter if it names one, else a random one of
-    its kind."""
+    """Return name -> rollout. All engines share the target.
+
+    The learned drafter is the recipe's if it names one, else a random one of the recipe's kind."""
     speculation, vocab_size = config.speculation, target.options.vocab_size
     layer = _layer(config, target)
 
@@ -84,7 +85,7 @@ def modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict
         lambda other: other.swap(EagleDrafter(next(weights), target)),
         turns,
     )
-    # plain comes last, so that its state is what the next step starts from
+    # plain is last, because the next step starts from its state
     last = {"swapped every round": swapped, "plain": engine([], Fixed(PLAIN))}
     return {"several workers": several, **_alone(one, turns), **looking, **_alone(last, turns)}
 
@@ -99,12 +100,12 @@ def _layer(config: Config, target: Decoder) -> EagleLayer:
 
 
 def _fresh(config: Config, target: Decoder) -> EagleLayer:
-    """Random weights: others at every call."""
+    """Return a drafter with random weights, which differ at every call."""
     return EagleLayer(eagle_options(target.options, config.speculation.kind, config.speculation.window))
 
 
 class InTurn(Fixed):
-    """One strategy after the other, round by round."""
+    """Tuner that cycles through strategies, one per round."""
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self.strategies = tuple(strategies)
@@ -115,7 +116,7 @@ class InTurn(Fixed):
 
 
 class Swapping(Fixed):
-    """One strategy, with an action before each round."""
+    """Tuner with one strategy, which calls `action` before each round."""
 
     def __init__(self, strategy: Strategy, action: Callable[[], None]) -> None:
         super().__init__(strategy)

@@ -1,4 +1,4 @@
-"""The target as its own drafter, and as its own look-ahead: every token it drafts must be accepted."""
+"""Oracle checks: the target is its own drafter or its own look-ahead. Every draft token must be accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOKENS, _ROWS, _DEPTH, _AHEAD = 48, 4, 3, 16
 
 
 class OracleDrafter(NodeDrafter):
-    """The target itself, computed without engine or cache: each node's whole context in one causal pass."""
+    """Drafter that uses the target itself, without engine or cache. Each node's context takes one causal pass."""
 
     name = "oracle"
 
@@ -40,7 +40,7 @@ class OracleDrafter(NodeDrafter):
 
 
 def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
-    """Logits [M, V] after each context, by plain causal attention over right-padded rows."""
+    """Return logits [M, V] after each context, by plain causal attention over right-padded rows."""
     width = max(len(c) for c in contexts)
     tokens = torch.tensor([[*c, *[0] * (width - len(c))] for c in contexts], device=target.device)
     last = torch.tensor([len(c) - 1 for c in contexts], device=target.device)
@@ -50,8 +50,9 @@ def last_logits(target: Decoder, contexts: Sequence[Sequence[int]]) -> Tensor:
 def oracle_checks(
     target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[dict[str, Any]]:
-    """What it drafted and what was accepted, by law. In float64, whatever the dtype of the runs: only there must the
-    draft's every token be accepted."""
+    """Return the drafted and accepted tokens of the oracle drafter, for each sampling distribution.
+
+    `target` computes in float64, whatever the dtype of the runs, because only then must every token be accepted."""
     chain = Strategy("oracle", _DEPTH, 1, _DEPTH + 1)
     checks = []
     for law in _LAWS:
@@ -66,8 +67,7 @@ def oracle_checks(
 def look_ahead_checks(
     target: Decoder, config: EngineConfig, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[dict[str, Any]]:
-    """The same of what the target itself decoded ahead; and the passes of rows, which must be as few as such chains
-    allow."""
+    """Return the same counts for the target's own look-ahead, with the row passes and the fewest possible ones."""
     ahead = PLAIN._replace(ahead=_AHEAD)
     checks = []
     for law in _LAWS:
@@ -86,7 +86,7 @@ def look_ahead_checks(
 def _requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, temperature: float, top_k: int, top_p: float
 ) -> list[Request]:
-    """Nothing stops them early."""
+    """Return requests that stop only at their token limit."""
     params = replace(
         sampling,
         temperature=temperature,
@@ -107,7 +107,7 @@ def _engine(
     drafters: Sequence[Drafter] = (),
     store: AheadStore | None = None,
 ) -> Engine:
-    """All rows are admitted and outgrow the cache later: what comes back must agree as well."""
+    """Return an engine that admits all rows and preempts some later, because tokens must agree after that too."""
     longest = max(len(request.prompt.token_ids) for request in requests)
     bound = max(len(requests) * (longest + 36), longest + _TOKENS + 32)
     return Engine(target, config, drafters, Fixed(strategy), store=store, kv_tokens=bound)

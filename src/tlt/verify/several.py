@@ -1,9 +1,9 @@
-"""Several workers in this process, under a random schedule of all that may happen to a request.
+"""Several workers in one process, under a random schedule of all events that a request may meet.
 
-Siblings come at different times and places, rows leave one worker and go on at another or begin anew, caches are small,
-so that rows are preempted, and are released when nobody is live, drafters are swapped, and requests of others are
-decoded ahead where nobody waits. One worker on its own goes through none of this, and each is a way to decode over keys
-and values of somebody else.
+Responses to one prompt start at different times on different workers. Rows move to another worker and continue or start
+again there. Caches are small, so that rows are preempted, and are released when a worker is idle. Drafters are swapped.
+Workers decode look-ahead tokens for requests of others. A single worker meets none of these events, and each of them
+might let a row attend to the keys and values of another row.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tlt.verify.look_ahead import MOST_TOKENS
 
 _WORKERS = 3
 _SPARE = 64  # tokens that a cache needs beyond its longest row
-_AHEAD = 4  # requests that a worker is given at most to decode ahead
+_AHEAD = 4  # most requests for which a worker decodes look-ahead tokens
 
 
 class SeveralWorkers:
-    """A `Rollout`. `make` gives a worker's engine with this store and a cache of so many tokens; all share `target`.
-    `swap` puts another drafter into an engine."""
+    """Rollout by several engines that share `target`. `make` returns a worker's engine, given its store and the size of
+    its cache in tokens. `swap` replaces an engine's drafter."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SeveralWorkers:
         self.make, self.target, self.swap, self.turns = make, target, swap, turns
 
     def sync(self, policy: Trainable, version: int) -> None:
-        assert isinstance(policy, Policy), "the one in this process"
+        assert isinstance(policy, Policy), "the policy must be in this process"
         take_weights(self.target, policy, version)
 
     def generate(
@@ -89,14 +89,14 @@ class SeveralWorkers:
 
     def _hand_over(self, giver: Engine, taker: Engine, rng: random.Random) -> None:
         seeds = [row.request.seed for row in _own(giver) if rng.random() < 0.5]
-        anew: list[Request] = []
+        restarted: list[Request] = []
         resumed: list[Row] = []
         for row in giver.release_requests(seeds):
             if rng.random() < 0.2:
-                anew.append(row.request)
+                restarted.append(row.request)
             else:
                 resumed.append(row)
-        _submit(taker, anew, resumed)
+        _submit(taker, restarted, resumed)
 
     # -- the rest of the protocol --------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class SeveralWorkers:
     def remember(self, drafts: Iterable[Ahead]) -> None: ...
 
     def release(self) -> None:
-        """Engines and their caches end with each rollout."""
+        """Do nothing, because engines and their caches end with each rollout."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -131,12 +131,12 @@ class SeveralWorkers:
 
 
 def _own(engine: Engine) -> list[Row]:
-    """Live or waiting, and not decoded ahead."""
+    """Return active and waiting rows, without look-ahead rows."""
     return [row for row in (*engine.rows, *engine.waiting) if not row.ahead]
 
 
 def _submit(engine: Engine, requests: Sequence[Request], resumed: Sequence[Row] = ()) -> None:
-    """What an engine decodes, it no longer decodes ahead."""
+    """Submit requests and resumed rows, and end the engine's look-ahead for them."""
     seeds = {request.seed for request in (*requests, *(row.request for row in resumed))}
     ahead = [row.request for row in (*engine.rows, *engine.rollout.scheduler.ahead) if row.ahead]
     if not seeds.isdisjoint(request.seed for request in ahead):

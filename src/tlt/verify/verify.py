@@ -1,9 +1,9 @@
-"""`tlt verify`: train the same steps with every kind of drafter and show that nothing changed.
+"""`tlt verify`: trains the same steps with every kind of drafter, and checks that the results are the same.
 
-Each step of each mode starts from the plain run's state of that step, so a fork never spreads; where every step ends
-in the plain run's sha256, the runs are equal from end to end by induction. The reference is transformers-free float64
-arithmetic for forks, and the target itself as a drafter and as a look-ahead, whose every token must be accepted: a miss
-is a bug that nothing else shows.
+Each step of each mode starts from the plain run's state of that step, so a fork never spreads. If every step ends in
+the plain run's sha256, whole runs are equal by induction. Forks are checked against float64 arithmetic without
+transformers. The target is also run as its own drafter and its own look-ahead. All its tokens must be accepted, because
+a rejection there is a bug that no other check shows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.verify.modes import modes
 from tlt.verify.oracle import look_ahead_checks, oracle_checks
 
-_MOST_PROMPTS = 8  # a step, unless --full
+_MOST_PROMPTS = 8  # per step, unless --full
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Silent:
 
 
 def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path | None) -> bool:
-    """Print the verdict, write it to `json_file`, and say whether all of it holds."""
+    """Print the verdict, write it to `json_file`, and return whether all checks hold."""
     console = Console(highlight=False)
     config = with_tools(_verify_config(from_hub(config), dtype, full))
     tokenizer = load_tokenizer(config.model.path)
@@ -84,8 +84,8 @@ def verify(config: Config, steps: int, dtype: str, full: bool, json_file: Path |
     agree = all(checks.values())
     if config.train.importance_cap:
         console.print(
-            "sha256 cannot be compared, as train.importance_cap lets rollout log-probs into the loss: tokens and "
-            "rewards are"
+            "sha256 cannot be compared, because train.importance_cap brings rollout log-probs into the loss; tokens "
+            "and rewards are compared instead"
         )
     _print(console, runs, forks, oracle, look_ahead, checks, tokens, dtype)
     if json_file:
@@ -107,7 +107,7 @@ def _by_our_engine(config: Config) -> Config:
 
 
 def _modes(config: Config, target: Decoder, tokenizer: Any, turns: Turns) -> dict[str, Rollout]:
-    """If there is an environment, the first mode of a step asks it, and the others get the recorded replies."""
+    """Return name -> rollout. The first mode of a step queries the environment; the others reuse its replies."""
     if config.engine.backend == "tlt":
         return modes(config, target, tokenizer, turns)
     from tlt.verify.vllm_modes import vllm_modes  # vLLM is an extra
@@ -138,7 +138,7 @@ def _verify_step(
     forks: list[Fork],
     work: Work,
 ) -> int:
-    """All modes from the same state; the policy is left where the plain run ends. Returns the plain run's tokens."""
+    """Run all modes from the same state, the plain run last. Return the number of tokens of the plain run."""
     before = _Snapshot.take(policy)
     start, carried = asdict(parts.cursor), parts.carried
     results: dict[str, StepResult] = {}
@@ -191,7 +191,7 @@ class _Snapshot:
 
 
 def _pairs(plain: StepResult, other: StepResult) -> list[tuple[Response, Response]]:
-    """Of the prompts that both decoded: after a fork, dynamic sampling may draw a wave more in one of them."""
+    """Pair the responses to prompts that both decoded. After a fork, dynamic sampling may draw more waves in one."""
     return [
         pair
         for ours, theirs in zip(plain.groups, other.groups, strict=False)
@@ -231,10 +231,10 @@ def _checks(
         ),
         "every difference is explained by rounding": all(fork.gap < EXPLAINED_GAP[dtype] for fork in forks),
         f"forks: {len(forks)}, at most {allowed:.0f} are allowed": len(forks) <= allowed,
-        "the oracle's every token is accepted": all(
+        "every token of the oracle drafter is accepted": all(
             c["drafted"] == c["accepted"] > 0 < c["preemptions"] for c in oracle
         ),
-        "what the target decoded ahead for itself is accepted to the last token": all(
+        "every look-ahead token of the target itself is accepted, in the fewest passes": all(
             c["drafted"] == c["accepted"] > 0 < c["preemptions"] and c["passes"] == c["fewest_passes"]
             for c in look_ahead
         ),
@@ -264,7 +264,7 @@ def _print(
         console.print(f"oracle drafter, {_accepted(check)}", soft_wrap=True)
     for check in look_ahead:
         passes = f"{check['passes']} passes, at least {check['fewest_passes']}"
-        console.print(f"its own look-ahead, {_accepted(check)}, {passes}", soft_wrap=True)
+        console.print(f"the target's own look-ahead, {_accepted(check)}, {passes}", soft_wrap=True)
     for fork in forks:
         word = "explained" if fork.gap < EXPLAINED_GAP[dtype] else "NOT explained"
         console.print(
@@ -282,13 +282,13 @@ def _accepted(check: dict[str, Any]) -> str:
     preemptions = check["preemptions"]
     return (
         f"temperature {check['temperature']}, top-k {check['top_k']}, top-p {check['top_p']}: {check['accepted']} of "
-        f"{check['drafted']} drafted tokens accepted, {preemptions} preemption{'s' * (preemptions != 1)}"
+        f"{check['drafted']} draft tokens accepted, {preemptions} preemption{'s' * (preemptions != 1)}"
     )
 
 
 def _verdict(runs: dict[str, ModeRun], checks: dict[str, bool], forks: int) -> str:
     if all(checks.values()):
-        explained = f", but for {forks} explained by rounding" * (forks > 0)
+        explained = f", except {forks} explained by rounding" * (forks > 0)
         return f"verdict: all {len(runs)} modes agree in every token{explained}"
     apart = [run.mode for run in runs.values() if run.tokens_different or not run.steps_equal]
     names = f" ({'; '.join(apart)})" * bool(apart)

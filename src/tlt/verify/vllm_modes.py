@@ -1,4 +1,4 @@
-"""Every way in which vLLM decodes with our noise, which `tlt verify --backend vllm` holds against plain decoding."""
+"""Modes of `tlt verify --backend vllm`: all kinds of decoding by vLLM with our noise, and plain decoding."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tlt.vllm.target import VllmTarget
 
 
 def vllm_modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rollout]:
-    """Name -> a rollout by a vLLM of its own; and our plain decoding, on `target`."""
+    """Return name -> rollout. Each mode has its own vLLM, except our plain decoding, which uses `target`."""
     spell = Detokenizer(tokenizer)
 
     def engine(drafter: str, store: AheadStore | None = None) -> VllmEngine:
         speculation = config.speculation.model_copy(update={"drafter": drafter})
         vllm = open_target(config.model_copy(update={"speculation": speculation}), config.model.path)
-        assert isinstance(vllm, VllmTarget), "of the backend that is held against ours"
+        assert isinstance(vllm, VllmTarget), "engine.backend must be vllm"
         return VllmEngine(vllm, config.engine, spell, store=store)
 
     store, older = AheadStore(MOST_TOKENS), OlderTarget(target, config.engine, spell)
@@ -34,7 +34,7 @@ def vllm_modes(config: Config, target: Decoder, tokenizer: Any) -> dict[str, Rol
     }
     if config.speculation.path:
         found["vllm, learned"] = LocalRollout(engine("eagle"))
-    # where vLLM has loaded numba, for its n-gram lookup, no other vLLM starts in the same process
+    # n-gram lookup is the last vLLM: it loads numba, and then no other vLLM starts in the same process
     found["vllm, n-gram"] = LocalRollout(engine("suffix"))
-    # plain comes last, so that its state is what the next step starts from
+    # plain is last, because the next step starts from its state
     return found | {"plain": LocalRollout(Engine(target, config.engine, detokenize=spell))}
