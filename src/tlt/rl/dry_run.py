@@ -1,4 +1,4 @@
-"""A check before the first step: does the largest micro-batch of an update fit the memory?"""
+"""Check before the first step whether the largest micro-batch of an update fits the memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from tlt.rl.shard_sum import Shard
 from tlt.types import TrainBatch
 
 _SHORT = 32  # tokens of a pass that is measured
-_LOGITS = 5  # times the memory of a chunk of logits that its gradient needs
-_LEAST_LOGITS = 32  # MiB that train.logits_mb may be lowered to
-_WRONG = 0.8  # of what an update needs by the estimate, if a device ran out of memory all the same
+_LOGITS = 5  # memory to compute the gradient of a chunk, in multiples of its logits
+_LEAST_LOGITS = 32  # lowest train.logits_mb that is suggested, in MiB
+_WRONG = 0.8  # settings suggested after a device ran out of memory need at most this share
 
 
 def dry_run(policy: Policy, config: Config, longest_prompt: int) -> None:
-    """Raise ConfigError, with the field to change, if the update's memory does not suffice. `longest_prompt` in tokens.
+    """Raise ConfigError, with the field to change, if an update does not fit the memory. `longest_prompt` is in tokens.
 
-    On a CUDA device the gradient of the largest micro-batch is computed and dropped. On the CPU, where the system would
-    end the process, a short pass says how much memory a token needs. No weight and no random state changes."""
+    On a CUDA device the gradient of the largest micro-batch is computed and dropped. On the CPU a short
+    pass measures the memory per token, because the system would kill a process that runs out of memory. No weight and
+    no random state changes."""
     asked = _Update.of(config, longest_prompt)
     need = _Need.measured(policy, config)
     free = _free(policy.device, config)
@@ -76,11 +77,11 @@ class _Update:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest micro-batch. A sequence beyond the budget is one of its own."""
+        """Tokens of the largest micro-batch. A sequence that exceeds the budget has its own micro-batch."""
         return max(self.budget, self.longest)
 
     def smaller(self) -> Iterator[_Update]:
-        """Settings that need less memory, those that cost least first."""
+        """Yield settings that need less memory, those that cost least first."""
         last = self
         for change in ({}, {"checkpoints": True}, {"logits_mb": min(self.logits_mb, _LEAST_LOGITS)}):
             last = replace(last, **change)
@@ -111,14 +112,14 @@ class _Need:
     """Memory that an update needs beyond what is in use, in bytes."""
 
     fixed: int
-    """for gradients, moments and copies of the state"""
+    """bytes of gradients, moments and copies of the state"""
     saved: float
-    """for each token, until its gradient is computed"""
+    """bytes per token that are saved for the backward pass"""
     logits: int
-    """of a token"""
+    """bytes of a token's logits"""
     layers: int
     hidden: int
-    """of a token, between two layers"""
+    """bytes of a token's hidden state between two layers"""
 
     @staticmethod
     def measured(policy: Policy, config: Config) -> _Need:
@@ -141,14 +142,15 @@ class _Need:
 
 
 def _copies(policy: Policy, config: Config) -> int:
-    """Return how many times the trained weights' memory is needed: for gradients, two moments and, if a worker can be
-    lost, the state before the update, which is in host memory."""
+    """Return the memory of gradients and two moments, in multiples of the trained weights.
+
+    The state before the update, which is in host memory, is added if a worker can be lost."""
     keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
     return 6 if keeps else 3
 
 
 def _trained_bytes(policy: Policy) -> int:
-    """Return the size of this member's part."""
+    """Return the size of this member's trained parameters."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
@@ -160,7 +162,7 @@ def _free(device: torch.device, config: Config) -> float:
 
 
 def _saved_bytes(policy: Policy, tokens: int) -> int:
-    """Return the size of what a pass through all layers saves for its gradient, weights left out."""
+    """Return the size of all tensors but weights that a forward pass saves for the backward pass."""
     found = dict[int, int]()
 
     def note(tensor: Tensor) -> Tensor:
@@ -173,12 +175,12 @@ def _saved_bytes(policy: Policy, tokens: int) -> int:
         hidden = last_hidden(policy.model, ids, policy.autocast)
     weights = {parameter.data_ptr() for parameter in policy.model.parameters()}
     total = sum(size for place, size in found.items() if place not in weights)
-    del hidden  # it kept all that was saved, so no two storages had one place
+    del hidden  # it kept all saved tensors alive, so that no two had the same address
     return total
 
 
 def _has_room(policy: Policy, need: _Need, update: _Update) -> bool:
-    """Compute the gradient of the largest micro-batch, next to memory for the moments."""
+    """Return whether the gradient of the largest micro-batch and the moments fit the memory."""
     rows = -(-update.budget // update.longest)
     length = max(update.budget // rows, update.longest if rows == 1 else 0)
     new = min(update.new, length - 1)
@@ -203,7 +205,7 @@ def _layers(model: Any) -> list[Any]:
 
 @contextmanager
 def _without_checkpoints(model: Any) -> Iterator[None]:
-    """Save all that a pass computes, because what is recomputed in the backward pass cannot be measured."""
+    """Turn activation checkpoints off, because tensors that are recomputed in the backward pass are not measured."""
     before = [(layer, layer.training) for layer in _layers(model)]
     for layer, _ in before:
         layer.training = False

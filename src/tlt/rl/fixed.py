@@ -1,4 +1,4 @@
-"""Log-probs of a rollout that stay while the policy is updated on it."""
+"""Log-probs that stay fixed while the policy is updated on a rollout."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tlt.types import TrainBatch
 
 
 class Fixed(NamedTuple):
-    """Response -> [its tokens]. Log-probs that are not here are computed with each micro-batch."""
+    """Fixed log-probs: response -> [its tokens]. Others are computed with each micro-batch."""
 
     old: dict[int, Tensor]
-    """by the policy that decoded it"""
+    """log-probs under the policy that decoded the response"""
     reference: dict[int, Tensor]
-    """by the model that training started from"""
+    """log-probs under the reference model, from which training started"""
 
 
 def exchange(
     own: Mapping[int, Tensor], lengths: Mapping[int, int], group: ProcessGroup, like: Tensor
 ) -> dict[int, Tensor]:
     """Return the log-probs of all members, with the same bits on each. `own`: those of this member. `lengths`: tokens
-    of all responses. `like`: a tensor of their type."""
+    of each response. `like`: a tensor of their dtype and device."""
     parts = [own[i] if i in own else like.new_zeros(length) for i, length in lengths.items()]
     whole = torch.cat([like.new_zeros(0), *parts])
-    group.sum_(whole)  # one member has the number, the others have 0
+    group.sum_(whole)  # one member has the log-prob, the others have 0
     return dict(zip(lengths, whole.split([*lengths.values()]), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Cuts a batch into shards, early ones first: those of an optimizer step, or of the log-probs before the first one."""
+"""Plans that cut a batch into shards, early ones first, for an optimizer step or for the log-probs before it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tlt.rl.shard_sum import Plan, Shard
 from tlt.types import TrainBatch
 
 Held = Sequence[Mapping[int, float]]
-"""[member] -> early shards that it has begun, with the share that is done"""
+"""Early shards that each member has begun, as [member] -> {shard: share that is done}"""
 
 
 @dataclass
 class Planner:
-    """Shards are functions of the batch and these settings, never of timing. Only their owners depend on it."""
+    """Planner of shards. They depend only on the batch and these settings. Only their owners depend on timing."""
 
     train: TrainConfig
     prompts: int
