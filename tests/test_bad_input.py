@@ -172,7 +172,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     "wrong type": (lambda c: c.set("train", steps="many"), r'train\.steps: .*\(got "many"\)'),
     "out of range": (lambda c: c.set("rollout", top_p=1.5), r"rollout\.top_p: .*\(got 1\.5\)"),
     "missing key": (lambda c: c.tree["model"].pop("path"), r"model\.path is missing: set it"),
-    "no data": (lambda c: c.tree.update(data={}), r"give either data\.tasks .* or data\.path"),
+    "no data": (lambda c: c.tree.update(data={}), r"give either data\.tasks .*, data\.path .* or data\.environment"),
     "nothing to learn": (lambda c: c.set("rollout", temperature=0.0), r"rollout\.temperature = 0 .*above 0"),
     "no device": (lambda c: c.set("model", device="cuda:9", dtype="float32"), r"model\.device = 'cuda:9'.*'cpu'"),
     "unknown reward": (
