@@ -1,7 +1,7 @@
 """Write recipes/data: word problems in the manner of GSM8K, series to forecast, and texts that must hold given words.
 The files are the same on every machine.
 
-python recipes/make_data.py [FOLDER]
+python recipes/make_data.py [FOLDER [ROWS]]    # ROWS prompts in each file (default 100), and 20 that are held out
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def keywords(r: random.Random) -> dict[str, str]:
     return {"question": text, "answer": ", ".join(words)}
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, count: int = 100) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in (("word_problems", word_problem), ("forecast", series), ("keywords", keywords)):
         r = random.Random(name)
-        rows = [json.dumps(make(r)) + "\n" for _ in range(120)]
-        (folder / f"{name}.jsonl").write_text("".join(rows[:100]), encoding="utf-8")
-        (folder / f"{name}_held_out.jsonl").write_text("".join(rows[100:]), encoding="utf-8")
+        rows = [json.dumps(make(r)) + "\n" for _ in range(count + 20)]
+        (folder / f"{name}.jsonl").write_text("".join(rows[:count]), encoding="utf-8")
+        (folder / f"{name}_held_out.jsonl").write_text("".join(rows[count:]), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "data")
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "data", *map(int, sys.argv[2:]))
