@@ -39,8 +39,9 @@ _DRAFTER = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done; 1 the check did not hold; 2 bad input, in one sentence; 75 memory, all workers or the cluster
-    gave out; 130 interrupted, 143 terminated, 129 hung up: a run that was under way has saved and says how to go on."""
+    """Run a command and exit. Exit codes: 0 success; 1 a check failed; 2 bad input, explained in one sentence; 75 memory,
+    all workers or the cluster were lost; 130 interrupted, 143 terminated, 129 hung up. A run that a signal stopped has
+    been saved."""
     arguments, overrides = _parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would run through the display
     try:
@@ -69,12 +70,12 @@ def _sentence(error: Exception) -> str | None:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a class of its own for devices, and for the host's memory nothing but words."""
+    """Return whether memory ran out. For host memory torch raises a RuntimeError that only its text identifies."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error)
 
 
 def _one_line(text: str) -> str:
-    """What a library says of a user's file may hold all of it."""
+    """Return the text in one line. Its middle is cut if it is long, because a library's message may quote a whole file."""
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
 

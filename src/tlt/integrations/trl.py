@@ -1,4 +1,4 @@
-"""tlt inside TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with our engine, and TRL does all else.
+"""tlt in TRL: `GRPOTrainer(..., rollout_func=Rollout())` decodes with our engine. TRL does everything else.
 
 A completion is a function of (weights, prompt, seed), and a seed of (the trainer's seed, its step, the place in the
 batch). So whatever drafts, and however many processes there are, TRL is given the same completions, and ends with the
@@ -36,10 +36,10 @@ EVALUATION = "trl eval"
 
 
 class Rollout:
-    """A `rollout_func` for TRL's GRPOTrainer; `speculation` and `engine` have the fields that a recipe has there.
+    """A `rollout_func` for one GRPOTrainer of TRL. `speculation` and `engine` have the fields of a recipe's sections.
 
-    One is for one trainer. Raises ConfigError when it is made, and ValueError for another trainer, or at the first
-    generation for what TRL was asked to do and this does not (`trl_terms.py`).
+    The constructor raises ConfigError. A call raises ValueError for a second trainer, and UnsupportedError for options
+    of TRL that the engine lacks (`trl_terms.py`).
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Rollout:
         self._process: _Process | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """A completion for each prompt, which TRL has repeated already. Called in every process, once a generation
-        batch; what it draws from torch's global generators, which shuffle TRL's data, is drawn from copies."""
+        """Return a completion for each prompt; TRL has repeated the prompts already. All processes call this once for
+        each generation batch. Torch's global generators, which shuffle TRL's data, stay as they were."""
         with _copied_random_state(trainer):
             if self._process is None:
                 refuse(trainer, self.engine)
@@ -70,7 +70,7 @@ def _copied_random_state(trainer: Any) -> AbstractContextManager[None]:
 
 
 class _Process:
-    """What one process of the trainer decodes with."""
+    """The engine of one process of the trainer."""
 
     def __init__(self, trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> None:
         config = _config(trainer, speculation, engine)
@@ -143,15 +143,15 @@ class _Process:
 
 
 class _Place:
-    """Which generation this is: several may share one global step, and an evaluation has several batches."""
+    """Counter of generations. Several may share a global step, and an evaluation has several batches."""
 
     def __init__(self) -> None:
         self.generations = 0
         self._last: dict[str, tuple[int, int]] = {}
 
     def of(self, trainer: Any) -> tuple[str, int | None, int]:
-        """(domain, step, how many there were at this step before). An evaluation has no step, and the same seeds
-        whenever it comes, so that two of them differ by the weights alone."""
+        """Return (domain, step, number of earlier generations at this step). An evaluation has no step. It always has
+        the same seeds, so two evaluations differ by the weights alone."""
         self.generations += 1
         domain, step = ("trl" if trainer.model.training else EVALUATION), trainer.state.global_step
         before, count = self._last.get(domain, (-1, 0))
@@ -160,7 +160,7 @@ class _Place:
         return domain, (step if trainer.model.training else None), count
 
     def evaluated(self) -> None:
-        """The next evaluation may come at the same step, or be of another data set."""
+        """Note that an evaluation ended. The next one may be at the same step, or have another data set."""
         self._last.pop(EVALUATION, None)
 
 
@@ -173,13 +173,13 @@ class _AfterEvaluation(TrainerCallback):
 
 
 class _Others:
-    """The other processes of the trainer: whether they have decoded all of theirs."""
+    """The other processes of the trainer, and whether they have finished decoding."""
 
     def __init__(self, processes: int) -> None:
         self.group: Any = dist.new_group(backend="gloo") if processes > 1 else None
 
     def wait(self, meanwhile: Callable[[Callable[[], bool]], None]) -> None:
-        """Until all processes call this; `meanwhile` is given what tells whether they have."""
+        """Wait until all processes call this. `meanwhile` gets a function that says whether they have."""
         if self.group:
             work = dist.barrier(self.group, async_op=True)
             assert work
@@ -194,8 +194,8 @@ def _config(trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) 
 
 
 def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> dict[str, Any]:
-    """As TRL wants them: in the order of the prompts, the end token included, with log-probs that are comparable with
-    its own."""
+    """Return completions as TRL expects them: in the order of the prompts, with the end token, and with log-probs
+    comparable to its own."""
     return {
         "prompt_ids": [list(request.prompt.token_ids) for request in requests],
         "completion_ids": [list(response.token_ids) for response in responses],

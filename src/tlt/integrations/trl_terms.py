@@ -1,4 +1,4 @@
-"""What TRL asks of a rollout: prompts, the law, and what cannot be honoured, refused by its name."""
+"""TRL's arguments of a rollout: prompts, sampling parameters, and the options that are refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TESTED = ((1, 16), (1, 16))
 
 
 def refuse(trainer: Any, engine: EngineConfig) -> None:
-    """Raises UnsupportedError."""
+    """Raise UnsupportedError for options that the engine lacks."""
     args, model, plugin = trainer.args, trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     zero = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0)
     for asked, what, remedy in (
@@ -55,8 +55,8 @@ def refuse(trainer: Any, engine: EngineConfig) -> None:
 
 
 def prompts_of(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
-    """Token ids by the trainer's own tokenizer: text as it is, messages through its chat template. Raises
-    UnsupportedError for messages with images."""
+    """Return token ids by the trainer's own tokenizer. Messages go through its chat template. Raises UnsupportedError
+    for messages with images."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return [tuple(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
@@ -89,7 +89,7 @@ def law_of(trainer: Any) -> SamplingParams:
 
 
 def refuse_impossible(token_ids: Sequence[int], law: SamplingParams, most: int) -> None:
-    """Raises ValueError, in TRL's words, for a prompt which the engine would refuse in its own."""
+    """Raise ValueError, with TRL's names of options, for a prompt that the engine would refuse."""
     if not token_ids:
         raise ValueError("a prompt has no tokens: drop empty prompts from the data set")
     longest = len(token_ids) + law.max_new_tokens

@@ -31,8 +31,8 @@ class _Row:
 
 
 class ToolTurns:
-    """Stands in for the trainer's own generation after a tool call. A turn is a function of the weights, the tokens
-    before it, the seed of its row and its number."""
+    """Replacement of the trainer's generation after a tool call. A turn is a function of the weights, the tokens before
+    it, the seed of its row and its number."""
 
     def __init__(self, trainer: Any, decode: Callable[[Sequence[Request]], list[Response]]) -> None:
         """`decode` returns the responses in the order of the requests."""

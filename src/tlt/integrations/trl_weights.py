@@ -1,4 +1,4 @@
-"""The policy that TRL trains, as the engine takes it: whole tensors by their Hugging Face names."""
+"""The policy that TRL trains, as whole tensors with their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BEYOND_LORA = (
     "target_parameters",
     "alora_invocation_tokens",
 )
-"""what PEFT's LoRA can do besides, and `merged_state` does not merge"""
+"""options of PEFT's LoRA that `merged_state` does not merge"""
 
 
 class Trained:
@@ -58,8 +58,8 @@ class Trained:
             raise UnsupportedError("tlt inside TRL does not do LoRA adapters in shards of FSDP2: train on DDP")
 
     def has_changed(self, trainer: Any) -> bool:
-        """Whether it was trained, or loaded, since this was last asked. By its step and the norm of each parameter:
-        fused AdamW leaves their version counters as they were. In float64: bfloat16 has one norm for many."""
+        """Return whether a weight changed since the last call. Compares the step and the norm of each parameter in
+        float64, because fused AdamW does not change a parameter's version counter."""
         with torch.no_grad():
             norms = [_whole(vector_norm(parameter, dtype=torch.float64)) for parameter in self.model.parameters()]
         now = trainer.state.global_step, torch.stack(norms).tolist()
@@ -73,7 +73,7 @@ class Trained:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """[N, V] at each token of one sequence [N]."""
+        """Return logits [N, V] at each token of one sequence [N]."""
         with _without_dropout(self.model), self.trainer.accelerator.autocast():
             return self.model(input_ids=tokens[None].to(self.trainer.accelerator.device), use_cache=False).logits[0]
 
@@ -84,7 +84,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_dropout(model: Any) -> Iterator[None]:
-    """`model.train()` afterwards would switch on what somebody had switched off."""
+    """Switch dropout off and on again. `model.train()` would also switch on modules that the user switched off."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel in a terminal, a line a step anywhere else."""
+"""The view of a run: a live panel in a terminal, one line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Display:
         self._live = None
 
     def key(self, key: str) -> None:
-        """Pressed by whoever looks on."""
+        """Handle a key that was pressed."""
         self.which = KEYS.get(key, self.which)
 
     # -- events (the loop's Watcher) -----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Display:
             self.console.print(self._line(result.metrics), highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, found: dict[str, float]) -> None:
-        """After `step` steps, on held-out prompts."""
+        """Show the scores on held-out prompts after `step` steps."""
         self.evaluations.append((step, found))
         if self._live is None:
             self.console.print(self._held_out(), highlight=False, soft_wrap=True)
@@ -149,7 +149,7 @@ class Display:
 
     @property
     def _width(self) -> int:
-        """Of the bars that share a line with something else."""
+        """Width of a bar that shares its line, in columns."""
         return 40 if self.console.width >= 100 else 24
 
     def _held_out(self) -> str:
@@ -159,7 +159,7 @@ class Display:
         return f"held out, after step {step}{shares}{missing}  length {found['length_mean']:.0f} mean"
 
     def _time_left(self) -> str:
-        """Falls while a step runs, and by no more than what one is expected to take."""
+        """Return the time that is left. It falls while a step runs, by at most the expected time of a step."""
         if not self.history:
             return ""
         last = self.history[-1]
@@ -178,7 +178,7 @@ class Display:
         )
 
     def _table(self) -> Table:
-        """Of the last steps, 74 columns wide at most."""
+        """Return the table of the last steps, at most 74 columns wide."""
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         columns = ("step", "reward", "median", "longest", "cut off", "tokens/s", "accept length", "seen ahead")
         for column in (*columns, "mismatch", "seconds"):
@@ -199,7 +199,7 @@ class Display:
         return table
 
     def _where_time_went(self) -> list[Text]:
-        """Of the step, and of the workers together."""
+        """Return the line with the seconds of the step and of all workers."""
         phases = {name: sum(m.seconds.get(name, 0.0) for m in self.history) for name in _PHASES}
         workers = [worker for m in self.history for worker in m.workers]
         states = {state: sum(worker.get(state, 0.0) for worker in workers) for state in STATES}
@@ -209,7 +209,7 @@ class Display:
         return [stacked("time", phases, _PHASES, width), spent]
 
     def _strategies(self) -> Text:
-        """What the last rollout's rounds used, the most frequent first, and drafters that went wrong."""
+        """Return the strategies of the last rollout, the most frequent first, and the drafters that failed."""
         rollout = self.history[-1].rollout
         rounds = sorted(rollout["strategies"].items(), key=lambda item: -item[1])
         total = sum(count for _, count in rounds) or 1
@@ -242,7 +242,7 @@ class Display:
 
 
 def _version(m: StepMetrics) -> str:
-    """Of the learned drafter, where one may be trained."""
+    """Return the version of the learned drafter, if one may be trained."""
     return f"drafter {m.rollout['spot']['version']:.0f}  " if "version" in m.rollout["spot"] else ""
 
 
@@ -252,7 +252,7 @@ def _training(spot: dict[str, float]) -> str:
 
 
 def _seen_ahead(m: StepMetrics) -> float:
-    """Of the step's tokens."""
+    """Return the share of accepted look-ahead tokens among the step's tokens."""
     return m.rollout["seen_ahead"] / max(1, m.tokens)
 
 
