@@ -122,7 +122,7 @@ def test_a_resumed_run_keeps_its_commits_when_the_branches_move(hub: Hub, tmp_pa
 def test_another_revision_is_refused_on_resume(hub: Hub, tmp_path: Path, weights: Files) -> None:
     train(config(tmp_path))
     newer = hub.commit(MODEL, weights | files_in(tiny_model(tmp_path / "other", seed=1)))
-    with pytest.raises(ConfigError, match=r"the files in model\.path are not those of the run"):
+    with pytest.raises(ConfigError, match=r"the files in model\.path differ from those of the run"):
         train(config(tmp_path, steps=2, model={"path": f"org/tiny@{newer}"}), resume=True)
 
 
@@ -261,7 +261,7 @@ def test_a_choice_that_is_not_there_names_all(hub: Hub) -> None:
         with pytest.raises(HubError, match=r"has hard/test, hard/train, main/test, main/train: give one of these"):
             local_data(f"org/sums{choice}")
     hub.commit(DATA, {"data.zip": b""})
-    with pytest.raises(HubError, match=r"org/sums .* holds no \.jsonl, .* file"):
+    with pytest.raises(HubError, match=r"org/sums .* contains no \.jsonl, .* file"):
         local_data("org/sums")
 
 
