@@ -150,8 +150,8 @@ def test_a_class_that_is_no_environment_is_refused_at_the_start() -> None:
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({"reward": {"environment": "a:B", "name": "exact"}}, "leave out reward.name"),
-        ({"reward": {"turns": 3, "name": "exact"}}, "reward.turns goes with reward.environment"),
+        ({"reward": {"environment": "a:B", "name": "exact"}}, "remove reward.name"),
+        ({"reward": {"turns": 3, "name": "exact"}}, "reward.turns needs reward.environment"),
         ({"reward": {"environment": "verifiers"}}, "environment"),
         ({"reward": {"environment": "a:B"}, "engine": {"backend": "vllm"}}, "has no episodes"),
         ({"data": {"environment": "a", "path": "-"}}, "give either data.tasks"),
