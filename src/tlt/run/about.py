@@ -14,7 +14,7 @@ from tlt.models.generic import TRIED
 from tlt.run.trackers import names_of
 from tlt.types import Prompt
 
-VLLM_STARTS = "vLLM starts, which takes a minute or two"
+VLLM_STARTS = "starting vLLM, which takes one or two minutes"
 
 
 def about_prompts(config: Config, prompts: Sequence[Prompt]) -> str:
@@ -30,9 +30,10 @@ def about_model(config: Config) -> str:
     device, workers = torch_device(config.model), config.cluster.workers
     many = f" by each of {workers} workers" if workers > 1 else " by one worker"
     if workers > 1 and device.type == "cpu" and config.cluster.address is None:
-        many += " (one worker with all cores may be faster for a large model: compare them with tlt estimate)"
+        many += " (for a large model one worker with all cores may be faster: compare them with tlt estimate)"
     start = f"; {VLLM_STARTS}" if config.engine.backend == "vllm" else ""
-    new = "" if family.model_type in TRIED else f" ({family.model_type}: not tried with tlt yet, compared at each sync)"
+    untested = f" ({family.model_type} is not tested with tlt yet: it is checked at each sync)"
+    new = "" if family.model_type in TRIED else untested
     return f"model: {model}{new}, on {device}{many}; speculation: {_about_speculation(config)}{start}"
 
 
@@ -63,10 +64,10 @@ def about_folder(config: Config) -> str:
 def _about_speculation(config: Config) -> str:
     speculation = config.speculation
     adaptive, by_vllm = speculation.drafter == "adaptive", config.engine.backend == "vllm"
-    shared = ", without look-ahead, as workers share cores" if adaptive and share_cores(config) else ""
+    shared = ", without look-ahead, because workers share cores" if adaptive and share_cores(config) else ""
     if adaptive and by_vllm:
-        unused = f", which leaves out {speculation.path}: speculation.drafter = 'eagle' takes it instead"
-        return f"look-ahead, by vLLM{unused if speculation.path else ''}"
+        unused = f" ({speculation.path} is not used: set speculation.drafter = 'eagle' to use it)"
+        return f"look-ahead, with vLLM{unused if speculation.path else ''}"
     learned = f" with {speculation.path}" if speculation.path else ""
-    slow = ", which first measures what rounds take" if adaptive else ""
-    return f"{speculation.drafter}{learned}{', by vLLM' if by_vllm else ''}{shared}{slow}"
+    slow = ", after a short profile" if adaptive else ""
+    return f"{speculation.drafter}{learned}{', with vLLM' if by_vllm else ''}{shared}{slow}"
