@@ -422,7 +422,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
         lambda c: c.saved(1).mkdir(parents=True),
         r"already contains a run: continue it with --resume",
     ),
-    "force without resume": (lambda c: c.options.extend(["--force", "train.steps"]), r"--force goes with --resume"),
+    "force without resume": (lambda c: c.options.extend(["--force", "train.steps"]), r"--force needs --resume"),
     "nothing to resume": (lambda c: c.options.append("--resume"), r"no complete checkpoint in .*--run\.overwrite true"),
 }
 

@@ -256,7 +256,7 @@ def test_two_signals_end_a_run_at_once_and_it_says_what_was_saved(
 
     monkeypatch.setattr(Display, "phase", stop_twice)
     assert exit_code("train", recipe) == 130
-    assert capfd.readouterr().err.splitlines()[-1] == "tlt: interrupted; nothing was saved yet"
+    assert capfd.readouterr().err.splitlines()[-1] == "tlt: interrupted; nothing is saved yet"
 
 
 @pytest.mark.parametrize(("option", "first", "lines"), [("--quiet", "1 steps: mean reward", 1), ("--json", "{", 7)])
@@ -425,7 +425,7 @@ def test_words_of_others_are_printed_as_they_are(
     folder.mkdir(parents=True)  # the slash makes two of it
     recipe = write_recipe(home, folder)
     assert exit_code("train", recipe, "--train.steps", "1", "--run.folder", str(folder / "run")) == 0
-    assert f"everything is in {folder / 'run'}:" in capsys.readouterr().out
+    assert f"all files are in {folder / 'run'}:" in capsys.readouterr().out
     said = "[/i] :warning: " + "word " * 40 + "end"
     monkeypatch.setattr("tlt.build.Detokenizer", lambda tokenizer: lambda ids: said)
     assert said in generated(capsys, home)

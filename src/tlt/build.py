@@ -85,9 +85,10 @@ def load_engine(
 
 
 def open_target(config: Config, folder: str | Path | None) -> Target:
-    """Return what the recipe's engine decodes with, with the weights of `folder`. Without a folder it is for training:
-    `take_weights` brings the policy's weights, and vLLM can give memory back for the update. Raises ModelError, or
-    VllmError."""
+    """Return the target of the recipe's engine with the weights in `folder`.
+
+    If `folder` is None, the target is for training: it gets its weights from `take_weights`, and vLLM can free memory
+    for the update. Raises ModelError or VllmError."""
     if config.engine.backend == "vllm":
         _refuse_other_heads(config)
         most_new = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -106,7 +107,7 @@ def _refuse_other_heads(config: Config) -> None:
     if lora.rank and options.tied and (ends := {"lm_head", "embed_tokens"} & set(lora.targets)):
         raise ModelError(
             f"train.lora.targets has {min(ends)}, and the model's head is tied to its embedding, which vLLM cannot "
-            "separate: leave that target out, or set engine.backend = 'tlt'"
+            "separate: remove that target, or set engine.backend = 'tlt'"
         )
 
 
@@ -233,7 +234,8 @@ class Workplace(NamedTuple):
 
 
 def open_workplace(config: Config) -> Workplace:
-    """Prompts as training would see them, the target with the model's weights. Raises a ValueError of one sentence."""
+    """Load the prompts as for training, and the target with the model's weights. Raises a ValueError whose message is
+    one sentence."""
     tokenizer, config = load_tokenizer(config.model.path), with_tools(config)
     prompts = load_prompts(config.data, encoder(tokenizer, config.data))
     refuse_foreign_tokens(prompts, decoder_options(read_config(config.model.path)).vocab_size)

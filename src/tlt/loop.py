@@ -62,8 +62,9 @@ class Rollout(Protocol):
         coming: Iterable[list[Request]] = (),
         early: EarlyGroups | None = None,
     ) -> tuple[list[Response], RolloutStats]:
-        """All responses, in any order; `on_response` is called as each one finishes. Those who are idle may compute
-        early shards of the `early` groups, and decode what is `coming` in the next steps, a list each."""
+        """Return all responses, in any order, and the counters of the rollout. `on_response` is called for each
+        response as soon as it ends. Idle workers may compute early shards of the `early` groups, and decode the
+        requests in `coming`, one list for each next step."""
         ...
 
     def plainly(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:

@@ -24,7 +24,7 @@ _is_shown = False
 
 @contextmanager
 def shown(is_shown: bool = True) -> Iterator[None]:
-    """Show the progress of the block's work, or hide it."""
+    """Show or hide the progress of the block's work."""
     global _is_shown
     before, _is_shown = _is_shown, is_shown
     try:

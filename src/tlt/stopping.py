@@ -24,7 +24,7 @@ def how_to_go_on(done: int, steps: int, folder: str, number: int) -> str:
     """Return the message of a run that was stopped by signal `number`."""
     return (
         f"stopped by {signal.Signals(number).name} and saved after step {done} of {steps} in {folder}: "
-        "give the same command with --resume to go on"
+        "continue with the same command and --resume"
     )
 
 

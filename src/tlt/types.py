@@ -236,14 +236,14 @@ class RolloutStats(Passes):
     strategies: dict[str, int] = field(default_factory=dict)
     """number of rounds by strategy"""
     agreement: dict[str, float] = field(default_factory=dict)
-    """by drafter, how often its first guess was right lately"""
+    """recent acceptance rate of the first draft token, for each drafter"""
     verified_to: dict[str, int] = field(default_factory=dict)
-    """Number of drafts of a drafter by the deepest token that follows accepted tokens only. The key `eagle 2` is the
-    drafter and the depth."""
+    """number of drafts by the deepest token after accepted tokens only. The key `eagle 2` is the drafter and the
+    depth."""
     accepted_to: dict[str, int] = field(default_factory=dict)
-    """Number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted."""
+    """number of the same drafts by the deepest accepted token; the depth is 0 if none was accepted"""
     alarms: dict[str, float] = field(default_factory=dict)
-    """by drafter: the same rate, if it is below half of its value at publication"""
+    """the same rates that are below half of their value at publication"""
     seconds: dict[str, float] = field(default_factory=dict)
     """seconds of prefill, draft, verify, commit, and of spot: drafter training that delayed the rollout"""
     against_plain: dict[str, float] = field(default_factory=dict)
@@ -289,12 +289,12 @@ class TrainBatch:
     rewards: list[list[float]] = field(default_factory=list)
     """[group][response], from which the advantages were computed"""
     old_logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """by response decoded in the previous step: log-probs under the policy that decoded it"""
+    """log-probs under the policy that decoded the response, for responses of the previous step"""
     masked: set[int] = field(default_factory=set)
     """responses that count in the advantages of their group but are not trained on"""
     masks: dict[int, list[bool]] = field(default_factory=dict)
-    """by response with replies of an environment: for each token, whether the model sampled it. Log-probs are those of
-    the sampled tokens only."""
+    """whether the model sampled each token, for responses with replies of an environment. Log-probs are those of the
+    sampled tokens only."""
 
     def lengths(self, members: Sequence[int]) -> list[int]:
         """Return the number of tokens of each sequence, prompt included."""
@@ -349,7 +349,7 @@ class StepMetrics:
     rewards: dict[str, dict[str, float]]
     """mean and standard deviation of each reward term, before its weight"""
     tasks: dict[str, dict[str, float]]
-    """by task: mean and standard deviation of the reward, and the number of responses"""
+    """mean and standard deviation of the reward, and number of responses, for each task"""
     lengths: dict[str, float]
     accept_length: float
     responses: int

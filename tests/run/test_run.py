@@ -430,7 +430,7 @@ def test_a_second_signal_ends_the_run_at_once(home: Path) -> None:
     config = whole(home, "impatient")
     with pytest.raises(KeyboardInterrupt) as stopped:
         run_module.train(config, False, Impatient("update", 2, signal.SIGINT))
-    assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: go on with --resume"]
+    assert stopped.value.__notes__ == [f"saved after step 2 in {config.run.folder}: continue with --resume"]
     assert train(config, resume=True)["policy_sha256"] == summary_of(home)["policy_sha256"]
 
 

@@ -1,4 +1,4 @@
-"""The parser of the command line, whose help shows the default of every option, and texts that commands share."""
+"""Parser of the command line, whose help shows the default of every option, and texts that commands share."""
 
 from __future__ import annotations
 

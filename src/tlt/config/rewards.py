@@ -56,7 +56,7 @@ class RewardConfig(RewardTerm):
     """Environment of episodes with several turns, your own `module:Class`. It replies to the model's turns and gives
     the reward, so that no `name` or `terms` are needed (docs/environments.md)."""
     turns: int | None = Field(default=None, gt=0)
-    """Largest number of turns of the model in an episode (default: as many as rollout.max_new_tokens allows)."""
+    """Largest number of turns of the model in an episode (default: limited only by rollout.max_new_tokens)."""
     answer_marker: str = ""
     """The answer is the text after the last occurrence of this in a response (default: the whole response)."""
     answer_end: str = ""

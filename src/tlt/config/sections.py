@@ -13,8 +13,8 @@ from tlt.config.run import RunConfig
 from tlt.config.section import LONGEST, Section
 from tlt.config.speculation import SpeculationConfig
 
-_VERIFIERS = "tlt.rewards.verifiers:Episode"  # plays environments of the package verifiers
-_MOST_RESPONSES = 1_000_000  # of a step
+_VERIFIERS = "tlt.rewards.verifiers:Episode"  # runs environments of the package verifiers
+_MOST_RESPONSES = 1_000_000  # largest number in a step
 
 
 class ModelConfig(Section):
@@ -146,15 +146,14 @@ class TrainConfig(Section):
     epochs: int = Field(default=1, gt=0, le=1000)
     """Number of passes of the update over the rollout."""
     early_update: bool = True
-    """Let workers that have nothing left to decode compute gradients of finished groups. They compute the old and
-    reference log-probs that the update needs instead if there are several optimizer steps per rollout, if train.kl_in
-    is 'reward', or if the advantage is over the whole batch. The result is the same. It is used with several workers.
-    It is not used with train.shard, because a pass needs all workers then. A worker whose memory does not suffice next
-    to the key-value cache goes on without it, and the log says so."""
+    """Let idle workers compute gradients of finished groups early. If there are several optimizer steps per rollout, if
+    train.kl_in is 'reward', or if the advantage is over the whole batch, they compute the old and reference log-probs
+    instead. The result is the same. It needs several workers. It is not used with train.shard, because a pass then
+    needs all workers. If a worker's memory is too small, the worker continues without it and logs so."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
-    """Number of tokens in one forward and backward pass, gaps of the packing included. Before the first step a pass of
-    this size is tried on a CUDA device, and estimated on the CPU. If it does not fit the memory, the run ends and names
-    the field to lower."""
+    """Number of tokens in one forward and backward pass, including gaps of the packing. Before the first step, a pass
+    of this size is tried on a CUDA device, or estimated on the CPU. If it does not fit the memory, the run ends with an
+    error that names the field to lower."""
     logits_mb: int = Field(default=256, gt=0)
     """Size of the logits computed at once, in MiB. If the logits need several chunks, each is computed again for the
     gradient. A chunk needs about four times this memory."""
@@ -241,7 +240,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _adapted(cls, tree: Any) -> Any:
-        """Let an environment of verifiers give the rewards."""
+        """Set the reward to the environment of `verifiers`, if the prompts come from one."""
         if not (isinstance(tree, dict) and isinstance(tree.get("data"), dict) and tree["data"].get("environment")):
             return tree
         return tree | {"reward": {"environment": _VERIFIERS} | tree.get("reward", {})}
@@ -255,7 +254,7 @@ class Config(Section):
                 "'module:function'"
             )
         if self.eval.every and self.data.environment:
-            raise ValueError("eval.every does not go with data.environment: leave it out")
+            raise ValueError("eval.every cannot be used with data.environment: remove it")
         if self.eval.every and self.data.path and not self.eval.path:
             raise ValueError("eval.every needs eval.path, a file of held-out prompts, if data.path is given")
         if self.rollout.temperature == 0:

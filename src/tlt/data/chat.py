@@ -107,15 +107,15 @@ class ChatTemplate:
         return self._goes_on(turns) if turns[-1]["role"] == "assistant" else self._apply(turns)
 
     def around_reply(self) -> tuple[str, str]:
-        """Return the texts that the template writes before and after a reply to an answer of the model. The reply is a
-        message of a tool if the prompts show tools, else the user's. Raises DataError if it writes no such message."""
+        """Return the texts that the template writes before and after a reply to a response. The reply is a message of a
+        tool if the prompts show tools, else of the user. Raises DataError if the template writes no such message."""
         role = "tool" if self.arguments.get("tools") else "user"
         turns = [("user", _mark(0)), ("assistant", _mark(1)), (role, _mark(2))]
         text = self._apply([{"role": role, "content": content} for role, content in turns])
         before, found, after = text.rpartition(_mark(1))[2].partition(_mark(2))
         if _mark(1) not in text or not found:
             raise DataError(
-                f"the tokenizer's chat template does not write a {role}'s message behind an answer: take another"
+                f"the tokenizer's chat template writes no {role} message after a response: use another template"
             )
         return before, after
 
@@ -181,7 +181,7 @@ class ChatTemplate:
         for name in self.arguments.keys() - read:
             near = difflib.get_close_matches(name, read, cutoff=0.5)
             if name == "tools":
-                raise DataError("the chat template does not show tools to the model: take a model whose template does")
+                raise DataError("the chat template does not show tools to the model: use a model whose template does")
             raise DataError(
                 f"the chat template does not read {name} of data.chat_arguments: "
                 + (f"did you mean {' or '.join(near)}?" if near else "remove it")

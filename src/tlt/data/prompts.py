@@ -33,8 +33,8 @@ _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # far apart, because reasoning-
 
 
 def load_prompts(config: DataConfig, encode: Encode) -> list[Prompt]:
-    """All prompts of an epoch, in their source's order; `prompt_id` is the row, of those that are not too long. Raises
-    DataError."""
+    """Return the prompts of an epoch in the order of their source. `prompt_id` is the row, counted without prompts that
+    are too long. Raises DataError."""
     rows = list(_rows(config))
     answers_in = "answer" if config.tasks else config.answer_column
     prompts: list[Prompt] = []
@@ -132,8 +132,9 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 def reply_encoder(tokenizer: Any, config: DataConfig) -> Callable[[str, int | None], list[int]]:
     """Return a function of a reply's text and the token before it, which returns the tokens of the reply.
 
-    With a chat template, the reply is a message of the user, or of a tool if prompts show tools. Without a token
-    before it, it is plain text. A special token's name in it is text. Raises DataError."""
+    With a chat template the reply is a message of a tool if the prompts show tools, else of the user. If the token
+    before is None, the reply is plain text. Names of special tokens in the reply are encoded as text. Raises
+    DataError."""
     before, after = ChatTemplate(tokenizer, config).around_reply() if config.chat else ("", "")
     begins, ends = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, after))
 

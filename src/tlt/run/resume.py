@@ -37,9 +37,9 @@ class Contents(NamedTuple):
     """sha256 of the files that the recipe names, wherever they are."""
 
     model: str
-    """of the files in model.path"""
+    """files in model.path"""
     reward: str
-    """of the files with the user's reward functions"""
+    """files with the user's reward functions"""
 
 
 def allowed_changes(

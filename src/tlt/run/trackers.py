@@ -120,14 +120,15 @@ class MLflow:
 
 
 class Trackio:
-    """A local database, or the Space of TRACKIO_SPACE_ID, in the project of TRACKIO_PROJECT (default `tlt`). A resumed
-    run continues in the run of its name. trackio keeps what it has of the steps that are repeated."""
+    """Tracker for trackio: a local database, or the Space of TRACKIO_SPACE_ID. TRACKIO_PROJECT names the project
+    (default `tlt`). A resumed run continues in the run of its name. trackio does not delete the values of repeated
+    steps."""
 
     def __init__(self, place: Place) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self.table, known = trackio.Table, known_id(place, "trackio")
-        with redirect_stdout(sys.stderr):  # it prints, and stdout is for the run's own lines
+        with redirect_stdout(sys.stderr):  # trackio prints, but stdout is for the run's own lines
             self.run = trackio.init(
                 project=os.environ.get("TRACKIO_PROJECT", "tlt"),
                 name=known or place.folder.resolve().name,

@@ -230,13 +230,14 @@ def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:
     run.stand(done, found.state["metrics"])
     run.standing.saved = done
     for damaged in found.passed_over:
-        run.display.note(f"passed over: {damaged}")
-    all_done = f"all {done} steps of this run are done: to train on, raise train.steps"
-    run.display.note(all_done if done == run.config.train.steps else f"going on from step {done} ({found.folder})")
+        run.display.note(f"skipped a damaged checkpoint: {damaged}")
+    all_done = f"all {done} steps of this run are done: raise train.steps to continue"
+    run.display.note(all_done if done == run.config.train.steps else f"resuming from step {done} ({found.folder})")
 
 
 def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Collection[str]) -> None:
-    """Unless they are forced, which goes on record. `same`: but for columns that the model does not see."""
+    """Raise DataError if the prompts have changed, unless that is forced and recorded. `same`: only columns that the
+    model does not see have changed."""
     key, source = run.config.data.source
     if key not in force:
         what = f"the prompts of {source} are not those of the run to be resumed"
@@ -382,16 +383,16 @@ def _rescue(run: Run) -> str:
         try:
             _save(run)
         except Exception as error:
-            failed = f"what was done since cannot be saved ({error}); "
+            failed = f"the steps since then cannot be saved ({error}); "
     return failed + _saved_before(run)
 
 
 def _saved_before(run: Run) -> str:
-    """Return which step is saved, and how to go on from it."""
+    """Return the step that is saved, and how to continue from it."""
     if run.standing.saved:
-        return f"saved after step {run.standing.saved} in {run.folder.path}: go on with --resume"
+        return f"saved after step {run.standing.saved} in {run.folder.path}: continue with --resume"
     before = run.folder.before()
-    return f"nothing was saved yet{f'; the run before is in {before[-1]}' if before else ''}"
+    return f"nothing is saved yet{f'; the previous run is in {before[-1]}' if before else ''}"
 
 
 def _stopped_amid_a_step(run: Run, number: int) -> str:

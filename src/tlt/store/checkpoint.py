@@ -48,7 +48,7 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         said = " ".join(str(error).split())
-        raise CheckpointError(f"{final} cannot be saved ({said}): free some space or repair the disk") from error
+        raise CheckpointError(f"{final} cannot be saved ({said}): make room, or repair the disk") from error
     # A newer checkpoint is damaged, because this run was resumed from an older one. It must not replace a good one.
     for old in [folder for folder in _folders(root) if folder <= final][:-keep]:
         shutil.rmtree(old, ignore_errors=True)
