@@ -257,7 +257,7 @@ FRESH: dict[str, tuple[Callable[[Case], Any], str]] = {
     },
     "a name on the hub": (
         lambda c: c.set("model", path="Qwen/Qwen3-0.6B"),
-        r"there is no Qwen/Qwen3-0\.6B on this machine.*HF_HUB_OFFLINE is set.* hf download Qwen/Qwen3-0\.6B where",
+        r"there is no Qwen/Qwen3-0\.6B on this machine.*HF_HUB_OFFLINE is set.* hf download Qwen/Qwen3-0\.6B on",
     ),
     "a model folder that is not there": (
         lambda c: c.set("model", path=str(c.home / "none")),

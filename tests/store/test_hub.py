@@ -167,13 +167,13 @@ def test_offline_a_complete_cache_is_enough(hub: Hub, tmp_path: Path, monkeypatc
     hub.requests.clear()
     assert (local_model("org/tiny"), local_data("org/sums:test")) == online
     assert hub.requests == []
-    with pytest.raises(HubError, match=r"run hf download org/sums --repo-type dataset --revision \w{40} where"):
+    with pytest.raises(HubError, match=r"run hf download org/sums --repo-type dataset --revision \w{40} on a machine"):
         local_data("org/sums:train")  # which was not downloaded
 
 
 def test_offline_without_the_cache_the_command_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set: unset it, or run hf download org/tiny --revision v1 w"):
+    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set: unset it, or run hf download org/tiny --revision v1 o"):
         local_model("org/tiny@v1")
 
 
