@@ -21,8 +21,8 @@ from tlt.run.about import about_folder, about_memory
         ),
         (
             {"save_every": 0, "report": False, "completions_mb": 0, "mirror": "s3://b", "trackers": ["tensorboard"]},
-            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 are kept), copied to s3://b; "
-            "metrics go to tensorboard",
+            "writes to R: metrics.jsonl, summary.json; a checkpoint at the end (the newest 2 are kept), copied to s3://b"
+            "; metrics go to tensorboard",
         ),
         (
             {"completions_format": "parquet", "trackers": []},
